@@ -1,0 +1,190 @@
+"""Every key of a config: its type, default, legal values and one line of description.
+
+The dataclasses are the schema that a YAML file is checked against, that `docs/config.md` and
+`tune cat --describe` are generated from, and that a recipe reads. This file imports no torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    kind: str | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """One key of a section.
+
+    default: its value when the config does not set it. help: one line, with the unit.
+    choices: the only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in.
+    minimum, maximum: inclusive bounds. above, below: exclusive bounds.
+    """
+    limits = {"choices": choices, "kind": kind, "minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    """The model to train: a checkpoint, or an architecture with random weights."""
+
+    path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.")
+    preset: str | None = key(None, "Architecture to initialise at random: a shipped name, or a config.json of yours.")
+
+
+@dataclass
+class TokenizerConfig:
+    """The tokenizer; by default the one in the checkpoint folder."""
+
+    path: str | None = key(None, "Folder or file of the tokenizer; null: `model.path`.")
+    chat_template: str | None = key(None, "Jinja file to use in place of the tokenizer's own chat template.")
+
+
+@dataclass
+class DataConfig:
+    """The training rows."""
+
+    source: str | None = key(None, "File or folder (.json, .jsonl, .txt), or `hub:OWNER/NAME` (extra `datasets`).")
+    format: str = key("alpaca", "How a row is read.", kind="data.format")
+    split: str = key("train", "Split of a hub dataset.")
+    columns: dict[str, str] = key({}, "The format's column name -> the name it has in your file.")
+    template: str = key(
+        "auto",
+        "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
+        choices=("auto", "chat", "plain"),
+    )
+    train_on: str = key("answer", "Tokens the loss counts.", choices=("answer", "all"))
+    shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
+    add_bos: bool = key(True, "Begin each row (format `text`: each file) with the tokenizer's BOS, never twice.")
+    max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
+    bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
+    long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
+
+
+@dataclass
+class ValidationConfig:
+    """Loss on rows that are not trained on; off while `source` is null."""
+
+    source: str | None = key(None, "Like data.source; the other data.* keys apply to it as well. null: no validation.")
+    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
+    every_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
+    max_rows: int | None = key(None, "Use only the first rows.", minimum=1)
+    batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1)
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer."""
+
+    name: str = key("adamw", "The optimizer.", kind="optimizer.name")
+    lr: float = key(2e-5, "Peak learning rate.", above=0)
+    weight_decay: float = key(0.0, "Decoupled weight decay, applied to every parameter.", minimum=0)
+    betas: list[float] = key([0.9, 0.95], "AdamW's two decay rates.")
+    eps: float = key(1e-8, "AdamW's epsilon.", above=0)
+    momentum: float = key(0.0, "SGD's momentum.", minimum=0, below=1)
+    implementation: str = key(
+        "auto",
+        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused.",
+        choices=("auto", "fused", "foreach", "single"),
+    )
+
+
+@dataclass
+class LrScheduleConfig:
+    """The learning rate over the steps."""
+
+    kind: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
+    warmup_steps: int = key(0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0)
+    final_share: float = key(0.0, "Share of optimizer.lr that the last step is left with.", minimum=0, maximum=1)
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks divide the work."""
+
+    data_shard: int = key(-1, "Ranks that share one copy of parameters, gradients and states; -1: all that are left.")
+    data_replicate: int = key(1, "Copies of the sharded model (HSDP).", minimum=1)
+    wrapping: Any = key(
+        "auto",
+        "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
+        "if either is larger than a layer, else layers); or a list of module-name patterns.",
+    )
+    reshard_after_forward: bool = key(True, "Free a unit's gathered parameters after its forward; false: keep them.")
+    reduce_dtype: str | None = key(
+        None, "Gradients are summed over ranks in it; null: their own.", choices=("fp32", "bf16")
+    )
+
+
+@dataclass
+class MemoryConfig:
+    """Levers that trade time for memory."""
+
+    activation_checkpointing: str = key(
+        "none",
+        "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul.",
+        choices=("none", "full", "selective"),
+    )
+    cpu_offload: bool = key(False, "Keep sharded parameters, gradients and optimizer states in host memory.")
+    loss_chunks: int = key(8, "Pieces the loss is computed in; more: less memory for logits.", minimum=1)
+
+
+@dataclass
+class CheckpointConfig:
+    """What is saved, and when."""
+
+    save_every_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
+    keep: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
+    save_model: bool = key(True, "Write the trained model as a Hugging Face folder at the end.")
+    max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0)
+
+
+@dataclass
+class LogConfig:
+    """What is shown and recorded."""
+
+    every_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
+    progress: str = key("auto", "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.",
+                        choices=("auto", "live", "plain"))
+    trackers: list[str] = key([], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers")
+    project: str = key("tune-recipes", "Project name at the trackers.")
+    run_name: str | None = key(None, "Run name at the trackers; null: the output folder's name.")
+
+
+@dataclass
+class FullFinetuneConfig:
+    """Config of `full_finetune_distributed`."""
+
+    recipe: str = key("full_finetune_distributed", "The recipe this config is for.")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    seed: int = key(42, "Root of the seeds of model, data and dropout.", minimum=0)
+    dtype: str = key("bf16", "Type of parameters, gradients and compute (fp64 is for checks on a CPU).",
+                     choices=("fp32", "bf16", "fp64"))
+    device: str = key("auto", "`auto`: cuda if there is one.", choices=("auto", "cpu", "cuda"))
+    batch_size: int = key(1, "Rows per rank in a micro-batch.", minimum=1)
+    gradient_accumulation_steps: int = key(1, "Micro-batches per optimizer step.", minimum=1)
+    epochs: int = key(1, "Passes over the rows.", minimum=1)
+    max_steps: int | None = key(None, "Stop after this many optimizer steps.", minimum=1)
+    max_seq_len: int = key(2048, "Longest row, tokens.", minimum=1)
+    loss: str = key("cross_entropy", "The loss.", kind="loss")
+    clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
+    output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.")
+    overwrite: bool = key(False, "Replace what an earlier run left in output_dir.")
+    resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.")
+    compile: bool = key(False, "torch.compile each layer.")

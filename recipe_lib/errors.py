@@ -1,0 +1,77 @@
+"""Errors that a user can cause, and the exit codes a run ends with.
+
+A user error is one line: the place (file, line or key), what was found, what was expected and what to do.
+`exit_code_of` turns it into standard error and an exit code; anything else is our own bug and keeps its traceback.
+"""
+
+import sys
+from collections.abc import Callable
+
+DONE = 0
+USER_ERROR = 2
+STOPPED_AND_SAVED = 3
+DIVERGED = 4
+OUT_OF_MEMORY = 5
+STORAGE = 6
+
+
+class UserError(Exception):
+    """A mistake that the user can correct; `str(error)` is one line, or one line a fault."""
+
+    exit_code = USER_ERROR
+
+    def __init__(self, *faults: str):
+        """faults: one line each; several are reported together."""
+        self.faults = list(faults)
+        super().__init__("\n".join(faults))
+
+
+class ConfigError(UserError):
+    """A config, an override or a command line that cannot be used."""
+
+
+class DataError(UserError):
+    """A dataset, a row or a tokenizer that cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A model folder or a saved state that cannot be used."""
+
+
+class SetupError(UserError):
+    """A machine, a world size or an environment that does not fit the config."""
+
+
+class DivergedError(UserError):
+    """Loss or gradient norm is no longer a finite number."""
+
+    exit_code = DIVERGED
+
+
+class OutOfMemoryError(UserError):
+    """The device has no room; the line names the phase, the peak and the levers."""
+
+    exit_code = OUT_OF_MEMORY
+
+
+class StorageError(UserError):
+    """The disk is full or refuses a write."""
+
+    exit_code = STORAGE
+
+
+class StoppedAndSaved(Exception):  # noqa: N818  (an outcome, not an error)
+    """A stop signal came; the state was saved at the step boundary and the run ends with exit code 3."""
+
+
+def exit_code_of(main: Callable[[], int | None]) -> int:
+    """Runs `main`; user errors become lines on standard error and their exit code, without a traceback."""
+    try:
+        return main() or DONE
+    except UserError as error:
+        for fault in error.faults:
+            print(f"error: {fault}", file=sys.stderr)
+        return error.exit_code
+    except StoppedAndSaved as stopped:
+        print(stopped, file=sys.stderr)
+        return STOPPED_AND_SAVED

@@ -1,0 +1,48 @@
+"""Every mistake kept under tests/bad_inputs ends in exit code 2, the expected lines, and nothing written.
+
+A case is a folder with `command` (`{case}`: the folder, `{tmp}`: an empty folder) and `expected` (standard error).
+"""
+
+import hashlib
+import shlex
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.cli.main import main
+
+CASES = Path(__file__).parent / "bad_inputs"
+ROOT = CASES.parent.parent
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Relative path -> SHA-256 of every file in the folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("case", sorted(path.parent for path in CASES.glob("*/*/command")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_one_clean_line(case: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    name = str(case.relative_to(ROOT))
+
+    def fill(text: str) -> str:
+        return text.replace("{case}", name).replace("{tmp}", str(tmp_path))
+
+    before = fingerprint(case)
+    arguments = shlex.split(fill((case / "command").read_text()))
+    assert arguments[0] == "tune"
+    code = main(arguments[1:])
+    written = capfd.readouterr()
+    assert written.err == fill((case / "expected").read_text())
+    assert written.out == ""
+    assert code == 2
+    assert fingerprint(case) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_there_are_at_least_sixty_cases():
+    assert len(list(CASES.glob("*/*/command"))) >= 60
