@@ -4,8 +4,13 @@ A user error is one line: the place (file, line or key), what was found, what wa
 `exit_code_of` turns it into standard error and an exit code; anything else is our own bug and keeps its traceback.
 """
 
+import hashlib
+import os
 import sys
 from collections.abc import Callable
+
+# Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a launcher.
+FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
 
 DONE = 0
 USER_ERROR = 2
@@ -70,8 +75,21 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         return main() or DONE
     except UserError as error:
         for fault in error.faults:
-            print(f"error: {fault}", file=sys.stderr)
+            _say_once(f"error: {fault}")
         return error.exit_code
     except StoppedAndSaved as stopped:
-        print(stopped, file=sys.stderr)
+        _say_once(str(stopped))
         return STOPPED_AND_SAVED
+
+
+def _say_once(line: str) -> None:
+    """Prints to standard error, unless another rank that `tune run` launched on this machine has said the same."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder and os.path.isdir(folder):
+        try:
+            open(os.path.join(folder, f"said_{hashlib.sha256(line.encode()).hexdigest()}"), "x").close()
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # a full disk must not swallow the line
+    print(line, file=sys.stderr, flush=True)

@@ -18,14 +18,26 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
+    also: tuple[float, ...] | None = None,
+    length: int | None = None,
 ) -> Any:
     """One key of a section.
 
     default: its value when the config does not set it. help: one line, with the unit.
     choices: the only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in.
-    minimum, maximum: inclusive bounds. above, below: exclusive bounds.
+    minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them.
+    length: how many items a list has. On a list, choices and bounds are those of each item.
     """
-    limits = {"choices": choices, "kind": kind, "minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    limits = {
+        "choices": choices,
+        "kind": kind,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "below": below,
+        "also": also,
+        "length": length,
+    }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -87,7 +99,7 @@ class OptimizerConfig:
     name: str = key("adamw", "The optimizer.", kind="optimizer.name")
     lr: float = key(2e-5, "Peak learning rate.", above=0)
     weight_decay: float = key(0.0, "Decoupled weight decay, applied to every parameter.", minimum=0)
-    betas: list[float] = key([0.9, 0.95], "AdamW's two decay rates.")
+    betas: list[float] = key([0.9, 0.95], "AdamW's two decay rates.", minimum=0, below=1, length=2)
     eps: float = key(1e-8, "AdamW's epsilon.", above=0)
     momentum: float = key(0.0, "SGD's momentum.", minimum=0, below=1)
     implementation: str = key(
@@ -110,12 +122,18 @@ class LrScheduleConfig:
 class ParallelConfig:
     """How the ranks divide the work."""
 
-    data_shard: int = key(-1, "Ranks that share one copy of parameters, gradients and states; -1: all that are left.")
+    data_shard: int = key(
+        -1,
+        "Ranks that share one copy of parameters, gradients and states; -1: all that are left.",
+        minimum=1,
+        also=(-1,),
+    )
     data_replicate: int = key(1, "Copies of the sharded model (HSDP).", minimum=1)
-    wrapping: Any = key(
+    wrapping: str | list[str] = key(
         "auto",
         "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
         "if either is larger than a layer, else layers); or a list of module-name patterns.",
+        choices=("auto", "layers", "memory_efficient"),
     )
     reshard_after_forward: bool = key(True, "Free a unit's gathered parameters after its forward; false: keep them.")
     reduce_dtype: str | None = key(
@@ -151,8 +169,9 @@ class LogConfig:
     """What is shown and recorded."""
 
     every_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
-    progress: str = key("auto", "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.",
-                        choices=("auto", "live", "plain"))
+    progress: str = key(
+        "auto", "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.", choices=("auto", "live", "plain")
+    )
     trackers: list[str] = key([], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers")
     project: str = key("tune-recipes", "Project name at the trackers.")
     run_name: str | None = key(None, "Run name at the trackers; null: the output folder's name.")
@@ -174,8 +193,11 @@ class FullFinetuneConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     seed: int = key(42, "Root of the seeds of model, data and dropout.", minimum=0)
-    dtype: str = key("bf16", "Type of parameters, gradients and compute (fp64 is for checks on a CPU).",
-                     choices=("fp32", "bf16", "fp64"))
+    dtype: str = key(
+        "bf16",
+        "Type of parameters, gradients and compute (fp64 is for checks on a CPU).",
+        choices=("fp32", "bf16", "fp64"),
+    )
     device: str = key("auto", "`auto`: cuda if there is one.", choices=("auto", "cpu", "cuda"))
     batch_size: int = key(1, "Rows per rank in a micro-batch.", minimum=1)
     gradient_accumulation_steps: int = key(1, "Micro-batches per optimizer step.", minimum=1)

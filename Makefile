@@ -1,0 +1,52 @@
+# make demo   fine-tune a tiny model on the CPU and ask it something
+# make test   the whole test suite
+# Both install what they need into .venv first; nothing is installed outside of it.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+OUTPUT ?= outputs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format types docs clean
+
+help:
+	@sed -n 's/^# make /  make /p' Makefile
+	@echo '  make lint   ruff, the floors of the house, types'
+	@echo '  make docs   write docs/config.md anew from the schema'
+	@echo '  make clean  remove .venv and what runs left behind'
+
+install: $(STAMP)
+
+# torch comes first and by its exact version: asked for as a range, pip would take the newest build there is.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'error: $(PYTHON) is older than 3.11; try: make PYTHON=python3.12 install' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo/run.sh $(OUTPUT)
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/python -m recipe_lib.config.describe > docs/config.md
+
+clean:
+	rm -rf $(VENV) outputs dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

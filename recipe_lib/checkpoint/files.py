@@ -1,0 +1,213 @@
+"""Files of a run: written once, flushed to the disk, and named only when whole.
+
+Everything a run publishes is written beside its final name under a temporary one (`.NAME.<nonce>.tmp`), flushed,
+and renamed. What a killed process leaves behind is therefore recognised by its name, and removed by the next one.
+`before_operation` is called before each change of the disk: tests make it fail there.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from recipe_lib.errors import StorageError
+from recipe_lib.units import MIB, format_bytes
+
+CHUNK_BYTES = 16 * MIB
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def before_operation(operation: str, path: Path) -> None:
+    """Called before every change of the disk (open, write, flush, make, rename, remove); does nothing."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A written file: its base name, its length in bytes, and the SHA-256 of what was written."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@contextmanager
+def storage_faults() -> Iterator[None]:
+    """Turns an operating system's refusal to write into one StorageError line."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(describe_fault(error)) from error
+
+
+def describe_fault(error: OSError) -> str:
+    """One line: which file, what the system said, what to do."""
+    where = error.filename2 or error.filename or "the output folder"
+    said = error.strerror or type(error).__name__
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}: {said}{_free_text(Path(os.fsdecode(where)))}; free some space, or choose another output_dir"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{where}: {said}; make it writable, or choose another output_dir"
+    return f"{where}: {said}; check the disk, or choose another output_dir"
+
+
+def _free_text(path: Path) -> str:
+    for folder in (path, *path.parents):
+        if folder.is_dir():
+            return f" ({format_bytes(shutil.disk_usage(folder).free)} free)"
+    return ""
+
+
+def require_space(folder: Path, needed: int, purpose: str) -> None:
+    """Raises StorageError if the disk under `folder` has fewer than `needed` bytes free; nothing is written."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StorageError(
+            f"{folder}: {purpose} needs {format_bytes(needed)}, {format_bytes(free)} are free; "
+            "free some space, or choose another output_dir"
+        )
+
+
+class HashedFile:
+    """A new binary file that is hashed while it is written, and flushed to the disk when it is closed.
+
+    A file left by an exception is not flushed; its folder is a temporary one, removed by whoever made it.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.size = 0
+        self._hash = hashlib.sha256()
+        before_operation("open", path)
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends the bytes; raises OSError with the file's name."""
+        view = memoryview(data)
+        before_operation("write", self.path)
+        self._hash.update(view)
+        while len(view):
+            try:
+                written = self._file.write(view)
+            except OSError as error:  # writing to a descriptor names no file
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            self.size += written
+            view = view[written:]
+
+    def record(self) -> FileRecord:
+        """Name, size and hash of what has been written so far."""
+        return FileRecord(self.path.name, self.size, self._hash.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                before_operation("flush", self.path)
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Writes a new file and flushes it to the disk."""
+    with HashedFile(path) as file:
+        file.write(data)
+    return file.record()
+
+
+def write_json(path: Path, value: Any) -> FileRecord:
+    """Writes a new, indented JSON file and flushes it to the disk."""
+    return write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def copy_file(source: Path, target: Path) -> FileRecord:
+    """Copies the bytes (not mode, not links) into a new file and flushes it to the disk."""
+    with open(source, "rb") as incoming, HashedFile(target) as file:
+        while chunk := incoming.read(CHUNK_BYTES):
+            file.write(chunk)
+    return file.record()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small text file so that a reader sees the old content or the new one, never a part. StorageError."""
+    with storage_faults():
+        temporary = temporary_path(path)
+        write_bytes(temporary, text.encode())
+        rename(temporary, path)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of the file's bytes as they are on the disk now."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make_folder(path: Path) -> None:
+    """Makes a new folder, with its parents."""
+    before_operation("make", path)
+    path.mkdir(parents=True)
+
+
+def flush_folder(path: Path) -> None:
+    """Flushes the folder's own entries (names made, renamed, removed) to the disk."""
+    before_operation("flush", path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Renames within one folder, and flushes the folder."""
+    before_operation("rename", target)
+    os.rename(source, target)
+    flush_folder(target.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a published folder: it loses its name first, so that half of it is never taken for the whole."""
+    temporary = temporary_path(path)
+    rename(path, temporary)
+    remove_temporary(temporary)
+
+
+def remove_temporary(path: Path) -> None:
+    """Removes a folder or file under a temporary name."""
+    before_operation("remove", path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def temporary_path(final: Path) -> Path:
+    """A new temporary name beside `final`: `.NAME.<nonce>.tmp`."""
+    return final.with_name(f".{final.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+
+
+def remove_leftovers(parent: Path, prefix: str) -> None:
+    """Removes what killed processes left in `parent` under temporary names of finals that begin with `prefix`."""
+    if parent.is_dir():
+        for path in sorted(parent.glob(f".{prefix}*{TEMPORARY_SUFFIX}")):
+            remove_temporary(path)
+
+
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Gives a finished temporary folder its name; a folder that has it already is put aside first, then removed."""
+    flush_folder(temporary)
+    if final.exists():
+        aside = temporary_path(final)
+        rename(final, aside)
+        rename(temporary, final)
+        remove_temporary(aside)
+    else:
+        rename(temporary, final)

@@ -1,0 +1,148 @@
+"""An optimizer's state by parameter name: tensors for the tensor files, everything else as JSON.
+
+Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight`. The tensors are those of the
+optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can read them again.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.errors import CheckpointError
+
+MODEL, OPTIMIZER = "model", "optimizer"
+# How a step is computed belongs to the machine it runs on, not to the state.
+_IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model/NAME` -> parameter or buffer, tied ones once. Sharded models are resharded first."""
+    everything = model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    buffers = {name: value for name, value in everything.items() if name not in parameters.keys() | tied}
+    return {f"{MODEL}/{name}": tensor for name, tensor in (parameters | buffers).items()}
+
+
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError("the optimizer holds a tensor that is no parameter of the model")
+    return names
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """`optimizer/STATE/PARAMETER` -> tensor, for every state tensor there is (none before the first step)."""
+    tensors: dict[str, torch.Tensor] = {}
+    for parameter, name in _parameter_names(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim():
+                    raise ValueError(f"state {key} of {name} is not sharded as its parameter is; it cannot be saved")
+                tensors[f"{OPTIMIZER}/{key}/{name}"] = value.detach()
+    return tensors
+
+
+def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The rest as JSON: per group its parameters' names and its numbers, and states that are no tensors."""
+    names = _parameter_names(model, optimizer)
+    groups = [
+        {
+            "parameters": [names[parameter] for parameter in group["params"]],
+            "values": {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION_KEYS},
+        }
+        for group in optimizer.param_groups
+    ]
+    states: dict[str, dict[str, Any]] = {}
+    for parameter, name in names.items():
+        values = optimizer.state.get(parameter, {})
+        plain = {key: _plain(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
+        if plain:
+            states[name] = plain
+    return {"groups": groups, "states": states}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):  # a learning rate may be held in a tensor
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"an optimizer value of type {type(value).__name__} cannot be saved as JSON")
+
+
+def make_optimizer_states(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    where: str,
+) -> dict[str, torch.Tensor]:
+    """Replaces the optimizer's states by empty tensors as they were saved, and returns them by name, to be filled.
+
+    saved: `optimizer/STATE/PARAMETER` -> type and global shape. where: the state's folder, named in errors.
+    """
+    parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.state.clear()
+    targets: dict[str, torch.Tensor] = {}
+    for full_name, (dtype, shape) in saved.items():
+        key, name = full_name.split("/", 2)[1:]
+        parameter = parameters.get(name)
+        if parameter is None or parameter not in groups:
+            raise CheckpointError(
+                f"{where}: holds optimizer state of {name}, which is not trained here; resume with the run's own config"
+            )
+        value = _empty_state(parameter, groups[parameter], dtype, shape)
+        if value is None:
+            raise CheckpointError(
+                f"{where}: optimizer state {key} of {name} has shape {list(shape)}, its parameter "
+                f"{list(parameter.shape)}; resume with the run's own config"
+            )
+        optimizer.state[parameter][key] = value
+        targets[full_name] = value
+    return targets
+
+
+def _empty_state(
+    parameter: torch.Tensor, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    if shape and shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    if not shape:  # a step counter: torch keeps it on the host unless the kernel reads it on the device
+        on_device = bool(group.get("fused")) or bool(group.get("capturable"))
+        return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    return None
+
+
+def restore_settings(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str
+) -> None:
+    """Sets what `optimizer_settings` gave; CheckpointError if the optimizer's groups are others."""
+    names = _parameter_names(model, optimizer)
+    found = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    if found != [group["parameters"] for group in saved["groups"]]:
+        raise CheckpointError(
+            f"{where}: the optimizer has {len(saved['groups'])} groups of other parameters than this run's "
+            f"{len(found)}; resume with the run's own config"
+        )
+    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in old["values"].items():
+            if key not in group:
+                raise CheckpointError(
+                    f"{where}: was saved by another optimizer (it has {key}); resume with the run's own optimizer.name"
+                )
+            current = group[key]
+            if isinstance(current, torch.Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(current, tuple) else value
+    parameters = {name: parameter for parameter, name in names.items()}
+    for name, values in saved["states"].items():
+        optimizer.state[parameters[name]].update(values)

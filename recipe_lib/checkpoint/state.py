@@ -1,0 +1,317 @@
+"""Resumable state: saved as a new folder that is either whole or not there, and used only after it was verified.
+
+    output_dir/state/step_40/   shard-00001-of-00002.safetensors ...   model and optimizer, each rank its own part
+                                rng-00001.safetensors ...              random number generators, per rank
+                                state.json                             step, data position, optimizer settings
+                                manifest.json                          every file's size and SHA-256; written last
+
+The order is: files, flush each, manifest, flush the folder, rename, flush the parent, and only then remove older
+states. "Latest" is computed from the manifests, never stored. Another world size may load what one has saved.
+"""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.checkpoint import files, rng
+from recipe_lib.checkpoint.dcp_storage import ShardReader, ShardWriter, read_shards
+from recipe_lib.checkpoint.files import FileRecord
+from recipe_lib.checkpoint.manifest import (
+    DamagedState,
+    Manifest,
+    check_presence,
+    damaged_file,
+    read_manifest,
+    write_manifest,
+)
+from recipe_lib.checkpoint.optimizer_state import (
+    MODEL,
+    OPTIMIZER,
+    make_optimizer_states,
+    model_tensors,
+    optimizer_settings,
+    optimizer_tensors,
+    restore_settings,
+)
+from recipe_lib.checkpoint.ranks import Ranks, decide, gather_json, together
+from recipe_lib.errors import CheckpointError, StorageError, UserError
+from recipe_lib.logs import get_logger
+from recipe_lib.units import MIB
+
+STATE = "state.json"
+_PREFIX = "step_"
+_NAME = re.compile(rf"{_PREFIX}\d+(-\d+)?")
+
+
+def save_state(
+    root: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Any],
+    world: Ranks,
+    keep: int,
+) -> Path:
+    """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest `keep`. Collective.
+
+    root: `output_dir/state`, on a disk that all ranks share. step: optimizer steps done. extra: JSON values that
+    `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
+    Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
+    """
+    tensors = together(world, lambda: model_tensors(model) | optimizer_tensors(model, optimizer))
+    local_bytes = sum(_local_bytes(tensor) for tensor in tensors.values())
+    needed = sum(gather_json(local_bytes, world)) + MIB * (world.size + 1)
+    place = decide(world, lambda: _begin(root, step, needed))
+    temporary, final = root / place["temporary"], root / place["final"]
+    try:
+        records = together(world, lambda: _write_own(temporary, tensors, world))
+        all_records = [FileRecord(**record) for part in gather_json(records, world) for record in part]
+        settings = {"extra": extra, "optimizer": optimizer_settings(model, optimizer)}
+        decide(world, lambda: _publish(temporary, final, step, place["sequence"], world.size, all_records, settings))
+    except BaseException:
+        if world.rank == 0:
+            _discard(temporary)
+        raise
+    decide(world, lambda: _prune(root, keep))
+    return final
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
+    """Rank 0: room on the disk, a new name, a new sequence number, and an empty temporary folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    files.remove_leftovers(root, _PREFIX)
+    files.require_space(root, needed, f"the state of step {step}")
+    name, attempt = f"{_PREFIX}{step}", 1
+    while (root / name).exists():
+        attempt += 1
+        name = f"{_PREFIX}{step}-{attempt}"
+    sequence = 1 + max((manifest.sequence for _, manifest in _readable(root)), default=0)
+    temporary = files.temporary_path(root / name)
+    files.make_folder(temporary)
+    return {"temporary": temporary.name, "final": name, "sequence": sequence}
+
+
+def _readable(root: Path) -> list[tuple[Path, Manifest]]:
+    """Folders whose manifest reads, newest first."""
+    found = []
+    for path in _folders(root):
+        try:
+            found.append((path, read_manifest(path)))
+        except DamagedState:
+            continue
+    return sorted(found, key=lambda item: item[1].sequence, reverse=True)
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+def _write_own(folder: Path, tensors: dict[str, torch.Tensor], world: Ranks) -> list[dict[str, Any]]:
+    """This rank's files, as JSON records."""
+    together(world, lambda: _check_shared(folder))
+    writer = ShardWriter(folder, world.rank, world.size)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():  # without a process group torch warns that it saves a single process
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        try:
+            dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+        except dcp.CheckpointException as failure:
+            raise _cause(failure) from failure
+    random = rng.save_rng(folder, world.rank, world.device)
+    return [vars(record) for record in [*writer.records, random]]
+
+
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise StorageError(f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks share")
+
+
+def _cause(failure: dcp.CheckpointException) -> BaseException:
+    """What the first failing rank met, in place of torch's summary of all ranks."""
+    causes = [error for _, (error, _) in sorted(failure.failures.items())]
+    known = [error for error in causes if isinstance(error, (OSError, UserError))]
+    return (known or causes or [failure])[0]
+
+
+def _publish(
+    temporary: Path,
+    final: Path,
+    step: int,
+    sequence: int,
+    world_size: int,
+    records: list[FileRecord],
+    settings: dict[str, Any],
+) -> None:
+    own = files.write_json(temporary / STATE, settings)
+    write_manifest(temporary, step, sequence, world_size, [*records, own])
+    files.publish_folder(temporary, final)
+
+
+def _discard(temporary: Path) -> None:
+    try:
+        files.remove_temporary(temporary)
+    except OSError:
+        get_logger().warning("warning: %s could not be removed; the next save will try again", temporary)
+
+
+def _prune(root: Path, keep: int) -> None:
+    """Removes the states behind the newest `keep`, counting only folders that have all their files."""
+    kept = 0
+    for path, _ in _readable(root):
+        if kept >= keep:
+            files.remove_folder(path)
+            continue
+        try:
+            check_presence(path)
+            kept += 1
+        except DamagedState:
+            continue
+
+
+def find_state(root: Path, resume: str, world: Ranks) -> Path | None:
+    """The state to go on from, verified byte by byte, the same on all ranks. Collective.
+
+    root: `output_dir/state`. resume: `latest`, or the path of a state folder. `latest` takes the newest that is whole,
+    and warns of damaged ones; None if there is no state at all. Raises CheckpointError if none is whole, or if the
+    given folder is not.
+    """
+    if resume != "latest":
+        path = Path(resume)
+        damage = _verify(path, world)
+        if damage:
+            raise CheckpointError(
+                f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest whole one"
+            )
+        return path
+    names = decide(world, lambda: _candidates(root))
+    damages: list[str] = []
+    for name in names:
+        damage = _verify(root / name, world)
+        if damage is None:
+            if damages and world.rank == 0:
+                for line in damages:
+                    get_logger().warning("warning: %s; it is not used", line)
+                get_logger().warning("warning: going on from %s", root / name)
+            return root / name
+        damages.append(f"{root / name}: {damage}")
+    if damages:
+        raise CheckpointError(
+            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite=true or another output_dir"
+        )
+    return None
+
+
+def _candidates(root: Path) -> list[str]:
+    """Rank 0: names of all state folders, newest first; those without a readable manifest first, to be reported."""
+    if not root.is_dir():
+        return []
+    try:
+        files.remove_leftovers(root, _PREFIX)
+    except OSError:  # a disk that is read only may still be read
+        get_logger().warning("warning: %s: what a killed save left behind could not be removed", root)
+    readable = [path for path, _ in _readable(root)]
+    unreadable = [path for path in _folders(root) if path not in readable]
+    return [path.name for path in [*unreadable, *readable]]
+
+
+def _verify(path: Path, world: Ranks) -> str | None:
+    """What is wrong with the folder, or None; rank 0 looks at names and sizes, all ranks hash their share."""
+    damage = decide(world, lambda: _presence_damage(path))
+    if damage:
+        return damage
+    manifest = together(world, lambda: _manifest_of(path))
+    found = gather_json(damaged_file(path, manifest, world.rank, world.size), world)
+    return next((line for line in found if line), None)
+
+
+def _presence_damage(path: Path) -> str | None:
+    if not path.is_dir():
+        return "no such folder"
+    try:
+        manifest = check_presence(path)
+    except DamagedState as damage:
+        return str(damage)
+    if _NAME.fullmatch(path.name) and not re.fullmatch(rf"{_PREFIX}{manifest.step}(-\d+)?", path.name):
+        return f"its manifest is that of step {manifest.step}"
+    return None
+
+
+def _manifest_of(path: Path) -> Manifest:
+    try:
+        return check_presence(path)
+    except DamagedState as damage:
+        raise CheckpointError(f"{path}: {damage}; find_state takes one that is whole: set resume=latest") from damage
+
+
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: Ranks) -> dict[str, Any]:
+    """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
+
+    The model must be materialised, and the optimizer built over its parameters. Works for any world size; random
+    number generators are restored when it is the one that saved. Raises CheckpointError if the state is that of
+    another model, dtype or optimizer.
+    """
+    manifest = together(world, lambda: _manifest_of(path))
+    names = [record.name for record in manifest.files if record.name.startswith("shard-")]
+    saved = together(world, lambda: json.loads((path / STATE).read_bytes()))
+    metadata = together(world, lambda: read_shards(path, names))
+    targets = together(world, lambda: _targets(path, metadata, model, optimizer))
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        try:
+            dcp.load(
+                targets,
+                storage_reader=ShardReader(path, metadata),
+                planner=planner,
+                no_dist=not dist.is_initialized(),
+            )
+        except dcp.CheckpointException as failure:
+            raise _cause(failure) from failure
+    together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path)))
+    if manifest.world_size == world.size:
+        together(world, lambda: rng.load_rng(path, world.rank, world.device))
+    return saved["extra"]
+
+
+def _targets(
+    path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """The tensors to fill, after comparing names, shapes and types of the model with the saved ones."""
+    saved = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
+    own = model_tensors(model)
+    saved_model = {name for name in saved if name.startswith(f"{MODEL}/")}
+    for name in sorted(saved_model ^ {name for name, tensor in own.items() if tensor.numel()}):
+        holder = "the state" if name in saved_model else "the model"
+        raise CheckpointError(
+            f"{path}: is the state of another model: only {holder} has {name.split('/', 1)[1]}; "
+            "resume with the run's own config"
+        )
+    for name in sorted(saved_model):
+        dtype, shape = saved[name]
+        here = (own[name].dtype, tuple(own[name].shape))
+        if (dtype, shape) != here:
+            raise CheckpointError(
+                f"{path}: {name.split('/', 1)[1]} is {_describe(dtype, shape)}, this run's model has "
+                f"{_describe(*here)}; resume with the run's own config"
+            )
+    states = {name: entry for name, entry in saved.items() if name.startswith(f"{OPTIMIZER}/")}
+    filled = {name: tensor for name, tensor in own.items() if name in saved_model}
+    return filled | make_optimizer_states(model, optimizer, states, str(path))
+
+
+def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,0 +1,175 @@
+"""safetensors files: their headers, checked against the file; and files written piece by piece.
+
+A header says where each tensor lies, so faults are found without reading a tensor, and a file is written without
+ever holding more than one piece of one tensor in host memory.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe_lib.checkpoint.files import CHUNK_BYTES, FileRecord, HashedFile
+from recipe_lib.errors import CheckpointError
+from recipe_lib.units import format_bytes
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a file: the format's name of its type, its shape, and its first and last byte + 1 in the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of a file by name, and its free text metadata."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks a file's header; CheckpointError if it is cut short, a pointer, or not this format."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(max(8, len(_LFS_POINTER)))
+        if start.startswith(_LFS_POINTER):
+            raise CheckpointError(
+                f"{path}: is a git-lfs pointer, not the weights; fetch them with `git lfs pull` or `tune download`"
+            )
+        if len(start) < 8:
+            raise _cut_short(path, size, 8)
+        (length,) = struct.unpack("<Q", start[:8])
+        if length > MAX_HEADER_BYTES:
+            raise _not_safetensors(path, f"a header of {length} bytes")
+        if 8 + length > size:
+            raise _cut_short(path, size, 8 + length)
+        file.seek(8)
+        text = file.read(length)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _not_safetensors(path, "a header that is not JSON") from error
+    return _check_header(path, fields, size - 8 - length, 8 + length)
+
+
+def _check_header(path: Path, fields: Any, data_bytes: int, data_start: int) -> Header:
+    if not isinstance(fields, dict):
+        raise _not_safetensors(path, "a header that is not a table")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise _not_safetensors(path, "metadata that is not a table")
+    tensors = {name: _read_entry(path, name, entry) for name, entry in fields.items()}
+    position = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != position:
+            raise _not_safetensors(path, f"{name} at byte {entry.start} of the data where {position} was due")
+        position = entry.end
+    if position > data_bytes:
+        raise _cut_short(path, data_start + data_bytes, data_start + position)
+    if position < data_bytes:
+        raise _not_safetensors(path, f"{data_bytes - position} bytes behind the last tensor")
+    return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
+
+
+def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
+            numbers = [*shape, start, end]
+            if all(type(number) is int and number >= 0 for number in numbers):
+                if dtype not in DTYPES or end - start == math.prod(shape) * DTYPES[dtype].itemsize:
+                    return TensorEntry(dtype, tuple(shape), start, end)
+    raise _not_safetensors(path, f"an impossible entry for {name}")
+
+
+def _cut_short(path: Path, found: int, expected: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: cut short: {format_bytes(found)} ({found} bytes), expected {expected} bytes; fetch the file again"
+    )
+
+
+def _not_safetensors(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(f"{path}: not a whole safetensors file: found {found}; fetch the file again")
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to be written: its name in the file, type and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of data it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_file(
+    path: Path, plan: Sequence[PlannedTensor], pieces: Iterable[torch.Tensor], metadata: dict[str, str]
+) -> FileRecord:
+    """Writes a new safetensors file and flushes it to the disk.
+
+    plan: the tensors in file order. pieces: their data in the same order, each tensor whole or in consecutive
+    pieces along its first dimension (a fused tensor is written from its parts); taken one at a time.
+    """
+    header = _make_header(plan, metadata)
+    with HashedFile(path) as file:
+        file.write(header)
+        for piece in pieces:
+            for chunk in host_bytes(piece):
+                file.write(chunk)
+            del piece  # a gathered tensor must be gone before the next one is gathered
+        if file.size != len(header) + sum(tensor.num_bytes for tensor in plan):
+            raise RuntimeError(f"{path}: the pieces do not fill the planned tensors")
+    return file.record()
+
+
+def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for tensor in plan:
+        end = position + tensor.num_bytes
+        fields[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data begins on a multiple of 8 bytes, as readers that map the file like it
+    return struct.pack("<Q", len(text)) + text
+
+
+def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES that are copied to the host one by one."""
+    flat = tensor.detach().contiguous().view(-1)
+    for piece in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
+        if piece.numel():
+            yield memoryview(piece.cpu().view(torch.uint8).numpy())

@@ -1,0 +1,60 @@
+"""An argparse parser whose mistakes are one line with the nearest right spelling, and whose help is plain."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come in any order."""
+
+    def __init__(self, verb: str, description: str, **options: Any):
+        """verb: as typed after `tune`. description: what the verb does, for `--help`."""
+        super().__init__(
+            prog=f"tune {verb}",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """The arguments; ConfigError for anything that is not one."""
+        arguments, extra = self.parse_known_intermixed_args(list(words))
+        if extra:
+            self._refuse(extra[0])
+        return arguments
+
+    def _refuse(self, word: str) -> NoReturn:
+        if not word.startswith("-"):
+            raise ConfigError(f"{self.prog}: unexpected argument {show(word)}; see `{self.prog} --help`")
+        name = word.split("=", 1)[0]
+        raise ConfigError(
+            f"{self.prog}: unknown option {show(name)}{did_you_mean(name, self.options()) or self.hint()}"
+        )
+
+    def options(self) -> list[str]:
+        """The long options of the verb."""
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+    def hint(self) -> str:
+        """Where to look when no spelling is near."""
+        return f"; see `{self.prog} --help`"
+
+    def error(self, message: str) -> NoReturn:
+        """argparse found a mistake: its message as one line, without the usage text."""
+        raise ConfigError(f"{self.prog}: {message.replace(chr(10), ' ')}; see `{self.prog} --help`")
+
+
+def check_overrides(verb: str, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for words that are neither `key=value` nor `~key`."""
+    faults = [
+        f"tune {verb}: unexpected argument {show(word)}; an override is key=value or ~key"
+        for word in overrides
+        if "=" not in word and not word.startswith("~")
+    ]
+    if faults:
+        raise ConfigError(*faults)

@@ -1,0 +1,80 @@
+"""`tune cp RECIPE|CONFIG DEST`: a copy of a shipped file that is yours to change."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from recipe_lib.cli.arguments import Parser
+from recipe_lib.config.places import CONFIG_SUFFIXES, find_config, find_recipe, list_configs, list_recipes
+from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.errors import DONE, ConfigError, StorageError
+
+DESCRIPTION = """Copies a recipe or a config.
+
+A copied recipe runs from anywhere: tune run ./mine.py --config ./mine.yaml"""
+
+
+def run(words: list[str]) -> int:
+    """Copies, and prints where to."""
+    parser = Parser("cp", DESCRIPTION)
+    parser.add_argument("source", metavar="RECIPE|CONFIG", help="a name that `tune ls` shows, or a path")
+    parser.add_argument("destination", metavar="DEST", help="a file (its suffix may be left out) or a folder")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--make-parents", action="store_true", help="create missing folders")
+    arguments = parser.parse(words)
+    source = find_source(arguments.source)
+    target = place(source, arguments.destination)
+    if target.is_dir():
+        raise ConfigError(f"{show(str(target))}: is a folder; give another name")
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{show(str(target))}: is the file to copy; give another name")
+    if target.exists() and not arguments.force:
+        raise ConfigError(f"{show(str(target))}: exists already; --force replaces it")
+    if not target.parent.is_dir() and not arguments.make_parents:
+        raise ConfigError(f"{show(str(target.parent))}: no such folder; --make-parents creates it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, source.read_bytes())
+    except OSError as error:
+        raise StorageError(f"{show(str(target))}: cannot be written: {error.strerror}") from error
+    print(target)
+    return DONE
+
+
+def find_source(name: str) -> Path:
+    """The file of a recipe or a config, by name or by path."""
+    recipes, configs = list_recipes(), [config for group in list_configs().values() for config in group]
+    if name in recipes or name.endswith(".py"):
+        return find_recipe(name)
+    if name in configs or name.endswith(CONFIG_SUFFIXES):
+        return find_config(name)
+    hint = did_you_mean(name, [*recipes, *configs]) or "; `tune ls` lists both"
+    raise ConfigError(f"{show(name)}: no such recipe or config{hint}")
+
+
+def place(source: Path, destination: str) -> Path:
+    """Where the copy goes: into a folder under its own name, or to a file that ends as the source must."""
+    target = Path(destination).expanduser()
+    if target.is_dir() or destination.endswith(os.sep):
+        return target / source.name
+    what, fitting = ("recipe", (".py",)) if source.suffix == ".py" else ("config", CONFIG_SUFFIXES)
+    if target.suffix in fitting:
+        return target
+    if target.suffix in (".py", *CONFIG_SUFFIXES):
+        raise ConfigError(f"{show(destination)}: the copy of a {what} ends in {' or '.join(fitting)}")
+    return target.with_name(target.name + source.suffix)
+
+
+def write_whole(target: Path, content: bytes) -> None:
+    """Writes a file so that `target` is the former one or the whole new one, never a part."""
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,226 @@
+"""torchrun from inside `tune run`: signals reach the ranks, and the ranks' exit codes come out.
+
+torchrun answers a signal by killing ranks that take longer than 30 seconds to end, and by a traceback. Here it runs in
+a thread, where it installs no signal handlers; the main thread takes the signals and hands them to the ranks, which
+save and end by themselves. The ranks leave their process ids in a temporary folder that both sides know by
+`FOLDER_VARIABLE`; a rank that starts after the signal finds the mark `stop` there.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from recipe_lib.errors import (
+    DIVERGED,
+    DONE,
+    FOLDER_VARIABLE,
+    OUT_OF_MEMORY,
+    STOPPED_AND_SAVED,
+    STORAGE,
+    USER_ERROR,
+    SetupError,
+)
+
+PARENT_VARIABLE = "TUNE_LAUNCHER_PID"
+CRASHED = 1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SAVE_SECONDS = 600  # longest wait for the other ranks of this machine to finish saving
+
+
+class Rank:
+    """A rank's side: with Rank() as rank: ..."""
+
+    stopped_early = 128 + signal.SIGTERM
+
+    def __init__(self) -> None:
+        self.folder = Path(os.environ[FOLDER_VARIABLE])
+        self.pid_file = self.folder / "pids" / str(os.getpid())
+
+    def __enter__(self) -> "Rank":
+        _end_with_parent()
+        self.pid_file.touch()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.pid_file.unlink(missing_ok=True)
+
+    def stop_requested(self) -> bool:
+        """True if the launcher was told to stop."""
+        return (self.folder / "stop").exists()
+
+    def leave_together(self, code: int) -> int:
+        """Returns `code`; after a save, when all ranks of this machine are that far.
+
+        torchrun takes the first rank that leaves with a code for a failure and kills the others after 30 seconds,
+        though one of them may still be writing.
+        """
+        if code == STOPPED_AND_SAVED:
+            (self.folder / f"saved_{os.environ['LOCAL_RANK']}").touch()
+            deadline = time.monotonic() + SAVE_SECONDS
+            ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+            while len(list(self.folder.glob("saved_*"))) < ranks and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return code
+
+
+def _end_with_parent() -> None:
+    # A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to the run's folder.
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(os.environ[PARENT_VARIABLE]):  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Launcher:
+    """The launcher's side: runs torchrun's agent in a thread and hands signals on to the ranks."""
+
+    def __init__(self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path):
+        """flags: torchrun's. script, arguments: what each rank runs. folder: empty, for this launch alone."""
+        self.flags, self.script, self.arguments, self.folder = list(flags), script, list(arguments), folder
+        self.received: list[int] = []
+        self.outcome: BaseException | None = None
+        self.finished = threading.Event()
+
+    def run(self) -> int:
+        """Launches, waits, and returns the exit code of the whole."""
+        (self.folder / "pids").mkdir()
+        former = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in former.items():
+            if handler != signal.SIG_IGN:  # `nohup` asks to ignore SIGHUP
+                signal.signal(number, self._on_signal)
+        try:
+            parsed = parse_flags([*self.flags, str(self.script), *self.arguments])
+            if self.received:
+                return 128 + self.received[0]
+            thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
+            thread.start()
+            self.finished.wait()
+            thread.join()
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+        return self._exit_code()
+
+    def _launch(self, parsed: Any) -> None:
+        from torch.distributed import run
+
+        try:
+            run.run(parsed)
+        except BaseException as error:  # judged in the main thread; nothing may be lost in this one
+            self.outcome = error
+        finally:
+            self.finished.set()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        (self.folder / "stop").touch()
+        passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if len(self.received) > 2:
+            passed_on = signal.SIGKILL  # asked three times: the ranks do not answer
+        for file in (self.folder / "pids").iterdir():
+            try:
+                os.kill(int(file.name), passed_on)
+            except ProcessLookupError:
+                continue
+
+    def _exit_code(self) -> int:
+        from torch.distributed import DistError
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        if self.outcome is None:
+            return DONE
+        if isinstance(self.outcome, ChildFailedError):
+            codes = {rank: failure.exitcode for rank, failure in self.outcome.failures.items()}
+            code, line = judge(codes, self.received[0] if self.received else None)
+            if line:
+                print(line, file=sys.stderr)
+            return code
+        if isinstance(self.outcome, RendezvousError | DistError | ValueError):
+            reason = str(self.outcome).splitlines()[0] if str(self.outcome) else type(self.outcome).__name__
+            raise SetupError(f"torchrun: {reason}; check {' '.join(self.flags)}") from self.outcome
+        raise self.outcome
+
+
+def judge(codes: dict[int, int], stopped_by: int | None) -> tuple[int, str]:
+    """The exit code of the whole and, where the ranks have not said it, a line about what happened.
+
+    codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed by that signal.
+    stopped_by: the signal that the launcher received, if any.
+    """
+    for code in (OUT_OF_MEMORY, STORAGE, DIVERGED, USER_ERROR, STOPPED_AND_SAVED):
+        if code in codes.values():
+            return code, ""
+    if stopped_by is not None:
+        return 128 + stopped_by, f"stopped by {signal.Signals(stopped_by).name} before a state was saved"
+    # Ranks that the agent ended with SIGTERM, because another had failed, are not the cause.
+    rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
+    if code >= 0:
+        return CRASHED, f"error: rank {rank} failed with exit code {code}; its traceback is above"
+    name = signal.Signals(-code).name
+    hint = "; often the host's memory ran out: see `dmesg`" if name == "SIGKILL" else ""
+    return 128 - code, f"error: rank {rank} was killed by {name}{hint}"
+
+
+def parse_flags(words: list[str]) -> Any:
+    """torchrun's own reading of its command line, thread count chosen and loggers quiet; ConfigError if it refuses."""
+    from torch.distributed import run
+
+    def refuse(message: str) -> NoReturn:
+        raise SetupError(f"torchrun: {message}; see `torchrun --help`")
+
+    parser = run.get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]  # its own prints the whole usage
+    parsed = parser.parse_args(words)
+    try:
+        ranks = run.determine_local_world_size(parsed.nproc_per_node)
+    except ValueError as error:
+        raise SetupError(f"torchrun: --nproc_per_node {parsed.nproc_per_node}: {error}") from error
+    # torchrun would set 1 and print a warning of five lines.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    if "LOGLEVEL" not in os.environ:
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed"):
+                logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    return parsed
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Sets environment variables; puts the whole environment back afterwards."""
+    former = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(former)
+
+
+def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
+    """Runs a recipe's file on the ranks that torchrun's flags ask for; returns the exit code of the whole."""
+    worker = Path(__file__).with_name("worker.py")
+    with tempfile.TemporaryDirectory(prefix="tune-run-") as folder:
+        logs = []
+        if not any(flag.startswith(("--log-dir", "--log_dir")) for flag in flags):
+            logs = ["--log-dir", f"{folder}/logs"]  # else torchrun leaves an empty folder in /tmp for every launch
+        with environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):
+            return Launcher([*flags, *logs], worker, [str(recipe), *arguments], Path(folder)).run()

@@ -1,0 +1,88 @@
+"""The entry point `tune`: finds the verb and hands it the rest of the command line.
+
+A verb is a module here with `run(words) -> exit code`. Only the verb that was asked for is imported, and none of them
+imports torch before it needs it.
+"""
+
+import importlib
+import os
+import signal
+import sys
+
+from recipe_lib.errors import DONE, ConfigError, exit_code_of
+
+VERBS = {
+    "ls": "recipes and their configs",
+    "cat": "show a config: its file, every resolved value, or every key explained",
+    "cp": "copy a recipe or a config, to make it yours",
+    "validate": "check a config, all faults at once",
+    "download": "fetch a model from the Hugging Face hub",
+    "run": "run a recipe, on one process or many",
+    "generate": "complete a prompt with a checkpoint",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `tune` with `argv` (default: the process's own); returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        return exit_code_of(lambda: _run_verb(words))
+    except SystemExit as done:  # argparse leaves this way after --help
+        return done.code if isinstance(done.code, int) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output is gone (`tune ls | head`). Nothing more can be said on that pipe, and Python's
+        # flush at exit must not try.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run_verb(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return DONE
+    verb, *rest = words
+    if verb == "--version":
+        print(_version())
+        return DONE
+    if verb not in VERBS:
+        from recipe_lib.config.suggest import did_you_mean, show
+
+        what = "option" if verb.startswith("-") else "verb"
+        raise ConfigError(
+            f"tune: unknown {what} {show(verb)!r}{did_you_mean(verb, VERBS) or '; one of: ' + ', '.join(VERBS)}"
+        )
+    code = importlib.import_module(f"recipe_lib.cli.{verb}").run(rest)
+    sys.stdout.flush()  # here, where a closed pipe can still be answered
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:{width}}  {text}" for name, text in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: tune VERB ...",
+            "",
+            "Fine-tune and complete with language models, by recipes that you own.",
+            "",
+            *lines,
+            "",
+            "`tune VERB --help` explains a verb. Start with: tune run full_finetune_distributed --config demo/full",
+        ]
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tune-recipes")
+    except PackageNotFoundError:
+        return "tune-recipes, from a checkout"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""A recipe on the command line: its file, the class its config is checked against, and running it in this process."""
+
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from recipe_lib.config.places import RECIPE_CONFIGS, find_config, find_recipe, list_recipes, recipes_folder
+from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.errors import ConfigError, exit_code_of
+
+_RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe's file. shipped: it is one of ours, whose config class is known without running the file."""
+
+    name: str
+    path: Path
+    shipped: bool
+
+    @classmethod
+    def find(cls, name_or_path: str) -> "Recipe":
+        """The recipe of that name or path; ConfigError with the nearest name if there is none."""
+        path = find_recipe(name_or_path).resolve()
+        shipped = path.parent == recipes_folder().resolve() and path.stem in RECIPE_CONFIGS
+        return cls(path.stem, path, shipped)
+
+    def schema(self) -> type:
+        """The dataclass that a config of this recipe is checked against; a recipe of the user's own is imported."""
+        if self.shipped:
+            return RECIPE_CONFIGS[self.name]
+        schema = getattr(load_module(self.path), "Config", None)
+        if not isinstance(schema, type):
+            raise ConfigError(f"{show(str(self.path))}: has no class `Config`; expected one, like the shipped recipes")
+        return schema
+
+
+def recipe_of(config: Path) -> str | None:
+    """The recipe that a config says it is for; None if it does not say (or is no text: reading it in full reports that)."""
+    found = _RECIPE_KEY.search(config.read_text(encoding="utf-8", errors="replace"))
+    return found[1] if found else None
+
+
+def recipe_for(config: str, recipe: str | None = None) -> Recipe:
+    """The recipe to check a config against: `recipe` where given, else the one that the config names."""
+    path = find_config(config)
+    if recipe is not None:
+        found = Recipe.find(recipe)
+        check_belongs(found, config)
+        return found
+    name = recipe_of(path) or next(iter(RECIPE_CONFIGS))
+    if name not in list_recipes():
+        hint = did_you_mean(name, list_recipes()) or "; give its file with --recipe"
+        raise ConfigError(f"{show(config)}: recipe: {show(name)} is not a recipe{hint}")
+    return Recipe.find(name)
+
+
+def check_belongs(recipe: Recipe, config: str) -> None:
+    """Refuses a config that says it is for another recipe. A recipe of the user's own takes the config it was given."""
+    said = recipe_of(find_config(config))
+    if recipe.shipped and said not in (None, recipe.name):
+        raise ConfigError(f"{show(config)}: is a config of {show(str(said))}, not of {recipe.name}; see `tune ls`")
+
+
+def load_module(path: Path) -> ModuleType:
+    """Imports a recipe's file. Modules that lie beside a recipe of the user's own can be imported by it."""
+    name = f"recipe_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    if path.parent != recipes_folder().resolve() and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last, so that a file there cannot take an installed package's place
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{show(str(path))}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise ConfigError(f"{show(str(error.filename))}:{error.lineno}: {error.msg}") from error
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def run_recipe(path: Path, argv: list[str]) -> int:
+    """Runs a recipe's `main(argv)` in this process; returns its exit code, user errors reported."""
+    return exit_code_of(lambda: _call_main(path, argv))
+
+
+def _call_main(path: Path, argv: list[str]) -> int | None:
+    main = getattr(load_module(path), "main", None)
+    if not callable(main):
+        raise ConfigError(f"{show(str(path))}: has no function `main(argv)`; expected one, like the shipped recipes")
+    return main(argv)

@@ -1,0 +1,174 @@
+"""`tune run [torchrun flags] RECIPE --config CONFIG [overrides]`: a recipe on one process or many.
+
+What stands before RECIPE is torchrun's and is handed on untouched; what stands after it is the recipe's.
+"""
+
+import os
+from collections.abc import Sequence
+
+from recipe_lib.cli.arguments import check_overrides
+from recipe_lib.cli.recipes import Recipe, check_belongs, run_recipe
+from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.errors import DONE, ConfigError
+
+USAGE = """usage: tune run [torchrun flags] RECIPE --config CONFIG [--plugin FILE ...] [key=value ...] [~key ...]
+
+Runs a recipe (a name that `tune ls` shows, or a .py file) with a config (a name, or a .yaml file).
+
+  key=value       overrides a key of the config; section.key=value reaches into a section; a value may contain `=`
+  ~key            goes back to the key's default
+  --plugin FILE   first imports a Python file of yours, which may register formats, losses, optimizers, trackers
+
+Flags before RECIPE are torchrun's; without any, the recipe runs in this process:
+
+  tune run full_finetune_distributed --config demo/full
+  tune run --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full batch_size=1
+  tune run --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT RECIPE --config CONFIG
+
+SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit codes: 0 done, 2 a mistake to correct,
+3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a write."""
+
+# torchrun's flags, spelt with hyphens, so that most command lines are understood without importing torch.
+WITH_VALUE = {
+    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts",
+    "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee",
+    "--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--node-rank", "--master-addr",
+    "--master-port", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle", "--shutdown-timeout",
+    "-r", "-t",
+}  # fmt: skip
+WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
+REFUSED = {"-m", "--module", "--no-python", "--run-path"}
+RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
+
+
+def run(words: list[str]) -> int:
+    """Runs the recipe; returns its exit code."""
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        return DONE
+    flags, name, rest = split(words)
+    check_launch(flags)
+    recipe = Recipe.find(name)
+    check_arguments(recipe, rest)
+    if not flags:
+        return run_recipe(recipe.path, rest)
+    from recipe_lib.cli.launch import launch
+
+    return launch(with_rendezvous(flags), recipe.path, rest)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """(torchrun's flags, RECIPE, the recipe's arguments): RECIPE is the first word that is no flag and no flag's value."""
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if not word.startswith("-"):
+            if "=" in word or word.startswith("~"):
+                raise ConfigError(f"tune run: {show(word)}: overrides come after RECIPE")
+            return list(words[:position]), word, list(words[position + 1 :])
+        position += 1 + takes_next(word)
+        if position > len(words):
+            raise ConfigError(f"tune run: {show(word)}: expected a value")
+    raise ConfigError("tune run: no recipe; expected: tune run [torchrun flags] RECIPE --config CONFIG")
+
+
+def takes_next(word: str) -> bool:
+    """True if the word after this torchrun flag is the flag's value."""
+    name, equals, _ = word.partition("=")
+    flag = name.replace("_", "-")
+    if flag in ("--config", "--plugin"):
+        raise ConfigError(f"tune run: {flag} comes after RECIPE: tune run [torchrun flags] RECIPE --config CONFIG")
+    if flag in REFUSED:
+        raise ConfigError(f"tune run: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
+    if flag in WITHOUT_VALUE:
+        return False
+    if flag in WITH_VALUE:
+        return not equals
+    if len(word) > 2 and word[:2] in ("-r", "-t"):  # `-t3`
+        return False
+    hint = did_you_mean(flag, WITH_VALUE | WITHOUT_VALUE)
+    if hint:
+        raise ConfigError(f"tune run: unknown torchrun flag {show(name)}{hint}")
+    return _ask_torchrun(name) and not equals
+
+
+def _ask_torchrun(name: str) -> bool:
+    # A flag newer than our table: torchrun's own parser knows.
+    from torch.distributed.run import get_args_parser
+
+    for action in get_args_parser()._actions:
+        if name in action.option_strings:
+            return action.nargs != 0
+    raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; see `torchrun --help`")
+
+
+def value_of(flags: Sequence[str], flag: str) -> str | None:
+    """The value of a torchrun flag (spelt with hyphens), the last one given; None if it is not there."""
+    found = None
+    for position, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if equals else flags[position + 1]
+    return found
+
+
+def check_launch(flags: Sequence[str]) -> None:
+    """Refuses process counts that torchrun would answer with a traceback."""
+    ranks = value_of(flags, "--nproc-per-node")
+    if ranks is not None and ranks not in ("auto", "cpu", "gpu", "xpu") and not _is_count(ranks):
+        raise ConfigError(f"tune run: --nproc_per_node {show(ranks)}: expected a number >= 1, or auto, cpu, gpu, xpu")
+    nodes = value_of(flags, "--nnodes")
+    if nodes is not None:
+        low, colon, high = nodes.partition(":")
+        if not _is_count(low) or (colon and (not _is_count(high) or int(low) > int(high))):
+            raise ConfigError(f"tune run: --nnodes {show(nodes)}: expected N or MIN:MAX, numbers >= 1")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) >= 1
+
+
+def with_rendezvous(flags: list[str]) -> list[str]:
+    """The flags, with --standalone unless they or torchrun's environment variables say how the nodes meet."""
+    told = any(flag.replace("_", "-").startswith(RENDEZVOUS) for flag in flags)
+    told_by_environment = any(
+        name.startswith(("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")) for name in os.environ
+    )
+    return flags if told or told_by_environment else ["--standalone", *flags]
+
+
+def check_arguments(recipe: Recipe, words: list[str]) -> None:
+    """Reads the recipe's command line now, without torch, where its config class is known; ConfigError if it is wrong."""
+    config, plugins = None, False
+    overrides = []
+    position = 0
+    while position < len(words):
+        name, equals, value = words[position].partition("=")
+        if name in ("--config", "--plugin"):
+            if not equals:
+                position += 1
+                if position == len(words):
+                    raise ConfigError(f"tune run: {name}: expected a value")
+                value = words[position]
+            config = value if name == "--config" else config
+            plugins = plugins or name == "--plugin"
+        elif name.startswith("-"):
+            flag = name.replace("_", "-")
+            if flag in WITH_VALUE | WITHOUT_VALUE:
+                raise ConfigError(f"tune run: {show(name)}: torchrun's flags come before RECIPE")
+            if recipe.shipped:
+                hint = did_you_mean(name, ("--config", "--plugin")) or "; expected --config, --plugin, key=value, ~key"
+                raise ConfigError(f"tune run: unknown option {show(name)}{hint}")
+        else:
+            overrides.append(words[position])
+        position += 1
+    if not recipe.shipped:
+        return  # its own `main` reads its arguments
+    check_overrides("run", overrides)
+    if config is None:
+        raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (`tune ls` lists them)")
+    check_belongs(recipe, config)
+    if not plugins:  # a plugin's names are known only after it has run, which the recipe does
+        from recipe_lib.config import load_config
+
+        load_config(config, overrides, recipe.schema())

@@ -1,0 +1,20 @@
+"""`tune validate CONFIG`: every fault of a config at once, without running anything."""
+
+from recipe_lib.cli.arguments import Parser, check_overrides
+from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.config import load_config
+from recipe_lib.errors import DONE
+
+
+def run(words: list[str]) -> int:
+    """Prints one line if the config is right; raises ConfigError with all its faults if not."""
+    parser = Parser("validate", "Checks a config against its recipe and reports every fault.")
+    parser.add_argument("config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`; ~key: its default")
+    parser.add_argument("--recipe", help="check against this recipe (name or path), not the one that the config names")
+    arguments = parser.parse(words)
+    check_overrides("validate", arguments.overrides)
+    recipe = recipe_for(arguments.config, arguments.recipe)
+    load_config(arguments.config, arguments.overrides, recipe.schema())
+    print(f"{arguments.config}: a valid config of {recipe.name}")
+    return DONE

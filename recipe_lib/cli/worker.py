@@ -1,0 +1,39 @@
+"""One rank of `tune run` with torchrun flags: `worker.py RECIPE_FILE [arguments of the recipe]`.
+
+torchrun starts this file by its path. Beside running the recipe it lets the launcher find the rank (to hand signals
+on), ends with the launcher, and keeps torchrun from killing ranks that are still saving.
+"""
+
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def _mend_import_path() -> None:
+    # Python puts the script's own folder first; its modules (`run`, `cat`, ...) must not shadow anyone's.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    if _ROOT not in sys.path:
+        sys.path.insert(0, _ROOT)  # a checkout that is not installed
+
+
+def main(recipe: str, argv: list[str]) -> int:
+    """Runs the recipe; returns this rank's exit code."""
+    from pathlib import Path
+
+    from recipe_lib.cli.launch import Rank
+    from recipe_lib.cli.recipes import run_recipe
+
+    with Rank() as rank:
+        if rank.stop_requested():
+            return rank.stopped_early
+        try:
+            return rank.leave_together(run_recipe(Path(recipe), argv))
+        except KeyboardInterrupt:
+            return rank.stopped_early
+
+
+if __name__ == "__main__":
+    _mend_import_path()
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,181 @@
+"""Compares what a file and a command line set with the schema, and gathers every fault instead of the first."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe_lib.config.aliases import KEY_ALIASES
+from recipe_lib.config.keys import Key, Schema
+from recipe_lib.config.read_yaml import Node
+from recipe_lib.config.suggest import nearest, show
+from recipe_lib.config.values import Mismatch, convert, describe
+
+# Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
+MAX_FAULTS = 50
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that was set, and where: `configs/demo/full.yaml:7`, `command line` or `default`."""
+
+    value: Any
+    where: str
+
+
+@dataclass
+class Checked:
+    """What a source and its overrides came to.
+
+    settings: dotted key -> what was set. doubtful: keys that a fault has touched; they keep their default
+    here, so that no combination is judged by them.
+    """
+
+    schema: Schema
+    settings: dict[str, Setting] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+
+    def fault(self, place: str, name: str, what: str, *, doubt: bool = True) -> None:
+        """Notes a fault, and unless told otherwise doubts its key (no name: nothing, the line says all)."""
+        if len(self.faults) == MAX_FAULTS:
+            self.faults.append(f"{place}: more faults follow; they are shown once these {MAX_FAULTS} are corrected")
+        elif len(self.faults) < MAX_FAULTS:
+            self.faults.append(f"{place}: {show(name)}: {what}" if name else f"{place}: {what}")
+        if doubt and name:
+            self.doubt(name)
+
+    @property
+    def full(self) -> bool:
+        """No more faults are taken."""
+        return len(self.faults) > MAX_FAULTS
+
+    def doubt(self, name: str) -> None:
+        """Marks a key, or all keys of a section."""
+        prefix = f"{name}." if name else ""
+        self.doubtful.update(key for key in self.schema.keys if key == name or key.startswith(prefix))
+
+    def changed(self) -> set[str]:
+        """The keys whose value is not their default."""
+        keys = self.schema.keys
+        return {name for name, setting in self.settings.items() if setting.value != keys[name].default}
+
+    def judged(self) -> set[str]:
+        """The keys that no fault has touched."""
+        return set(self.schema.keys) - self.doubtful
+
+    def latest_place(self, names: Iterable[str], otherwise: str) -> str:
+        """Where the last of these keys was set: the command line, else the lowest line of the file."""
+        places = [self.settings[name].where for name in names if name in self.settings]
+        if any(COMMAND_LINE in place for place in places):
+            return COMMAND_LINE
+        return max(places, key=lambda place: int(place.rpartition(":")[2]), default=otherwise)
+
+    def set(self, name: str, value: Any, where: str) -> None:
+        """Takes a value."""
+        self.settings[name] = Setting(value, where)
+
+
+def check_file(checked: Checked, top: Node, file: str) -> None:
+    """Checks the tree of a whole file. file: its name in errors."""
+    if top.empty or top.kind == "broken":
+        if top.kind == "broken":
+            checked.doubt("")
+        return
+    if top.kind != "mapping":
+        checked.fault(f"{file}:{top.line}", "", f"found {describe(top)}, expected lines of `key: value`")
+        checked.doubt("")
+        return
+    check_section(checked, "", top, file)
+
+
+def check_section(checked: Checked, section: str, node: Node, file: str) -> None:
+    """Checks the entries of a section, sections inside it too."""
+    schema = checked.schema
+    for word, (line, value) in node.entries.items():
+        if checked.full:
+            return
+        name = f"{section}.{word}" if section else word
+        place = f"{file}:{line}"
+        if name in schema.sections and word:
+            check_section_value(checked, name, value, place, file)
+        elif name in schema.keys and "." not in word:
+            check_value(checked, schema.keys[name], value, place)
+        else:
+            unknown_key(checked, place, name, section)
+
+
+def check_section_value(checked: Checked, name: str, value: Node, place: str, file: str) -> None:
+    """What stands under a section's name."""
+    if value.kind == "mapping":
+        check_section(checked, name, value, file)
+    elif value.kind == "broken":
+        checked.doubt(name)
+    elif not value.empty:
+        inside = [child.removeprefix(f"{name}.") for child in checked.schema.children(name)]
+        main = next((word for word in ("name", "kind", "path", "source") if word in inside), None)
+        hint = f"; did you mean {name}.{main}?" if main and value.kind == "scalar" else ""
+        checked.fault(place, name, f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}")
+
+
+def check_value(checked: Checked, key: Key, value: Node, place: str, *, where: str = "", typed: bool = False) -> None:
+    """Checks a key's value and takes it. where: how the setting is told later, if not by the place."""
+    if _is_broken(value):
+        checked.doubt(key.name)
+        return
+    try:
+        checked.set(key.name, convert(value, key, typed=typed), where or place)
+    except Mismatch as mismatch:
+        checked.fault(place, "" if typed else key.name, str(mismatch))
+        checked.doubt(key.name)
+
+
+def unknown_key(checked: Checked, place: str, name: str, section: str, *, typed: bool = False) -> None:
+    """Notes a key that the schema does not have, with the nearest that it has."""
+    meant = _meant(name, checked.schema)
+    if meant:
+        hint = f"; did you mean {' or '.join(meant)}?"
+        if not typed and meant == [name] and "." in name:
+            hint = f"; write {name.rpartition('.')[2]}: under {name.rpartition('.')[0]}:"
+    elif section:
+        inside = [child.removeprefix(f"{section}.") for child in checked.schema.children(section)]
+        hint = f"; the keys of {section} are {', '.join(inside)}"
+    else:
+        hint = "; `tune cat CONFIG --describe` lists all keys"
+    checked.fault(place, "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
+    for key in meant:
+        checked.doubt(key)
+
+
+def _meant(name: str, schema: Schema) -> list[str]:
+    """Our names for an unknown one: another tool's word, the right section, or the nearest spelling."""
+    valid = [name for name in (*schema.keys, *schema.sections) if name]
+    if name in valid:
+        return [name]
+    section, _, word = name.rpartition(".")
+    for known in (name, word):
+        alias = KEY_ALIASES.get(known.lower().replace("-", "_"))
+        if alias in valid:
+            return [alias]
+    elsewhere = [key for key in sorted(valid) if key.rpartition(".")[2] == word.lower()]
+    if len(elsewhere) == 1 or (1 < len(elsewhere) <= 3 and not section):
+        return elsewhere
+    if section in schema.sections:
+        inside = {key.rpartition(".")[2]: key for key in schema.children(section)}
+        close = nearest(word, inside)
+        if close:
+            return [inside[close]]
+    close = nearest(name, valid, cutoff=0.7)
+    if close:
+        return [close]
+    words: dict[str, str] = {}
+    for key in valid:
+        words.setdefault(key.rpartition(".")[2], key)
+    close = nearest(word, words, cutoff=0.75)
+    return [words[close]] if close else []
+
+
+def _is_broken(node: Node) -> bool:
+    inner = [*node.items, *(value for _, value in node.entries.values())]
+    return node.kind == "broken" or any(_is_broken(part) for part in inner)

@@ -1,0 +1,166 @@
+"""Reads a config, checks all of it at once, and hands on a typed object."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recipe_lib.config.places import RECIPE_CONFIGS, find_config
+from recipe_lib.config.plugins import load_plugin
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.suggest import did_you_mean, quote
+from recipe_lib.errors import ConfigError
+
+# What a check needs (the YAML parser, OmegaConf) is imported inside the functions: naming a config is free.
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Any:
+    """The config as an object of the class `schema`.
+
+    source: a shipped name (`llama3/8B_full`) or a path. overrides: `key=value`, `section.key=value`, or `~key`
+    for the default; later ones win. schema: FullFinetuneConfig or a subclass, with keys and sections of its own.
+    Raises ConfigError with every fault of the file and the overrides, a line each.
+    """
+    _, cfg = _check(source, overrides, schema)
+    return _to_object(cfg, str(source))
+
+
+def resolve(
+    source: str | Path, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig
+) -> list[tuple[str, Any, str]]:
+    """Every (dotted key, value that will be used, where it was set), in the schema's order.
+
+    Where is `configs/demo/full.yaml:7`, `command line` or `default`. Raises ConfigError like `load_config`.
+    """
+    checked, _ = _check(source, overrides, schema)
+    rows = []
+    for name, key in checked.schema.keys.items():
+        setting = checked.settings.get(name)
+        rows.append((name, setting.value, setting.where) if setting else (name, key.default, "default"))
+    return rows
+
+
+def config_schema(source: str | Path) -> type:
+    """The class a config is checked against, by the shipped recipe that its `recipe:` line names."""
+    from recipe_lib.config.read_yaml import read_file
+
+    path = find_config(source)
+    shown = _shown(source, path)
+    top = read_file(path, shown).top
+    if "recipe" not in top.entries:
+        return FullFinetuneConfig
+    line, value = top.entries["recipe"]
+    if value.text in RECIPE_CONFIGS:
+        return RECIPE_CONFIGS[value.text]
+    known = list(RECIPE_CONFIGS)
+    raise ConfigError(
+        f"{shown}:{line}: recipe: found {quote(value.text)}, expected one of {', '.join(known)}"
+        f"{did_you_mean(value.text, known)}"
+    )
+
+
+def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig) -> Any:
+    """A recipe's command line: `--config NAME_OR_PATH [--plugin FILE ...] [key=value ...] [~key ...]`.
+
+    argv: None for the arguments of the process. Plugins are imported first, so that a config may use their names.
+    Raises ConfigError, also where argparse would print its usage.
+    """
+    parser = _Parser(allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key.")
+    parser.add_argument("--config", required=True, metavar="NAME_OR_PATH", help="`tune ls` lists the names")
+    parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="a .py file that registers names")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
+    return load_config(arguments.config, arguments.overrides, schema)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        said = message.replace("the following arguments are required: --config", "--config is missing")
+        raise ConfigError(f"command line: {said}; expected --config NAME_OR_PATH [--plugin FILE] [key=value ...]")
+
+
+def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[Any, Any]:
+    """(what was checked, an OmegaConf node with every value); ConfigError with all faults."""
+    from recipe_lib.config.check import Checked, check_file
+    from recipe_lib.config.compatibility import incompatibilities
+    from recipe_lib.config.keys import read_schema
+    from recipe_lib.config.overrides import apply_overrides
+    from recipe_lib.config.read_yaml import read_file
+
+    path = find_config(source)
+    shown = _shown(source, path)
+    checked = Checked(read_schema(schema))
+    document = read_file(path, shown)
+    for line, what in document.faults:
+        checked.fault(f"{shown}:{line}", "", what, doubt=False)
+    check_file(checked, document.top, shown)
+    apply_overrides(checked, overrides)
+    _check_recipe(checked)
+    _check_required(checked, shown)
+    cfg = _build(checked)
+    for entry in incompatibilities(cfg, checked.changed(), checked.judged()):
+        checked.fault(checked.latest_place(entry.keys, shown), "", entry.line, doubt=False)
+    if checked.faults:
+        raise ConfigError(*checked.faults)
+    return checked, cfg
+
+
+def _check_recipe(checked: Any) -> None:
+    """A config is for one recipe; a subclass may keep the name of the recipe it was copied from."""
+    setting = checked.settings.get("recipe")
+    if setting is None:
+        return
+    owners = [owner for owner in checked.schema.config_class.__mro__ if "recipe" in vars(owner)]
+    legal = list(dict.fromkeys(vars(owner)["recipe"] for owner in owners))
+    if setting.value not in legal:
+        other = setting.value in RECIPE_CONFIGS
+        hint = f"; run it with that recipe: tune run {setting.value}" if other else did_you_mean(setting.value, legal)
+        what = f"found {quote(setting.value)}, expected {' or '.join(legal)}{hint}"
+        checked.fault(setting.where, "recipe", what)
+
+
+def _check_required(checked: Any, shown: str) -> None:
+    from recipe_lib.config.values import expected
+
+    for name, key in checked.schema.keys.items():
+        if key.required and name not in checked.settings and name not in checked.doubtful:
+            checked.fault(shown, name, f"is not set, expected {expected(key)}")
+
+
+def _build(checked: Any) -> Any:
+    """An OmegaConf node of the schema, filled with what was set without a fault."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        cfg = OmegaConf.structured(checked.schema.config_class)
+        for name, setting in checked.settings.items():
+            if name not in checked.doubtful:
+                OmegaConf.update(cfg, name, setting.value, merge=False)
+    except OmegaConfBaseException as error:
+        where = f"{checked.schema.config_class.__name__}.{error.full_key}" if error.full_key else "the config's class"
+        raise ConfigError(f"{where}: {str(error.msg or error).splitlines()[0]}") from error
+    return cfg
+
+
+def _to_object(cfg: Any, source: str) -> Any:
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_object(cfg)
+    except ValueError as error:  # a `__post_init__` of a user's own class
+        raise ConfigError(f"{source}: {str(error).splitlines()[0] if str(error) else 'refused by its class'}") from error
+
+
+def _shown(source: str | Path, path: Path) -> str:
+    """The file's name in errors: as the user gave it; of a shipped config, from the working folder if it is inside."""
+    if str(path.expanduser()) == str(Path(source).expanduser()):
+        return quote(str(source))[1:-1]
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,116 @@
+"""`key=value` and `~key` from the command line, applied in order over what the file has set."""
+
+from collections.abc import Sequence
+
+from recipe_lib.config.check import COMMAND_LINE, Checked, Setting, check_section, check_value, unknown_key
+from recipe_lib.config.keys import Schema
+from recipe_lib.config.read_yaml import Node, YamlFault, parse
+from recipe_lib.config.suggest import show
+from recipe_lib.config.values import describe
+
+_OPENS_YAML = ("[", "{", '"', "'")
+
+
+def apply_overrides(checked: Checked, overrides: Sequence[str]) -> None:
+    """Checks each override and takes its value; later ones win."""
+    for override in overrides:
+        if checked.full:
+            return
+        place = f"{COMMAND_LINE}: {show(override)}"
+        if override.startswith("~"):
+            _reset(checked, override[1:], place)
+        elif "=" not in override:
+            checked.fault(place, "", _how_to_write(override, checked.schema))
+        else:
+            name, _, text = override.partition("=")
+            _set(checked, name, text, place)
+
+
+def _set(checked: Checked, name: str, text: str, place: str) -> None:
+    schema = checked.schema
+    try:
+        value = _read_value(checked, text, place)
+    except YamlFault as fault:
+        checked.fault(place, "", str(fault))
+        return
+    outer = schema.mapping_of(name)
+    if name in schema.sections and name:
+        _set_section(checked, name, value, place)
+    elif name in schema.keys:
+        check_value(checked, schema.keys[name], value, place, where=COMMAND_LINE, typed=True)
+    elif outer:
+        _set_entry(checked, outer, name.removeprefix(f"{outer}."), value, place)
+    elif name.startswith(("-", "+")) and name.lstrip("-+"):
+        checked.fault(place, "", f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}")
+    else:
+        section = name.rpartition(".")[0]
+        unknown_key(checked, place, name, section if section in schema.sections else "", typed=True)
+
+
+def _read_value(checked: Checked, text: str, place: str) -> Node:
+    """A list, mapping or quoted text is read as YAML; all else is one word as it stands, `#`, `*` and `: ` included."""
+    if not text.startswith(_OPENS_YAML):
+        return Node("scalar", 1, text.strip())
+    document = parse(text)
+    for _, what in document.faults:
+        checked.fault(place, "", what)
+    return document.top if not document.faults else Node("broken", 1)
+
+
+def _set_section(checked: Checked, name: str, value: Node, place: str) -> None:
+    """`data={source: x}` sets keys of a section one by one; the others stay as they are."""
+    if value.kind == "broken":
+        checked.doubt(name)
+    elif value.kind != "mapping":
+        keys = [key for key in checked.schema.children(name) if key in checked.schema.keys]
+        checked.fault(place, "", f"found {describe(value)}, expected keys of the section, as in {keys[0]}=VALUE")
+        checked.doubt(name)
+    else:
+        inner = Checked(checked.schema)
+        check_section(inner, name, value, COMMAND_LINE)
+        for fault in inner.faults:
+            checked.fault(place, "", fault.removeprefix(f"{COMMAND_LINE}:1: "))
+        for key, setting in inner.settings.items():
+            checked.settings[key] = Setting(setting.value, COMMAND_LINE)
+        checked.doubtful |= inner.doubtful
+
+
+def _set_entry(checked: Checked, outer: str, inner: str, value: Node, place: str) -> None:
+    """`data.columns.instruction=question` adds one entry to a mapping."""
+    before = checked.settings.get(outer)
+    check_value(
+        checked,
+        checked.schema.keys[outer],
+        Node("mapping", 1, entries={inner: (1, value)}),
+        place,
+        where=COMMAND_LINE,
+        typed=True,
+    )
+    after = checked.settings.get(outer)
+    if after is not before and after is not None:
+        earlier = before.value if before else checked.schema.keys[outer].default
+        where = f"{before.where}, {COMMAND_LINE}" if before and before.where != COMMAND_LINE else COMMAND_LINE
+        checked.set(outer, {**(earlier or {}), **after.value}, where)
+
+
+def _reset(checked: Checked, name: str, place: str) -> None:
+    """`~key` and `~section`: back to the schema's default."""
+    schema = checked.schema
+    if "=" in name:
+        checked.fault(place, "", f"~ goes back to the default and takes no value; write ~{show(name.partition('=')[0])}")
+    elif name not in schema.keys and (name not in schema.sections or not name):
+        section = name.rpartition(".")[0]
+        unknown_key(checked, place, name, section if section in schema.sections else "", typed=True)
+    else:
+        for key in [key for key in checked.settings if key == name or key.startswith(f"{name}.")]:
+            del checked.settings[key]
+
+
+def _how_to_write(override: str, schema: Schema) -> str:
+    name = override.lstrip("-+").rstrip(":")
+    if name in schema.keys and override.lstrip("-+") == name:
+        return f"a value is missing; write {name}=VALUE (or ~{name} for the default)"
+    if ": " in override and override.partition(": ")[0] in schema.keys:
+        key, _, value = override.partition(": ")
+        return f"expected key=value; write {show(key)}={show(value)}"
+    return "expected key=value or ~key"

@@ -1,0 +1,97 @@
+"""Where recipes, configs and presets are: in a checkout, in the installed package, or at a user's path."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.suggest import did_you_mean, quote, show
+from recipe_lib.errors import ConfigError
+
+# Every shipped recipe and the class its config is checked against.
+RECIPE_CONFIGS: dict[str, type] = {"full_finetune_distributed": FullFinetuneConfig}
+
+CONFIG_SUFFIXES = (".yaml", ".yml")
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_RECIPE_LINE = re.compile(r"^recipe:[ \t]*(\w+)", re.MULTILINE)
+
+
+def recipes_folder() -> Path:
+    """The folder of the shipped recipes."""
+    return _shipped_folder("recipes")
+
+
+def configs_folder() -> Path:
+    """The folder of the shipped configs."""
+    return _shipped_folder("configs")
+
+
+def presets_folder() -> Path:
+    """The folder of the shipped architectures (a config.json each)."""
+    return _PACKAGE / "models" / "presets"
+
+
+def find_config(name_or_path: str | Path) -> Path:
+    """The YAML file that a name (`llama3/8B_full`) or a path stands for; ConfigError with the nearest name if none."""
+    return _find(name_or_path, "config", _config_files(), CONFIG_SUFFIXES)
+
+
+def find_recipe(name_or_path: str | Path) -> Path:
+    """The Python file that a recipe's name or a path stands for; ConfigError with the nearest name if none."""
+    files = {name: recipes_folder() / f"{name}.py" for name in list_recipes()}
+    return _find(name_or_path, "recipe", files, (".py",))
+
+
+def list_recipes() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_"))
+
+
+def list_configs() -> dict[str, list[str]]:
+    """Recipe name -> names of the shipped configs that say `recipe: <that name>`, sorted."""
+    by_recipe: dict[str, list[str]] = {name: [] for name in sorted({*list_recipes(), *RECIPE_CONFIGS})}
+    for name, path in sorted(_config_files().items()):
+        line = _RECIPE_LINE.search(path.read_text(encoding="utf-8"))
+        recipe = line[1] if line else FullFinetuneConfig.recipe
+        by_recipe.setdefault(recipe, []).append(name)
+    return by_recipe
+
+
+def list_presets() -> list[str]:
+    """Names of the shipped architectures (`llama3/8B`), for `model.preset`."""
+    return sorted(_name_in(presets_folder(), path) for path in presets_folder().rglob("*.json"))
+
+
+def _config_files() -> dict[str, Path]:
+    folder = configs_folder()
+    return {_name_in(folder, path): path for path in folder.rglob("*.yaml")}
+
+
+def _name_in(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).with_suffix("").as_posix()
+
+
+@cache
+def _shipped_folder(kind: str) -> Path:
+    # A wheel carries them inside the package; a checkout has them beside it.
+    in_wheel = _PACKAGE / f"_{kind}"
+    return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / kind
+
+
+def _find(name_or_path: str | Path, what: str, shipped: dict[str, Path], suffixes: tuple[str, ...]) -> Path:
+    text = str(name_or_path)
+    if text in shipped:
+        return shipped[text]
+    if not text or not text.isprintable():
+        raise ConfigError(f"{what} {quote(text)}: expected a name (`tune ls` lists them) or a path")
+    path = Path(text).expanduser()
+    if path.is_file():
+        if path.suffix not in suffixes:
+            raise ConfigError(f"{show(text)}: not a {what}: expected a file ending in {' or '.join(suffixes)}")
+        return path
+    if path.is_dir():
+        raise ConfigError(f"{show(text)}: is a folder; expected a {what} file ending in {' or '.join(suffixes)}")
+    name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
+    hint = did_you_mean(name.removeprefix(f"{what}s/"), shipped)
+    raise ConfigError(f"{show(text)}: no such {what}{hint or '; `tune ls` lists the names, or give a path to a file'}")

@@ -1,0 +1,204 @@
+"""YAML as a tree of text with line numbers; what a value means is decided later, by the type of its key.
+
+Reading by type ends YAML's surprises (`1e-5` is a number where one is expected, `on` is text where text is).
+Tags, anchors, aliases, duplicate keys and a second document are refused: none has a use in a config, and
+each has let a config run code, grow without bound or hide a value.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import ConfigError
+
+MAX_BYTES = 1024**2
+MAX_DEPTH = 20
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")
+
+# What a parser complains of (both of PyYAML's parsers) -> what to look for.
+_PLAIN_WORDS = (
+    ("mapping values are not allowed", "a second `: ` in a value, or a line indented too far; quote text with `: `"),
+    ("could not find expected ':'", "a key without `: ` after it, or a quote or bracket that is not closed"),
+    ("while scanning a quoted scalar", "a quote is not closed"),
+    ("flow sequence", "a list `[...]` is not closed, or lacks a comma"),
+    ("flow mapping", "a mapping `{...}` is not closed, or lacks a comma"),
+    ("block mapping", "the indentation does not fit the lines above"),
+    ("block collection", "the indentation does not fit the lines above"),
+    ("cannot start any token", "a value that begins with a special letter; put it in quotes"),
+    ("<document start>", "the indentation does not fit the lines above, or text follows a closed value"),
+    ("escape", "an unknown escape after a backslash; use single quotes"),
+)
+
+
+@dataclass
+class Node:
+    """A value as written. kind: `scalar`, `list`, `mapping`, or `broken` (already reported, to be skipped)."""
+
+    kind: str
+    line: int
+    text: str = ""
+    quoted: bool = False
+    items: list["Node"] = field(default_factory=list)
+    entries: dict[str, tuple[int, "Node"]] = field(default_factory=dict)  # key -> (its line, its value)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was written."""
+        return self.kind == "scalar" and not self.text and not self.quoted
+
+
+@dataclass
+class Document:
+    """The top of a file or a value; faults are (line, what is wrong)."""
+
+    top: Node
+    faults: list[tuple[int, str]]
+
+
+def read_file(path: Path, shown: str) -> Document:
+    """Reads a config file. shown: its name in errors. Raises ConfigError if it is no text or no YAML at all."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{shown}: larger than 1 MiB; a config holds a few dozen lines (is this a data file?)")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{shown}:{line}: not UTF-8 text: found the byte 0x{data[error.start]:02x}; save the file as UTF-8"
+        ) from error
+    try:
+        return parse(text)
+    except YamlFault as fault:
+        raise ConfigError(f"{shown}:{fault.line}: {fault}") from fault
+
+
+class YamlFault(Exception):
+    """Not YAML; `line` counts from 1."""
+
+    def __init__(self, line: int, what: str):
+        self.line = line
+        super().__init__(what)
+
+
+def parse(text: str) -> Document:
+    """Text to a tree; YamlFault where it stops being YAML."""
+    control = _CONTROL.search(text)
+    if control:
+        line = text.count("\n", 0, control.start()) + 1
+        raise YamlFault(line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it")
+    import yaml  # 30 ms; `tune ls` does without
+
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    try:
+        return _Builder(iter(yaml.parse(text, Loader=loader))).document()
+    except yaml.MarkedYAMLError as error:
+        raise _plainly(error, text) from error
+    except yaml.YAMLError as error:
+        raise YamlFault(1, f"not valid YAML: {show(str(error))}") from error
+
+
+def _plainly(error: Any, text: str) -> YamlFault:
+    """A parser's error in plain words, at the line a user has to look at."""
+    said = f"{error.context or ''} {error.problem or ''}"
+    unclosed = "quoted scalar" in said or "flow " in said
+    mark = (error.context_mark if unclosed else None) or error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else 1
+    lines = text.split("\n")
+    at = lines[min(line, len(lines)) - 1]
+    if "\t" in at[: len(at) - len(at.lstrip())]:
+        return YamlFault(line, "not valid YAML: indented with a tab; use spaces")
+    for sign, words in _PLAIN_WORDS:
+        if sign in said:
+            return YamlFault(line, f"not valid YAML: {words}")
+    return YamlFault(line, f"not valid YAML: {show(str(error.problem))}")
+
+
+class _Builder:
+    """Builds the tree from parser events, one at a time, so that depth is bounded before memory is taken."""
+
+    def __init__(self, events: Iterator[Any]):
+        self.events = events
+        self.faults: list[tuple[int, str]] = []
+
+    def document(self) -> Document:
+        import yaml
+
+        top: Node | None = None
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent) and top is not None:
+                self.faults.append((_line(event), "a second document begins here (`---`); a config is one document"))
+                break
+            if isinstance(event, yaml.NodeEvent):
+                top = self.node(event, 1, "")
+        return Document(top or Node("scalar", 1), self.faults)
+
+    def node(self, event: Any, depth: int, key: str) -> Node:
+        """The value that begins with this event. key: its dotted name, empty at the top and for a key itself."""
+        import yaml
+
+        line = _line(event)
+        if depth > MAX_DEPTH:
+            raise YamlFault(line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys")
+        if isinstance(event, yaml.AliasEvent):
+            self.refuse(line, key, f"found the alias *{event.anchor}; aliases are refused, write the value again")
+            return Node("broken", line)
+        if event.anchor:
+            self.refuse(line, key, f"found the anchor &{event.anchor}; anchors are refused, remove it")
+        if event.tag:
+            self.refuse(line, key, f"found the tag {show(_short_tag(event.tag))}; tags are refused, remove it")
+        node = self.content(event, line, depth, key)
+        return Node("broken", line) if event.anchor or event.tag else node
+
+    def refuse(self, line: int, key: str, what: str) -> None:
+        self.faults.append((line, f"{show(key)}: {what}" if key else what))
+
+    def content(self, event: Any, line: int, depth: int, name: str) -> Node:
+        import yaml
+
+        if isinstance(event, yaml.ScalarEvent):
+            return Node("scalar", line, event.value, quoted=not event.implicit[0])
+        if isinstance(event, yaml.SequenceStartEvent):
+            node = Node("list", line)
+            for inner in self.events:
+                if isinstance(inner, yaml.SequenceEndEvent):
+                    break
+                node.items.append(self.node(inner, depth + 1, name))
+            return node
+        node = Node("mapping", line)
+        for inner in self.events:
+            if isinstance(inner, yaml.MappingEndEvent):
+                break
+            key = self.node(inner, depth + 1, name)
+            full_name = f"{name}.{key.text}" if name else key.text
+            value = self.node(next(self.events), depth + 1, full_name)
+            self.enter(node, key, value, full_name)
+        return node
+
+    def enter(self, mapping: Node, key: Node, value: Node, full_name: str) -> None:
+        if key.kind == "broken" or key.text == "<<":
+            return
+        if key.kind != "scalar":
+            self.faults.append((key.line, f"found a {key.kind} as a key; a key is a word"))
+        elif key.text in mapping.entries:
+            first = mapping.entries[key.text][0]
+            self.refuse(key.line, full_name, f"set twice, first on line {first}; remove one of the two")
+            mapping.entries[key.text] = (first, Node("broken", key.line))
+        else:
+            mapping.entries[key.text] = (key.line, value)
+
+
+def _line(event: Any) -> int:
+    return event.start_mark.line + 1
+
+
+def _short_tag(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!", 1)

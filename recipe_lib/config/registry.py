@@ -1,0 +1,79 @@
+"""Components chosen by name: dataset formats, optimizers, losses, trackers.
+
+A config holds a registered name and never an import path, so that nothing in a config runs. The names that
+ship are declared here, beside the module that registers them; that module is imported when one is first
+asked for, which keeps torch out of config checks. A plugin registers names of its own:
+
+    from recipe_lib.config import register
+
+    @register("loss", "squared_error")
+    def squared_error(logits, labels): ...
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.errors import ConfigError
+
+Component = TypeVar("Component", bound=Callable[..., Any])
+
+# kind -> (module whose import registers them, names)
+BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "data.format": ("recipe_lib.data.formats", ("alpaca", "sharegpt", "messages", "prompt_completion", "text")),
+    "optimizer.name": ("recipe_lib.training.optimizers", ("adamw", "sgd")),
+    "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
+    "log.trackers": ("recipe_lib.training.trackers", ("tensorboard", "wandb", "trackio")),
+}
+
+_components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}
+
+
+def register(kind: str, name: str) -> Callable[[Component], Component]:
+    """Decorator: makes a function or class selectable as `name` where a config asks for a `kind`.
+
+    kind: a key of `BUILT_IN`. Raises ConfigError for an unknown kind, an empty name, or a name that is taken.
+    """
+    _check_kind(kind)
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name:
+        raise ConfigError(f"register({kind!r}, {name!r}): expected a name of printable letters, not an empty one")
+
+    def add(component: Component) -> Component:
+        is_ours = getattr(component, "__module__", "").startswith("recipe_lib.")
+        taken = name in _components[kind] or (name in BUILT_IN[kind][1] and not is_ours)
+        if taken and _components[kind].get(name) is not component:
+            raise ConfigError(f"register({kind!r}, {name!r}): the name is taken; register another one")
+        _components[kind][name] = component
+        return component
+
+    return add
+
+
+def registered(kind: str, name: str) -> Callable[..., Any]:
+    """The component that was registered as `name`; imports the owner of a built-in one on first use.
+
+    Raises ConfigError with the nearest name if there is none.
+    """
+    _check_kind(kind)
+    module, built_in = BUILT_IN[kind]
+    if name in built_in and name not in _components[kind]:
+        importlib.import_module(module)
+    if name not in _components[kind]:
+        known = names(kind)
+        raise ConfigError(
+            f"{kind}: found {name!r}, expected one of {', '.join(known)}{did_you_mean(str(name), known)}"
+        )
+    return _components[kind][name]
+
+
+def names(kind: str) -> list[str]:
+    """Every name of a kind, the built-in ones first; imports nothing."""
+    _check_kind(kind)
+    built_in = BUILT_IN[kind][1]
+    return [*built_in, *(name for name in _components[kind] if name not in built_in)]
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in BUILT_IN:
+        raise ConfigError(f"register: found the kind {kind!r}, expected one of {', '.join(BUILT_IN)}")

@@ -1,0 +1,306 @@
+"""From the text of a value to the type of its key, or a line that says what was found and what was expected."""
+
+import math
+import re
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config import registry
+from recipe_lib.config.aliases import CHOICE_ALIASES
+from recipe_lib.config.keys import Key
+from recipe_lib.config.read_yaml import Node
+from recipe_lib.config.suggest import did_you_mean, quote, show
+
+LARGEST_INTEGER = 2**63 - 1
+
+_NULL = ("null", "Null", "NULL", "~")
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+_INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*")
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.?(?:nan|inf|infinity)", re.IGNORECASE)
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+class Mismatch(Exception):
+    """The value does not fit its key; the text is `found ..., expected ...` with the remedy."""
+
+
+def convert(node: Node, key: Key, *, typed: bool = False) -> Any:
+    """The value of a node as its key wants it; Mismatch if it does not fit.
+
+    typed: it was typed on a command line, where a number may stand for text without quotes.
+    """
+    _refuse_interpolation(node)
+    if _is_null(node) and not (typed and node.empty):
+        if key.optional:
+            return None
+        raise Mismatch(f"found {'nothing' if node.empty else 'null'}, expected {expected(key)}")
+    if node.kind == "scalar" and not node.quoted and node.text.lower() == "none" and key.optional:
+        raise Mismatch(f"found {quote(node.text)}, expected {expected(key)}; write null")
+    trouble: Mismatch | None = None
+    for kind in _by_likeness(node, key.kinds):
+        try:
+            return _convert(node, kind, key, typed)
+        except Mismatch as mismatch:
+            trouble = trouble or mismatch
+    raise trouble or Mismatch(f"found {describe(node)}, expected {expected(key)}")
+
+
+def _convert(node: Node, kind: Any, key: Key, typed: bool) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is list:
+        return _convert_list(node, typing.get_args(kind)[0], key, typed)
+    if origin is dict:
+        return _convert_mapping(node, typing.get_args(kind)[1], key, typed)
+    if kind is Any:
+        return _as_written(node)
+    value = _convert_scalar(node, kind, key, typed)
+    if len(key.kinds) == 1 or not isinstance(value, str):
+        _check_limits(value, key)
+    elif "choices" in key.limits:
+        _check_choice(value, key.limits["choices"], key)
+    return value
+
+
+def _convert_scalar(node: Node, kind: Any, key: Key, typed: bool) -> Any:
+    if node.kind != "scalar":
+        raise Mismatch(f"found {describe(node)}, expected {expected(key)}")
+    if kind is bool:
+        return _to_bool(node, key)
+    if kind is int:
+        return _to_int(node, key)
+    if kind is float:
+        return _to_float(node, key)
+    text = _to_text(node, key, typed)
+    return Path(text) if kind is Path else text
+
+
+def _to_bool(node: Node, key: Key) -> bool:
+    if not node.quoted and node.text.lower() in (*_TRUE, *_FALSE):
+        return node.text.lower() in _TRUE
+    raise _unfit(node, key, node.text.lower() in (*_TRUE, *_FALSE))
+
+
+def _to_int(node: Node, key: Key) -> int:
+    if node.quoted or not _INTEGER.fullmatch(node.text):
+        whole = None if node.quoted else _whole_number(node.text)
+        remedy = f"; write {whole}" if whole is not None else ""
+        raise _unfit(node, key, _INTEGER.fullmatch(node.text) is not None, remedy)
+    digits = node.text.lstrip("-+").replace("_", "")
+    if len(digits) > 1 and digits[0] == "0":
+        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; write it without leading zeros")
+    if len(digits) > 19 or int(digits) > LARGEST_INTEGER:
+        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; at most {LARGEST_INTEGER} (2^63 - 1)")
+    return int(node.text)
+
+
+def _to_float(node: Node, key: Key) -> float:
+    # `1e-5` is text to YAML 1.1, and people have learnt to quote it: with or without quotes it is the number.
+    if _NOT_FINITE.fullmatch(node.text):
+        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
+    if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:
+        raise _unfit(node, key, False)
+    value = float(node.text)
+    if not math.isfinite(value):
+        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
+    return value
+
+
+def _to_text(node: Node, key: Key, typed: bool) -> str:
+    text = node.text
+    if not text:
+        raise Mismatch(f"found an empty text, expected {expected(key)}")
+    if _UNPRINTABLE.search(text):
+        raise Mismatch(f"found {quote(text)}, expected {expected(key)}; a text is one line of printable letters")
+    if node.quoted or "choices" in key.limits or "kind" in key.limits:
+        return text  # whether it is one of them is checked next, and says more
+    is_number = _NUMBER.fullmatch(text) is not None
+    if (is_number and not typed) or text.lower() in ("true", "false"):
+        raise Mismatch(f"found {show(text)}, expected {expected(key)}; if it is meant as text, put it in quotes")
+    return text
+
+
+def _convert_list(node: Node, item_kind: Any, key: Key, typed: bool) -> list[Any]:
+    if node.kind != "list":
+        remedy = f"; write [{show(node.text)}]" if node.kind == "scalar" and node.text else ""
+        raise Mismatch(f"found {describe(node)}, expected {expected(key)}{remedy}")
+    values = [_convert_scalar(item, item_kind, key, typed) for item in node.items]
+    for value in values:
+        if len(key.kinds) == 1:
+            _check_limits(value, key)
+    length = key.limits.get("length")
+    if (length is not None and len(values) != length) or (not values and len(key.kinds) > 1):
+        raise Mismatch(f"found {describe(node)} of {len(values)}, expected {expected(key)}")
+    return values
+
+
+def _convert_mapping(node: Node, value_kind: Any, key: Key, typed: bool) -> dict[str, Any]:
+    if node.kind != "mapping":
+        raise Mismatch(f"found {describe(node)}, expected {expected(key)}")
+    for name in node.entries:
+        if not name or _UNPRINTABLE.search(name):
+            raise Mismatch(f"found the name {quote(name)}, expected {expected(key)}")
+    return {name: _convert_scalar(value, value_kind, key, typed) for name, (_, value) in node.entries.items()}
+
+
+def _as_written(node: Node) -> Any:
+    """A value whose key takes anything, read as YAML reads it."""
+    if node.kind == "list":
+        return [_as_written(item) for item in node.items]
+    if node.kind == "mapping":
+        return {name: _as_written(value) for name, (_, value) in node.entries.items()}
+    if node.quoted or _UNPRINTABLE.search(node.text):
+        return node.text
+    if _is_null(node):
+        return None
+    if node.text.lower() in ("true", "false"):
+        return node.text.lower() == "true"
+    if _INTEGER.fullmatch(node.text) and len(node.text) < 19:
+        return int(node.text)
+    if _NUMBER.fullmatch(node.text):
+        return float(node.text)
+    return node.text
+
+
+def _check_limits(value: Any, key: Key) -> None:
+    limits = key.limits
+    choices = limits.get("choices")
+    if choices is None and key.kinds and typing.get_origin(key.kinds[0]) is typing.Literal:
+        choices = typing.get_args(key.kinds[0])
+    if choices is None and "kind" in limits:
+        choices = registry.names(limits["kind"])
+    if choices is not None:
+        _check_choice(value, choices, key)
+    elif not _within(value, key):
+        raise Mismatch(f"found {value}, expected {expected(key)}")
+
+
+def _check_choice(value: Any, choices: typing.Iterable[str], key: Key) -> None:
+    choices = list(choices)
+    if value in choices:
+        return
+    alias = CHOICE_ALIASES.get(str(value).lower())
+    hint = f"; did you mean {alias}?" if alias in choices else did_you_mean(str(value), choices)
+    raise Mismatch(f"found {quote(str(value))}, expected {expected(key)}{hint}")
+
+
+def _within(value: Any, key: Key) -> bool:
+    limits = key.limits
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    if value in limits.get("also", ()):
+        return True
+    return (
+        value >= limits.get("minimum", -math.inf)
+        and value > limits.get("above", -math.inf)
+        and value <= limits.get("maximum", math.inf)
+        and value < limits.get("below", math.inf)
+    )
+
+
+def expected(key: Key) -> str:
+    """What a key takes, in words: `an integer >= 1, or null`."""
+    words = [_expected_kind(kind, key) for kind in key.kinds]
+    if key.optional and Any not in key.kinds:
+        words.append("null")
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}{',' if key.optional else ''} or {words[-1]}"
+
+
+def _expected_kind(kind: Any, key: Key) -> str:
+    origin, limits = typing.get_origin(kind), key.limits
+    if origin is list:
+        only = len(key.kinds) == 1
+        return _expected_list(typing.get_args(kind)[0], key, only)
+    if origin is dict:
+        return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
+    if origin is typing.Literal:
+        return f"one of {', '.join(typing.get_args(kind))}"
+    if kind is str and "choices" in limits:
+        return f"one of {', '.join(limits['choices'])}"
+    if kind is str and "kind" in limits:
+        return f"one of {', '.join(registry.names(limits['kind']))}"
+    if kind is Any:
+        return "a value"
+    singular, _ = _NOUNS[kind]
+    return singular + (bounds(limits) if kind in (int, float) else "")
+
+
+def _expected_list(item: Any, key: Key, only: bool) -> str:
+    limits = key.limits
+    if only and ("choices" in limits or "kind" in limits):
+        choices = limits["choices"] if "choices" in limits else registry.names(limits["kind"])
+        return f"a list [...] of {', '.join(choices)}"
+    length = f"{limits['length']} " if "length" in limits else ""
+    each = bounds(limits) if only else ""
+    return f"a list [...] of {length}{_NOUNS[item][1]}{f', each{each}' if each else ''}"
+
+
+_NOUNS: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "true or false"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    Path: ("a path", "paths"),
+}
+
+
+def bounds(limits: typing.Mapping[str, Any]) -> str:
+    """` >= 0 and < 1`; empty without bounds."""
+    signs = (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
+    parts = [f"{sign} {limits[name]}" for name, sign in signs if name in limits]
+    also = "".join(f", or {value}" for value in limits.get("also", ()))
+    return f" {' and '.join(parts)}{also}" if parts else ""
+
+
+def describe(node: Node) -> str:
+    """What was found, in words."""
+    if node.kind == "list":
+        return "a list"
+    if node.kind == "mapping":
+        return "a section of keys"
+    if node.empty:
+        return "nothing"
+    if not node.quoted and (_NUMBER.fullmatch(node.text) or node.text.lower() in ("true", "false", *_NULL)):
+        return show(node.text)
+    return quote(node.text)
+
+
+def _unfit(node: Node, key: Key, only_the_quotes: bool, remedy: str = "") -> Mismatch:
+    if node.quoted and only_the_quotes:
+        return Mismatch(f"found {quote(node.text)} in quotes, expected {expected(key)}; remove the quotes")
+    return Mismatch(f"found {describe(node)}, expected {expected(key)}{remedy}")
+
+
+def _whole_number(text: str) -> int | None:
+    """`2048.0` and `1e3` are the integers people mean."""
+    if not _NUMBER.fullmatch(text) or len(text) > 40:
+        return None
+    value = float(text)
+    return int(value) if math.isfinite(value) and value == int(value) and abs(value) < 2**53 else None
+
+
+def _is_null(node: Node) -> bool:
+    return node.kind == "scalar" and not node.quoted and (not node.text or node.text in _NULL)
+
+
+def _refuse_interpolation(node: Node) -> None:
+    if "${" in node.text:
+        raise Mismatch(f"found {quote(node.text)}; interpolation is refused, write the value itself")
+    for item in node.items:
+        _refuse_interpolation(item)
+    for name, (_, value) in node.entries.items():
+        if "${" in name:
+            raise Mismatch(f"found {quote(name)}; interpolation is refused, write the name itself")
+        _refuse_interpolation(value)
+
+
+def _by_likeness(node: Node, kinds: tuple[Any, ...]) -> list[Any]:
+    """The kinds of a union, those first whose shape is that of the node, numbers before text."""
+    order: list[Callable[[Any], bool]] = [
+        lambda kind: (typing.get_origin(kind) is list) == (node.kind == "list"),
+        lambda kind: (typing.get_origin(kind) is dict) == (node.kind == "mapping"),
+        lambda kind: kind is not str and kind is not Path,
+    ]
+    return sorted(kinds, key=lambda kind: [not test(kind) for test in order])

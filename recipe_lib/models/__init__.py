@@ -1,0 +1,31 @@
+"""One decoder for every family; torch is imported with the first name that needs it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.models.spec import DecoderSpec, preset_config, preset_names, read_config, spec_from_config
+
+if TYPE_CHECKING:
+    from recipe_lib.models.build import build_meta, init_weights
+    from recipe_lib.models.decoder import Decoder
+    from recipe_lib.models.kv_cache import KVCache
+
+__all__ = [
+    "Decoder",
+    "DecoderSpec",
+    "KVCache",
+    "build_meta",
+    "init_weights",
+    "preset_config",
+    "preset_names",
+    "read_config",
+    "spec_from_config",
+]
+
+_NEED_TORCH = {"Decoder": "decoder", "KVCache": "kv_cache", "build_meta": "build", "init_weights": "build"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

@@ -1,0 +1,241 @@
+"""The decoder of every family. Parameter names are those of Hugging Face's Llama, Qwen, Gemma ... files.
+
+b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP width, v vocabulary. What differs between
+families is chosen in the constructors; `forward` asks nothing about the family. The file knows no mesh.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipe_lib.models.kv_cache import KVCache
+from recipe_lib.models.spec import DecoderSpec, RopeSpec
+from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
+from recipe_lib.ops.cross_entropy import linear_cross_entropy
+from recipe_lib.ops.norm import offset_rms_norm, rms_norm
+from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
+
+Rotation = tuple[Tensor, Tensor]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class Norm(nn.Module):
+    """RMS norm over the last `width` channels; with `norm_offset` its weight counts from 1."""
+
+    def __init__(self, spec: DecoderSpec, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = spec.norm_eps
+        self.norm = offset_rms_norm if spec.norm_offset else rms_norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden, self.weight, self.eps)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings times a constant, which is first rounded to their dtype, as the models were trained."""
+
+    def __init__(self, vocab_size: int, width: int, scale: float):
+        super().__init__(vocab_size, width)
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = super().forward(tokens)
+        return hidden * hidden.new_full((), self.scale)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of positions; it has no parameters and no buffers."""
+
+    def __init__(self, rope: RopeSpec):
+        super().__init__()
+        self.frequencies = partial(FREQUENCIES[rope.kind], rope.width, rope.base, **rope.numbers)
+        self.factor = rope.attention_factor
+
+    def forward(self, positions: Tensor) -> Rotation:
+        return rotation(positions, self.frequencies(positions), self.factor)
+
+
+class Attention(nn.Module):
+    """Attention with grouped keys: `[b, s, d]` to `[b, s, d]`."""
+
+    def __init__(self, spec: DecoderSpec, layer: int):
+        super().__init__()
+        self.layer, self.head_width = layer, spec.head_width
+        self.attend = partial(
+            attention, window=spec.windows[layer], softcap=spec.attention_softcap, scale=spec.attention_scale
+        )
+        query_width, key_width = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
+        self.q_proj = nn.Linear(spec.width, query_width, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(query_width, spec.width, bias=spec.output_bias)
+        self.q_norm = Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
+        self.k_norm = Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
+
+    def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None) -> Tensor:
+        q, k, v = (
+            project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q = apply_rotation(self.q_norm(q), *turn).transpose(1, 2)
+        k = apply_rotation(self.k_norm(k), *turn).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        return self.o_proj(self.attend(q, k, v, info).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Gated MLP (arXiv 2002.05202): `[b, s, d]` to `[b, s, d]` over f channels."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.width, spec.mlp_width, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.width, spec.mlp_width, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.mlp_width, spec.width, bias=spec.mlp_bias)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DecoderLayer(nn.Module):
+    """A norm before attention and one before the MLP, each added to the stream `[b, s, d]`."""
+
+    def __init__(self, spec: DecoderSpec, layer: int):
+        super().__init__()
+        self.self_attn = Attention(spec, layer)
+        self.mlp = MLP(spec)
+        self.input_layernorm = Norm(spec, spec.width)
+        self.post_attention_layernorm = Norm(spec, spec.width)
+
+    def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, info, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class SandwichLayer(DecoderLayer):
+    """Norms before and behind attention and MLP (Gemma 2 and 3, whose files use the names like this)."""
+
+    def __init__(self, spec: DecoderSpec, layer: int):
+        super().__init__(spec, layer)
+        self.pre_feedforward_layernorm = Norm(spec, spec.width)
+        self.post_feedforward_layernorm = Norm(spec, spec.width)
+
+    def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(hidden), turn, info, cache)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+
+
+class Trunk(nn.Module):
+    """Tokens `[b, s]` to hidden states `[b, s, d]`: embedding, layers, final norm."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        scaled = spec.embedding_scale is not None
+        make_embedding = partial(ScaledEmbedding, scale=spec.embedding_scale) if scaled else nn.Embedding
+        make_layer = SandwichLayer if spec.post_norms else DecoderLayer
+        self.embed_tokens = make_embedding(spec.vocab_size, spec.width)
+        self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
+        self.norm = Norm(spec, spec.width)
+        # Layers with a window may turn at another rate: each layer has the number of its rotary embedding.
+        self.rotary = nn.ModuleList(Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None)
+        self.rotary_of_layer = [
+            int(spec.local_rope is not None and window is not None) for window in spec.windows
+        ]
+        self.prepare = partial(
+            prepare_attention,
+            windows=tuple(dict.fromkeys(spec.windows)),
+            head_width=spec.head_width,
+            capped=spec.attention_softcap is not None,
+        )
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None, info: AttentionInfo | None, cache: KVCache | None
+    ) -> Tensor:
+        rows, length = tokens.shape
+        past = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(past, past + length, device=tokens.device).expand(rows, length)
+        hidden = self.embed_tokens(tokens)
+        turns = [rotary(positions) for rotary in self.rotary]
+        info = self.prepare(
+            info, rows=rows, queries=length, keys=past + length, dtype=hidden.dtype, device=hidden.device
+        )
+        for layer, which in zip(self.layers, self.rotary_of_layer, strict=True):
+            hidden = layer(hidden, turns[which], info, cache)
+        if cache is not None:
+            cache.length += length
+        return self.norm(hidden)
+
+
+class OutputHead(nn.Module):
+    """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without logits of all tokens."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width))
+        self.softcap = spec.logit_softcap
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        chunks: int = 1,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        if labels is None:
+            logits = F.linear(hidden, self.weight)
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return linear_cross_entropy(
+            hidden.flatten(0, 1), self.weight, labels.flatten(), chunks=chunks, softcap=self.softcap, loss=loss
+        )
+
+
+class Decoder(nn.Module):
+    """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is `model.embed_tokens.weight`."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.model = Trunk(spec)
+        self.lm_head = OutputHead(spec)
+        self.tied = spec.tied
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
+        """Conversions such as `to_empty` make new parameters module by module, which would untie tied ones."""
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention: AttentionInfo | None = None,
+        labels: Tensor | None = None,
+        loss_chunks: int = 1,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, the fp32 (fp64) sum of token losses.
+
+        positions: `[b, s]`; None: 0, 1, ... in each row, behind what the cache holds. attention: the documents of each
+        row; None: one. labels: `labels[b, i]` is the token that follows `tokens[b, i]`; -100 counts nothing.
+        loss_chunks: pieces that the loss is computed in. loss: `fn(logits [m, v], labels [m]) -> sum` in place of
+        cross-entropy. cache: keys and values of earlier tokens; this call's are added to it.
+        """
+        return self.lm_head(self.model(tokens, positions, attention, cache), labels, loss_chunks, loss)

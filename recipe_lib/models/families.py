@@ -1,0 +1,324 @@
+"""From `config.json` to a spec, family by family.
+
+What a family's real files leave out is filled in from its row of `DEFAULTS`, so that no default hides in the code.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.rope_config import read_rope
+from recipe_lib.models.spec import DecoderSpec
+
+_COMMON: dict[str, Any] = {
+    "num_key_value_heads": None,  # as many as heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "layer_types": None,
+}
+_GEMMA = _COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _COMMON | {"max_position_embeddings": 2048},
+    "mistral": _COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _COMMON | {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28},
+    "qwen3": _COMMON
+    | {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28, "head_dim": 128},
+    "gemma": _GEMMA | {"hidden_act": "gelu"},
+    "gemma2": _GEMMA
+    | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": _GEMMA
+    | {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    "phi3": _COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+}
+
+# model_type -> family, and the `architectures` that are the causal decoder of that type.
+_MODEL_TYPES = {name: name for name in DEFAULTS} | {"gemma3_text": "gemma3"}
+_ARCHITECTURES = {
+    "llama": {"LlamaForCausalLM"},
+    "mistral": {"MistralForCausalLM"},
+    "qwen2": {"Qwen2ForCausalLM"},
+    "qwen3": {"Qwen3ForCausalLM"},
+    "gemma": {"GemmaForCausalLM"},
+    "gemma2": {"Gemma2ForCausalLM"},
+    "gemma3": {"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"},
+    "phi3": {"Phi3ForCausalLM"},
+}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class Fields:
+    """The keys of one config.json, checked as they are read; each fault is one CheckpointError line."""
+
+    def __init__(self, config: Mapping[str, Any], where: str):
+        self.config, self.where = config, where
+
+    def fault(self, key: str, expected: str) -> CheckpointError:
+        """The error for a key that is missing or not what it should be."""
+        found = repr(self.config[key])[:80] if key in self.config else "no such key"
+        return CheckpointError(f"{self.where}: config.json: {key}: found {found}, expected {expected}")
+
+    def integer(self, key: str) -> int:
+        """A positive integer."""
+        value = self.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fault(key, "a positive integer")
+        return value
+
+    def number(self, key: str) -> float:
+        """A finite number above 0."""
+        value = self.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise self.fault(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """true or false."""
+        value = self.config.get(key)
+        if not isinstance(value, bool):
+            raise self.fault(key, "true or false")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        """A positive integer, or null."""
+        return None if self.config.get(key) is None else self.integer(key)
+
+    def optional_number(self, key: str) -> float | None:
+        """A finite number above 0, or null."""
+        return None if self.config.get(key) is None else self.number(key)
+
+
+def read_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
+    """See `recipe_lib.models.spec.spec_from_config`."""
+    refuse_quantised(config, where)
+    config = text_config(config)
+    refuse_quantised(config, where)
+    family = _family(config, where)
+    fields = Fields(DEFAULTS[family] | dict(config), where)
+    common = _common_shape(fields, family)
+    return DecoderSpec(**common | _FAMILY_SHAPES[family](fields, common))
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's part of a multimodal Gemma 3 config, as the config of a text-only model; others unchanged.
+
+    What is trained and exported is the text model alone, so its config names the text architecture.
+    """
+    if config.get("model_type") != "gemma3" or not isinstance(config.get("text_config"), Mapping):
+        return dict(config)
+    outer = {
+        key: config[key]
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "tie_word_embeddings")
+        if key in config
+    }
+    own = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    return outer | dict(config["text_config"]) | own
+
+
+def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError when the weights are stored in a quantised form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        found = config.get(key)
+        if not found:
+            continue
+        method = found.get("quant_method") if isinstance(found, Mapping) else None
+        if method is None:
+            method = "MLX" if key == "quantization" else "unknown method"
+        raise CheckpointError(
+            f"{where}: config.json: {key}: the weights are quantised ({method}); expected fp32, bf16 or fp16 weights; "
+            "download the checkpoint that this one was made from"
+        )
+
+
+def _family(config: Mapping[str, Any], where: str) -> str:
+    """The family of a config; raises CheckpointError for one that the decoder does not cover."""
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    family = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or (names and not _ARCHITECTURES[family].intersection(map(str, names))):
+        kind = f" ({', '.join(map(str, names))})" if names else ""
+        raise CheckpointError(
+            f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
+            f"model of type {', '.join(sorted(DEFAULTS))}"
+        )
+    return family
+
+
+def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
+    """The fields that every family reads alike."""
+    config = fields.config
+    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if config["head_dim"] is None and width % heads:
+        raise fields.fault("hidden_size", f"a multiple of num_attention_heads = {heads}")
+    kv_heads = fields.optional_integer("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise fields.fault("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    head_width = fields.optional_integer("head_dim") or width // heads
+    layers = fields.integer("num_hidden_layers")
+    if config.get("use_bidirectional_attention"):
+        raise fields.fault("use_bidirectional_attention", "false (a causal model)")
+    rope, local_rope = read_rope(fields, family, head_width)
+    return {
+        "family": family,
+        "vocab_size": fields.integer("vocab_size"),
+        "width": width,
+        "mlp_width": fields.integer("intermediate_size"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_width": head_width,
+        "max_positions": fields.integer("max_position_embeddings"),
+        "norm_eps": fields.number("rms_norm_eps"),
+        "rope": rope,
+        "local_rope": local_rope,
+        "windows": (None,) * layers,
+        "attention_scale": head_width**-0.5,
+        "attention_softcap": None,
+        "logit_softcap": None,
+        "embedding_scale": None,
+        "activation": _activation(fields, "hidden_act"),
+        "norm_offset": False,
+        "post_norms": False,
+        "head_norms": False,
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "tied": fields.flag("tie_word_embeddings"),
+        "fused_file": False,
+        "init_std": fields.number("initializer_range"),
+    }
+
+
+def _activation(fields: Fields, key: str) -> str:
+    """Our name of the MLP's activation."""
+    name = fields.config.get(key)
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise fields.fault(key, "one of " + ", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
+
+
+def _windows(fields: Fields, layers: int, sliding_by_default: list[bool]) -> tuple[int | None, ...]:
+    """One window per layer, from `layer_types` where the file has it, else from the family's own rule."""
+    window, types = fields.optional_integer("sliding_window"), fields.config["layer_types"]
+    if types is None:
+        sliding = sliding_by_default
+    elif (
+        isinstance(types, list)
+        and len(types) == layers
+        and all(kind in ("sliding_attention", "full_attention") for kind in types)
+    ):
+        sliding = [kind == "sliding_attention" for kind in types]
+    else:
+        raise fields.fault("layer_types", f"{layers} times sliding_attention or full_attention")
+    if window is None and any(sliding):
+        raise fields.fault("sliding_window", "a positive integer, because some layers are sliding_attention")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _llama(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Llama 2, 3, 3.1, 3.2, 3.3; TinyLlama; SmolLM2."""
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": fields.flag("mlp_bias")}
+
+
+def _mistral(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Mistral 7B, Nemo, Small: a window in every layer or in none."""
+    return {"windows": (fields.optional_integer("sliding_window"),) * common["num_layers"]}
+
+
+def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Only the layers from max_window_layers on have a window, and only if use_sliding_window says so."""
+    if not fields.flag("use_sliding_window"):
+        return (None,) * layers
+    first = fields.config["max_window_layers"]
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise fields.fault("max_window_layers", "an integer")
+    has_window = fields.config["sliding_window"] is not None
+    return _windows(fields, layers, [has_window and index >= first for index in range(layers)])
+
+
+def _qwen2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Qwen 2.5: biases on queries, keys and values."""
+    return {"qkv_bias": True, "windows": _qwen_windows(fields, common["num_layers"])}
+
+
+def _qwen3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Qwen 3: a norm over each query and key head."""
+    bias = fields.flag("attention_bias")
+    windows = _qwen_windows(fields, common["num_layers"])
+    return {"head_norms": True, "qkv_bias": bias, "output_bias": bias, "windows": windows}
+
+
+def _gemma(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Gemma: scaled embeddings, norms around 1; files that say `gelu` mean its tanh form."""
+    bias = fields.flag("attention_bias")
+    return {
+        "embedding_scale": common["width"] ** 0.5,
+        "norm_offset": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "activation": "gelu_tanh" if common["activation"] == "gelu" else common["activation"],
+    }
+
+
+def _gemma2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 2: soft caps, norms behind attention and MLP, every second layer with a window."""
+    layers, pattern = common["num_layers"], fields.integer("sliding_window_pattern")
+    return _gemma(fields, common) | {
+        "activation": _activation(fields, "hidden_activation"),
+        "post_norms": True,
+        "windows": _windows(fields, layers, [(index + 1) % pattern != 0 for index in range(layers)]),
+        "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+
+
+def _gemma3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 3 text: five layers with a window to one without, head norms, a second rope base for the windows."""
+    return _gemma2(fields, common) | {"head_norms": True}
+
+
+def _phi3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """Phi 3, Phi 3.5, Phi 4: Llama with fused projections in the file."""
+    return {"fused_file": True, "windows": (fields.optional_integer("sliding_window"),) * common["num_layers"]}
+
+
+_FAMILY_SHAPES = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+}

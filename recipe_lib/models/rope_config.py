@@ -1,0 +1,149 @@
+"""The rotary embedding of a `config.json`: `rope_theta` and `rope_scaling`, or the newer `rope_parameters`."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.spec import RopeSpec
+
+if TYPE_CHECKING:
+    from recipe_lib.models.families import Fields
+
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
+    config = fields.config
+    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    given = config.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise fields.fault(key, "an object, or null")
+    if family != "gemma3":
+        return _one_rope(fields, key, given, fields.number("rope_theta"), head_width), None
+    nested = "full_attention" in given or "sliding_attention" in given
+    everywhere = (given.get("full_attention") if nested else given) or {}
+    local = (given.get("sliding_attention") if nested else None) or {}
+    return (
+        _one_rope(fields, key, everywhere, fields.number("rope_theta"), head_width),
+        _one_rope(fields, key, local, fields.number("rope_local_base_freq"), head_width),
+    )
+
+
+def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float, head_width: int) -> RopeSpec:
+    """One rotary embedding from its object in config.json; `base` counts unless the object has its own."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
+        kind = "longrope"  # what Phi 3's first files called it
+    if kind not in KINDS:
+        raise CheckpointError(
+            f"{fields.where}: config.json: {key}: type {kind!r} is not supported; expected one of {', '.join(KINDS)}"
+        )
+    numbers = _Numbers(fields, key, given)
+    base = numbers.optional("rope_theta") or base
+    fraction = numbers.optional("partial_rotary_factor")
+    if fraction is None:
+        fraction = fields.optional_number("partial_rotary_factor") or 1.0
+    width = int(head_width * fraction)
+    if width % 2 or not 2 <= width <= head_width:
+        raise CheckpointError(
+            f"{fields.where}: config.json: head width {head_width} with partial_rotary_factor {fraction:g} gives "
+            f"{width} rotating channels; expected an even number from 2 to {head_width}"
+        )
+    own, attention_factor = _SCALINGS[kind](fields, numbers, width)
+    return RopeSpec(base, width, kind, own, attention_factor)
+
+
+class _Numbers:
+    """The numbers of a rope object; a missing or senseless one is one CheckpointError line."""
+
+    def __init__(self, fields: "Fields", key: str, given: Mapping[str, Any]):
+        self.fields, self.key, self.given = fields, key, given
+
+    def _fault(self, name: str, expected: str) -> CheckpointError:
+        found = repr(self.given[name])[:80] if name in self.given else "no such key"
+        return CheckpointError(
+            f"{self.fields.where}: config.json: {self.key}.{name}: found {found}, expected {expected}"
+        )
+
+    def optional(self, name: str) -> float | None:
+        """A finite number above 0, or None where the file has none."""
+        value = self.given.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise self._fault(name, "a number above 0")
+        return float(value)
+
+    def required(self, name: str) -> float:
+        """A finite number above 0."""
+        value = self.optional(name)
+        if value is None:
+            raise self._fault(name, "a number above 0")
+        return value
+
+    def factors(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` numbers above 0."""
+        values = self.given.get(name)
+        fits = isinstance(values, list) and len(values) == length
+        if not fits or not all(isinstance(value, (int, float)) and value > 0 for value in values):
+            raise self._fault(name, f"a list of {length} numbers above 0")
+        return tuple(float(value) for value in values)
+
+    def original_positions(self) -> float:
+        """Positions the model was first trained on, before its context was stretched."""
+        outer = self.fields.optional_integer("original_max_position_embeddings")
+        own = self.optional("original_max_position_embeddings")
+        return float(outer or own or self.fields.integer("max_position_embeddings"))
+
+
+def _default(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+    return {}, 1.0
+
+
+def _linear(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+    return {"factor": numbers.required("factor")}, 1.0
+
+
+def _llama3(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    return {name: numbers.required(name) for name in names} | {"original_positions": numbers.original_positions()}, 1.0
+
+
+def _yarn(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+    """YaRN (arXiv 2309.00071): the attention factor is 0.1 ln(factor) + 1 unless the file gives one."""
+    factor, attention_factor = numbers.required("factor"), numbers.optional("attention_factor")
+    mscale, mscale_all = numbers.optional("mscale"), numbers.optional("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all:
+        attention_factor = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
+    own = {
+        "factor": factor,
+        "beta_fast": numbers.optional("beta_fast") or 32.0,
+        "beta_slow": numbers.optional("beta_slow") or 1.0,
+        "original_positions": numbers.original_positions(),
+        "whole_channels": numbers.given.get("truncate", True) is not False,
+    }
+    return own, attention_factor or _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+    """LongRoPE (arXiv 2402.13753): one factor per pair of channels, another set for rows beyond the first context."""
+    original = numbers.original_positions()
+    factor = numbers.optional("factor") or fields.integer("max_position_embeddings") / original
+    attention_factor = numbers.optional("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    own = {
+        "short_factor": numbers.factors("short_factor", width // 2),
+        "long_factor": numbers.factors("long_factor", width // 2),
+        "original_positions": original,
+    }
+    return own, attention_factor
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}

@@ -1,0 +1,107 @@
+"""The shape of a decoder as plain numbers, and where it comes from: a `config.json` or a preset. No torch here."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.errors import CheckpointError, ConfigError
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding: how fast each pair of a head's channels turns with the position.
+
+    base: the longest wavelength is about 2 pi base. width: channels of a head that turn (all, or a fraction).
+    kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; `numbers` are that kind's own parameters.
+    attention_factor: what cosines and sines are multiplied by (yarn, longrope).
+    """
+
+    base: float
+    width: int
+    kind: str = "default"
+    numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Every number that the decoder of any family needs; widths are in channels."""
+
+    family: str  # model_type of config.json, without the `_text` of multimodal ones
+    vocab_size: int
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    max_positions: int  # rows the model was made for; longer ones run, but were never trained on
+    norm_eps: float
+    rope: RopeSpec
+    local_rope: RopeSpec | None  # of layers with a window, where it differs (Gemma 3)
+    windows: tuple[int | None, ...]  # per layer: tokens it sees, its own included; None: all
+    attention_scale: float  # scores are multiplied by it before the softmax
+    attention_softcap: float | None  # scores are squashed into +- this (Gemma 2)
+    logit_softcap: float | None  # logits likewise
+    embedding_scale: float | None  # embeddings are multiplied by it (Gemma)
+    activation: str  # `silu`, `gelu` or `gelu_tanh`
+    norm_offset: bool  # norms multiply by 1 + weight (Gemma)
+    post_norms: bool  # attention and MLP have a norm behind them too (Gemma 2, 3)
+    head_norms: bool  # queries and keys have a norm over each head (Qwen 3, Gemma 3)
+    qkv_bias: bool
+    output_bias: bool  # of attention's output projection
+    mlp_bias: bool
+    tied: bool  # the output projection is the embedding
+    fused_file: bool  # the file holds qkv_proj and gate_up_proj (Phi 3)
+    init_std: float  # standard deviation of random weights
+
+
+def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
+    """The spec of a Hugging Face `config.json`.
+
+    where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
+    quantised weights, and keys that are missing or make no sense.
+    """
+    from recipe_lib.models.families import read_spec  # here, because families.py takes the dataclasses from this file
+
+    return read_spec(config, where)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The contents of a `config.json`, given its folder or itself. Raises CheckpointError when it cannot be read."""
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file}: no such file; expected a Hugging Face model folder with config.json"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file}: not a readable JSON file ({reason}); download the file again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: found a JSON {type(config).__name__}, expected an object with model_type")
+    return config
+
+
+def preset_names() -> list[str]:
+    """Names of the shipped architectures, `family/size`, sorted."""
+    return sorted(str(file.relative_to(PRESETS).with_suffix("").as_posix()) for file in PRESETS.glob("*/*.json"))
+
+
+def preset_config(name: str) -> dict[str, Any]:
+    """The `config.json` of a preset: a shipped name such as `llama3/8B`, or the path of a .json file or its folder."""
+    if name in preset_names():
+        return read_config(PRESETS / f"{name}.json")
+    path = Path(name)
+    if path.is_file() or (path / "config.json").is_file():
+        return read_config(path)
+    raise ConfigError(
+        f"model.preset={name}: no such preset or file; expected a path to a config.json or one of "
+        + ", ".join(preset_names())
+    )

@@ -1,0 +1,83 @@
+"""Which tensor of a checkpoint file each parameter is, for reading and for writing."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from recipe_lib.models.build import build_meta
+from recipe_lib.models.spec import DecoderSpec
+
+# Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
+_GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_bias|bias)|attention\.(masked_bias|bias)|masked_bias)$")
+_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One parameter and its place in a file.
+
+    our_name: the parameter. file_name: the tensor in the file. start, length: its rows (dimension 0) of that tensor,
+    when the file fuses several parameters into one; length None: the tensor is the parameter.
+    """
+
+    our_name: str
+    file_name: str
+    start: int = 0
+    length: int | None = None
+
+
+def weight_map(spec: DecoderSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
+    """One entry per parameter, in the model's order; parts of a fused tensor follow one another in row order.
+
+    file_names: names that a checkpoint has, when reading one (some families have more than one layout); empty: the
+    layout that is written. A tied output projection has no entry.
+    """
+    prefix, head = "model.", "lm_head."
+    for other, other_head in _GEMMA3_PREFIXES.items():
+        if spec.family == "gemma3" and any(name.startswith(other) for name in file_names):
+            prefix, head = other, other_head
+    entries = []
+    for name in parameter_shapes(spec):
+        place = _fused_place(name, spec) if spec.fused_file else None
+        file_name, start, length = place or (name, 0, None)
+        body, own_prefix = (prefix, "model.") if file_name.startswith("model.") else (head, "lm_head.")
+        entries.append(WeightEntry(name, body + file_name.removeprefix(own_prefix), start, length))
+    return entries
+
+
+def ignorable(spec: DecoderSpec, file_name: str) -> bool:
+    """Whether a checkpoint may hold this tensor without the model having it: old buffers, a tied head, vision parts."""
+    if spec.tied and file_name in ("lm_head.weight", "language_model.lm_head.weight"):
+        return True
+    if spec.family == "gemma3" and _OTHER_PARTS.match(file_name):
+        return True
+    return _BUFFERS.search(file_name) is not None
+
+
+def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, in the model's order; a tied output projection is the embedding."""
+    return {name: tuple(value.shape) for name, value in build_meta(spec, torch.float32).named_parameters()}
+
+
+def expected_shape(spec: DecoderSpec, our_name: str) -> tuple[int, ...]:
+    """The shape of one parameter (`parameter_shapes` for many)."""
+    return parameter_shapes(spec)[our_name]
+
+
+def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int] | None:
+    """Phi 3's fused tensors: queries, keys and values in `qkv_proj`, gate and up in `gate_up_proj`."""
+    query, key = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
+    parts = {
+        "self_attn.q_proj": ("self_attn.qkv_proj", 0, query),
+        "self_attn.k_proj": ("self_attn.qkv_proj", query, key),
+        "self_attn.v_proj": ("self_attn.qkv_proj", query + key, key),
+        "mlp.gate_proj": ("mlp.gate_up_proj", 0, spec.mlp_width),
+        "mlp.up_proj": ("mlp.gate_up_proj", spec.mlp_width, spec.mlp_width),
+    }
+    for part, (fused, start, length) in parts.items():
+        if f".{part}." in name:
+            return name.replace(part, fused), start, length
+    return None

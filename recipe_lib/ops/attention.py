@@ -1,0 +1,247 @@
+"""Causal attention: one function for training and decoding, with documents, windows and soft caps.
+
+Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s, or what a cache holds plus s.
+What depends on the batch alone (masks, document boundaries, which kernel) is settled once, by `prepare_attention`.
+
+Rows are right-padded, so a plain causal mask is enough for them: no token looks at the padding behind it.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # an older torch: masks do the same with more memory
+    varlen_attn = None
+
+_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
+_CAPPED_SCORES = 2**24  # fp32 scores that a soft-capped attention holds at a time: 64 MiB
+
+
+@dataclass(frozen=True)
+class AttentionInfo:
+    """Which tokens of a batch may see which, as tensors.
+
+    documents: int32 `[b, s]`, the document of each token within its row (padding is one of its own); None: a row is
+    one document. boundaries: int32 `[n + 1]`, where documents start and end in the flattened `[b * s]` tokens.
+    longest: tokens of the longest document, rounded up. masks: per window, what is added to the scores; None: nothing
+    beyond causality. flattened: documents and windows go through the varlen kernel, there are no masks.
+    """
+
+    documents: Tensor | None = None
+    boundaries: Tensor | None = None
+    longest: int = 0
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    flattened: bool = False
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionInfo":
+        """The same on another device."""
+        moved = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in (("documents", self.documents), ("boundaries", self.boundaries))
+            if value is not None
+        }
+        return replace(self, **moved)
+
+
+def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> AttentionInfo:
+    """The info of rows that hold several documents each, from host numbers (no device is touched).
+
+    lengths: for each row, the tokens of its documents in order; what is left of `row_length` is padding.
+    """
+    documents = torch.zeros(len(lengths), row_length, dtype=torch.int32)
+    boundaries, longest = [0], 1
+    for row, parts in enumerate(lengths):
+        padded = [*parts, row_length - sum(parts)] if sum(parts) < row_length else list(parts)
+        if sum(padded) != row_length or min(padded) < 1:
+            raise ValueError(f"row {row}: document lengths {list(parts)} do not fit a row of {row_length} tokens")
+        sizes = torch.tensor(padded)
+        documents[row] = torch.repeat_interleave(torch.arange(len(padded), dtype=torch.int32), sizes)
+        boundaries += (sizes.cumsum(0) + row * row_length).tolist()
+        longest = max(longest, *padded)
+    # A multiple of 128, because compiled code is specialised for this number.
+    return AttentionInfo(documents, torch.tensor(boundaries, dtype=torch.int32), -(-longest // 128) * 128)
+
+
+def document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
+    """Positions int64 `[b, s]` that start from 0 with each document (and with the padding behind the last)."""
+    positions = torch.arange(row_length).repeat(len(lengths), 1)
+    for row, parts in enumerate(lengths):
+        start = 0
+        for length in parts:
+            positions[row, start : start + length] -= start
+            start += length
+        positions[row, start:] -= start
+    return positions
+
+
+def prepare_attention(
+    info: AttentionInfo | None,
+    *,
+    rows: int,
+    queries: int,
+    keys: int,
+    windows: Sequence[int | None],
+    head_width: int,
+    capped: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionInfo:
+    """Settles, once per batch, how each window of the model is attended: causal kernel, varlen kernel or mask.
+
+    rows, queries, keys: b, s, t of the tensors to come. windows: those of the model's layers, None among them if some
+    layer has none. capped: scores are soft-capped, which makes its masks piece by piece instead.
+    """
+    info = info or AttentionInfo()
+    if capped:
+        return info
+    needs_mask = {
+        window: info.documents is not None
+        or (window is not None and keys > window)
+        or (queries > 1 and keys > queries)
+        for window in set(windows)
+    }
+    if any(needs_mask.values()) and keys == queries and has_varlen(device, dtype, head_width):
+        if info.boundaries is None:
+            boundaries = torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=device)
+            info = replace(info, boundaries=boundaries, longest=queries)
+        return replace(info, flattened=True)
+    masks = {
+        window: _additive(_visible(info, 0, queries, 0, keys, keys - queries, window, device), dtype) if needed else None
+        for window, needed in needs_mask.items()
+    }
+    return replace(info, masks=masks)
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
+    """Whether torch's kernel for flattened documents can run: CUDA, half precision, head widths it was built for."""
+    if device.type != "cuda" or "window_size" not in _VARLEN_OPTIONS:
+        return False
+    return dtype in (torch.float16, torch.bfloat16) and head_width % 8 == 0 and head_width <= 256
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    info: AttentionInfo | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float,
+) -> Tensor:
+    """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`; returns `[b, h, s, e]`.
+
+    info: from `prepare_attention`, the same for every layer; None: rows of one document each, prepared here.
+    window: a token sees so many tokens, its own included. softcap: scores become softcap * tanh(scores / softcap).
+    scale: multiplies the scores first.
+    """
+    if softcap is not None:
+        return _capped_attention(q, k, v, info or AttentionInfo(), window, softcap, scale)
+    if info is None:
+        shape = {"rows": q.shape[0], "queries": q.shape[2], "keys": k.shape[2], "head_width": q.shape[3]}
+        info = prepare_attention(None, windows=(window,), capped=False, dtype=q.dtype, device=q.device, **shape)
+    if info.flattened:
+        return _flattened_attention(q, k, v, info, window, scale)
+    return scaled_dot_product(q, k, v, info.masks[window], scale)
+
+
+def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The only call of torch's SDPA: causal without a mask (one query sees all keys), else as the mask says.
+
+    Keys are not expanded to the number of query heads where the kernel takes them as they are: the CPU kernel always,
+    the CUDA ones without a mask in half precision. Elsewhere grouped keys would fall to the path that holds s x s.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type == "cuda" and (mask is not None or q.dtype not in (torch.float16, torch.bfloat16)):
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+        grouped = False
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _flattened_attention(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, scale: float) -> Tensor:
+    """All rows as one list of documents through the varlen flash kernel: no mask, nothing of size s x s."""
+    flat_q, flat_k, flat_v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
+    left = -1 if window is None else window - 1  # the kernel counts the tokens to the left of its own
+    ends, longest = info.boundaries, info.longest
+    out = varlen_attn(
+        flat_q, flat_k, flat_v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **options
+    )
+    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, softcap: float, scale: float
+) -> Tensor:
+    """Attention with soft-capped scores, some queries at a time, each piece computed again in backward.
+
+    No kernel of torch caps scores, so they are made in the open; the pieces keep them under `_CAPPED_SCORES` elements
+    (never less than one query), and only over the keys that these queries can see.
+    """
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    offset = keys - queries
+    step = max(1, _CAPPED_SCORES // (batch * heads * keys))
+    pieces = []
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
+        first = 0 if window is None else max(0, start + offset - window + 1)
+        last = stop + offset
+        visible = _visible(info, start, stop, first, last, offset, window, q.device)
+        piece = (q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], visible, softcap, scale)
+        pieces.append(checkpoint(_capped_piece, *piece, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+
+
+def _capped_piece(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float, scale: float) -> Tensor:
+    """q `[b, h, m, e]` over k, v `[b, k, n, e]` where `visible [b or 1, 1, m, n]`; scores and softmax in fp32.
+
+    The query heads that share a key head are stacked as more rows of it, so that keys are not expanded.
+    """
+    batch, heads, rows, width = q.shape
+    kv_heads = k.shape[1]
+    stacked = q.reshape(batch, kv_heads, -1, width)
+    scores = (stacked @ k.transpose(2, 3) * scale).unflatten(2, (heads // kv_heads, rows))
+    scores = softcap * torch.tanh(scores.to(torch.promote_types(q.dtype, torch.float32)) / softcap)
+    scores = scores.masked_fill(~visible.unsqueeze(2), float("-inf"))
+    shares = scores.softmax(dim=-1).to(q.dtype).flatten(2, 3)
+    return (shares @ v).reshape(batch, heads, rows, width)
+
+
+def _visible(
+    info: AttentionInfo,
+    start: int,
+    stop: int,
+    first: int,
+    last: int,
+    offset: int,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
+    """Bool `[b or 1, 1, stop - start, last - first]`: which keys first..last the queries start..stop see.
+
+    offset: the position of query 0 among the keys (what a cache held before).
+    """
+    query = torch.arange(start + offset, stop + offset, device=device)[:, None]
+    key = torch.arange(first, last, device=device)
+    visible = key <= query
+    if window is not None:
+        visible = visible & (key > query - window)
+    if info.documents is None:
+        return visible[None, None]
+    same = info.documents[:, None, start:stop, None] == info.documents[:, None, None, first:last]
+    return visible & same
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf elsewhere: what kernels would otherwise make of a bool mask again in every layer."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))

@@ -1,0 +1,276 @@
+"""The world a run lives in: its ranks, this rank's device, and the mesh that divides the work."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from recipe_lib import errors
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
+
+# Outermost first: dimensions of other kinds of parallelism go around these two (pipeline) and inside them (tensor).
+MESH_DIMS = ("data_replicate", "data_shard")
+_STORE_SECONDS = 5
+_PRINTING_SECONDS = 0.5
+
+
+class WorldConfig(Protocol):
+    """What a config needs for a world."""
+
+    device: str
+    parallel: ParallelConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all the processes of a run.
+
+    rank, size: among all processes; local_rank: on this machine. device: where this rank computes.
+    mesh: dimensions `data_replicate` x `data_shard`. data_rank, data_ranks: which of the different batches is ours.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    data_rank: int
+    data_ranks: int
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that speaks and writes shared files."""
+        return self.rank == 0
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of `tensor` over all ranks, in place, on host or device. A collective."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is true on any; over the host's group. A collective."""
+        if self.size == 1:
+            return flag
+        found = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found[0])
+
+    def broadcast_json(self, value: Any = None) -> Any:
+        """Rank 0's `value` (anything JSON holds), on every rank. A collective."""
+        if self.size == 1:
+            return value
+        data = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([data.numel()])
+        dist.broadcast(length, src=0)
+        if not self.is_main:
+            data = torch.empty(int(length[0]), dtype=torch.uint8)
+        dist.broadcast(data, src=0)
+        return _from_bytes(data)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's `value` (anything JSON holds), in rank order, on every rank. A collective."""
+        if self.size == 1:
+            return [value]
+        data = _to_bytes(value)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]))
+        longest = max(int(length[0]) for length in lengths)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
+        return [_from_bytes(part[: int(length[0])]) for part, length in zip(parts, lengths, strict=True)]
+
+    @contextmanager
+    def raise_together(self) -> Iterator[None]:
+        """A UserError inside the block on any rank is raised on all of them, with the lowest failing rank's faults.
+
+        Faults are told once: on every rank but 0 the error carries no lines. The block itself must hold no collective,
+        since a rank that failed would be missing in it. Other exceptions pass as they are: they end their process.
+        """
+        mine: UserError | None = None
+        try:
+            yield
+        except UserError as error:
+            mine = error
+        if not self.any(mine is not None):
+            return
+        told = self.gather_json([_kind(mine), mine.faults] if mine else None)
+        kind, faults = next(entry for entry in told if entry)
+        raise getattr(errors, kind)(*(faults if self.is_main else [])) from mine
+
+    def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`fn(...)` on every rank, under `raise_together`."""
+        with self.raise_together():
+            return fn(*args, **kwargs)
+
+
+@contextmanager
+def start_world(cfg: WorldConfig) -> Iterator[World]:
+    """The world that torchrun's environment describes, or a world of one that opens no port.
+
+    A process group that is there already is taken over and left as it is (tests and simulations make their own).
+    Otherwise the group is gloo on the host, plus NCCL on GPUs, and ends with the block. After an error it is left to
+    the end of the process when there are other ranks: taking it down would wait for ranks that may never come.
+
+    Raises SetupError: incomplete environment, no such device, fewer GPUs than processes, mesh and ranks that differ.
+    A UserError that several ranks raise on their own is told by the first of them only.
+    """
+    if dist.is_initialized():
+        local_rank = _read_integer("LOCAL_RANK", default=0)
+        yield _make_world(cfg, dist.get_rank(), dist.get_world_size(), local_rank)
+        return
+    rank, size, local_rank = _read_environment()
+    device_type = _device_type(cfg.device)
+    _check_device_count(device_type, local_rank)
+    if device_type == "cuda":
+        torch.get_device_module(device_type).set_device(local_rank)
+        torch.get_device_module(device_type).init()  # else the mesh picks the device once more, and warns
+    store = _join_group(device_type, rank, size)
+    healthy = False
+    try:
+        yield _make_world(cfg, rank, size, local_rank)
+        healthy = True
+    except StoppedAndSaved:
+        healthy = True
+        raise
+    except UserError as error:
+        _tell_once(error, store, rank)
+        raise
+    finally:
+        if healthy or size == 1:
+            dist.destroy_process_group()
+
+
+def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int) -> World:
+    """The world on the process group that is there."""
+    device_type = _device_type(cfg.device)
+    replicate, shard = mesh_shape(cfg.parallel, size)
+    mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=MESH_DIMS)
+    device = torch.device(device_type, local_rank) if device_type != "cpu" else torch.device("cpu")
+    return World(rank, size, local_rank, device, mesh, data_rank=rank, data_ranks=size)
+
+
+def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int]:
+    """(data_replicate, data_shard) for `size` ranks; SetupError names both numbers when they do not fit."""
+    replicate, shard = parallel.data_replicate, parallel.data_shard
+    divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+    if shard == -1:
+        if size % replicate:
+            raise SetupError(
+                f"parallel.data_replicate: found {replicate} copies for {size} ranks, expected a divisor of {size}; "
+                f"use one of {divisors}, or start a multiple of {replicate} ranks (--nproc_per_node)"
+            )
+        return replicate, size // replicate
+    if shard < 1:
+        raise SetupError(f"parallel.data_shard: found {shard}, expected -1 or an integer >= 1")
+    if replicate * shard != size:
+        fitting = f"parallel.data_shard={size // replicate} or -1" if size % replicate == 0 else (
+            f"parallel.data_replicate to one of {divisors} and parallel.data_shard=-1"
+        )
+        raise SetupError(
+            f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {size} ranks; "
+            f"set {fitting}, or start {replicate * shard} ranks (--nproc_per_node)"
+        )
+    return replicate, shard
+
+
+def _read_environment() -> tuple[int, int, int]:
+    """(rank, size, local rank) from torchrun's variables; (0, 1, 0) without them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    present = [name for name in names if os.environ.get(name)]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        return 0, 1, 0
+    if len(present) < len(names):
+        missing = ", ".join(name for name in names if name not in present)
+        raise SetupError(
+            f"environment: found {', '.join(present)} but not {missing}; start with `tune run --nproc_per_node N` or "
+            f"torchrun, or unset RANK and WORLD_SIZE to run one process"
+        )
+    rank, size, local_rank = (_read_integer(name) for name in names[:3])
+    if not 0 <= rank < size:
+        raise SetupError(f"environment: found RANK={rank} with WORLD_SIZE={size}, expected a rank from 0 to {size - 1}")
+    return rank, size, local_rank
+
+
+def _read_integer(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name) or (None if default is None else str(default))
+    if text is None or not text.isdecimal():
+        raise SetupError(f"environment: found {name}={text}, expected an integer >= 0; torchrun sets it")
+    return int(text)
+
+
+def _device_type(device: str) -> str:
+    """`cpu` or `cuda`, from the config's `device`."""
+    available = torch.get_device_module("cuda").is_available()
+    if device == "cuda" and not available:
+        raise SetupError(
+            "device: found cuda, but torch sees no GPU here; check the driver and that torch is a CUDA build, "
+            "or use device=cpu"
+        )
+    if device == "auto":
+        return "cuda" if available else "cpu"
+    return device
+
+
+def _check_device_count(device_type: str, local_rank: int) -> None:
+    """One GPU for each process of this machine."""
+    if device_type == "cpu":
+        return
+    devices = torch.get_device_module(device_type).device_count()
+    processes = max(_read_integer("LOCAL_WORLD_SIZE", default=local_rank + 1), local_rank + 1)
+    if processes > devices:
+        raise SetupError(
+            f"device: found {processes} processes and {devices} GPUs on this machine, expected a GPU for each process; "
+            f"start with --nproc_per_node {devices}, or use device=cpu"
+        )
+
+
+def _join_group(device_type: str, rank: int, size: int) -> dist.Store:
+    """Joins the default process group; returns the store the ranks meet at."""
+    backend = "cpu:gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+    if size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        store, rank, size = next(dist.rendezvous("env://", rank, size))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return store
+
+
+def _tell_once(error: UserError, store: dist.Store, rank: int) -> None:
+    """Takes those faults off the error that another rank tells.
+
+    A rank with nothing left to tell waits for rank 0, which prints just after it leaves: a launcher that sees the
+    first rank end ends the others, and the line would be lost.
+    """
+    try:
+        store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        error.faults = [fault for fault in error.faults if store.add(f"told/{fault}", 1) == 1]
+        if rank == 0:
+            store.set("main_left", "yes")
+        elif not error.faults:
+            store.wait(["main_left"])
+            time.sleep(_PRINTING_SECONDS)
+    except RuntimeError:
+        return  # the store is gone with the rank that held it: whatever is left to tell is told
+
+
+def _kind(error: UserError) -> str:
+    """The name in recipe_lib.errors of the error's class, or of the nearest one it derives from."""
+    return next(cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
+
+
+def _to_bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes().decode())

@@ -1,0 +1,102 @@
+"""The derived numbers of a run, said at its start: what the config means on these devices with this data."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
+from recipe_lib.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
+
+def total_steps(steps_per_epoch: int, epochs: int, max_steps: int | None) -> int:
+    """Optimizer steps of the whole run."""
+    steps = steps_per_epoch * epochs
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def derived_numbers(
+    cfg: FullFinetuneConfig,
+    world: "World",
+    model: nn.Module,
+    *,
+    rows: int,
+    tokens: int,
+    trained_tokens: int,
+    steps_per_epoch: int,
+) -> list[str]:
+    """Lines for the log, each number with its unit and how it comes about.
+
+    model: as it will be trained, sharded or not. rows, tokens, trained_tokens: of one pass over the dataset, without
+    padding; a trained token is one with a label.
+    """
+    return [
+        _devices(cfg, world),
+        *_batch(cfg, world, rows, tokens, trained_tokens),
+        _steps(cfg, rows, steps_per_epoch),
+        _learning_rate(cfg, total_steps(steps_per_epoch, cfg.epochs, cfg.max_steps)),
+        *_model(cfg, model),
+    ]
+
+
+def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
+    if world.size == 1:
+        return f"devices: 1 {world.device.type}"
+    replicate = cfg.parallel.data_replicate
+    return (
+        f"devices: {world.size} {world.device.type} = data_replicate {replicate} x data_shard {world.size // replicate}"
+    )
+
+
+def _batch(cfg: FullFinetuneConfig, world: "World", rows: int, tokens: int, trained_tokens: int) -> list[str]:
+    accumulation = cfg.gradient_accumulation_steps
+    global_rows = cfg.batch_size * accumulation * world.data_ranks
+    mean = tokens / rows if rows else 0.0
+    share = trained_tokens / tokens if tokens else 0.0
+    return [
+        f"global batch: {global_rows} rows = batch_size {cfg.batch_size} x gradient_accumulation_steps {accumulation} "
+        f"x data ranks {world.data_ranks}",
+        f"tokens per step: {format_count(mean * global_rows)} on average, {format_count(mean * global_rows * share)} of "
+        f"them trained ({share:.1%}); at most {format_count(global_rows * cfg.max_seq_len)} "
+        f"({global_rows} rows x max_seq_len {cfg.max_seq_len})",
+    ]
+
+
+def _steps(cfg: FullFinetuneConfig, rows: int, steps_per_epoch: int) -> str:
+    steps = total_steps(steps_per_epoch, cfg.epochs, cfg.max_steps)
+    full = steps_per_epoch * cfg.epochs
+    cut = "" if steps == full else f", cut by max_steps from {full}"
+    return f"steps: {steps} ({steps_per_epoch} per epoch of {rows} rows x {cfg.epochs} epochs{cut})"
+
+
+def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
+    schedule = cfg.lr_schedule
+    start = f"warm-up over {schedule.warmup_steps} steps to " if schedule.warmup_steps else ""
+    after = steps - schedule.warmup_steps
+    if after <= 0:
+        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, not past it: the run has {steps} steps"
+    if schedule.kind == "constant":
+        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
+    final = schedule.final_share * cfg.optimizer.lr
+    return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.kind} over {after} steps towards {final:.2e}"
+
+
+def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+    every = list(model.parameters())
+    trained = [parameter for parameter in every if parameter.requires_grad]
+    count = sum(parameter.numel() for parameter in every)
+    trained_count = sum(parameter.numel() for parameter in trained)
+    parameters, gradients = local_bytes(every), local_bytes(trained)
+    state = optimizer_state_bytes(cfg.optimizer, every)
+    where = "host memory" if cfg.memory.cpu_offload else "memory"
+    known = "not known before the first step" if state is None else format_bytes(state)
+    total = parameters + gradients + (state or 0)
+    return [
+        f"parameters: {format_count(count)}, of them trained {format_count(trained_count)} "
+        f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
+        f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}, "
+        f"optimizer state {known}; together {format_bytes(total)} before activations",
+    ]

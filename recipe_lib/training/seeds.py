@@ -1,0 +1,29 @@
+"""Seeds: one root in the config, one stream for each use, apart from each other."""
+
+import hashlib
+import random
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
+
+def derive_seed(root: int, *names: str | int) -> int:
+    """A seed in [0, 2^63) for the stream that `names` tell, e.g. `derive_seed(42, "dropout", rank)`.
+
+    Streams of different names are unrelated, and none changes when another is added: SHA-256 of root and names.
+    """
+    text = "\0".join(str(part) for part in (root, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def set_seeds(seed: int, world: "World") -> None:
+    """Seeds the default generators of Python and torch (host and device) with this rank's dropout stream.
+
+    Weights and data order draw from streams of their own, derived by name; they do not touch these generators.
+    """
+    stream = derive_seed(seed, "dropout", world.rank)
+    random.seed(stream)
+    torch.manual_seed(stream)

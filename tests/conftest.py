@@ -1,0 +1,27 @@
+"""What every test has: one thread, so that runs are repeatable and cores are shared fairly; the folder of real data."""
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a network
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def realdata() -> Path:
+    """Folder of real tokenizers, layouts and small weights, named by REALDATA_DIR; skips without it."""
+    folder = os.environ.get("REALDATA_DIR")
+    if not folder:
+        pytest.skip("REALDATA_DIR is not set: it names the folder of real tokenizers, layouts and weights")
+    path = Path(folder)
+    if not path.is_dir():
+        pytest.fail(f"REALDATA_DIR={folder}: no such folder")
+    return path

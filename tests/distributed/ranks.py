@@ -1,0 +1,141 @@
+"""Runs a function on several gloo ranks, each a fork of the test process, which has torch imported already."""
+
+import faulthandler
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp  # so that no rank pays for the import
+
+_GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
+
+
+class RankFailure(AssertionError):  # noqa: N818  (what a failing test shows)
+    """One or more ranks failed; the message holds their tracebacks and what they wrote."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, process_group: bool = True
+) -> list[Any]:
+    """Calls `fn(*args)` in `world_size` processes at once; returns what each rank returned, in rank order.
+
+    fn: any function, closures included (the ranks are forks). It may return None, numbers, strings, tensors, and
+    lists, tuples and dicts of those. In each rank RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are set as torchrun sets them, torch uses one thread, and with `process_group` (the default) a gloo
+    group is there, which `start_world` takes over. What a rank prints appears only when something fails.
+
+    Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds; no process is left over.
+    """
+    context = multiprocessing.get_context("fork")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        port = _free_port()
+        processes = [
+            context.Process(
+                target=_run_rank, args=(fn, args, rank, world_size, folder, port, process_group), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        timed_out = _wait(processes, timeout)
+        failures = [
+            f"--- rank {rank}: {_reason(process, rank, folder, timed_out)}"
+            for rank, process in enumerate(processes)
+            if process.exitcode != 0
+        ]
+        if failures:
+            raise RankFailure("\n".join(failures))
+        return [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(world_size)]
+
+
+def _run_rank(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    port: int,
+    process_group: bool,
+) -> None:
+    """The life of one rank. It leaves through os._exit: what the test process registered for its exit is not its own."""
+    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    faulthandler.enable(file=sys.stderr)
+    code = 1
+    try:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        torch.set_num_threads(1)
+        if process_group:
+            store = dist.FileStore(str(folder / "store"), world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+        result = fn(*args)
+        torch.save(result, folder / f"result{rank}")
+        code = 0
+    except BaseException:  # also SystemExit and KeyboardInterrupt: whatever ended it, the test must show it
+        (folder / f"traceback{rank}").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(processes: list[BaseProcess], timeout: float) -> bool:
+    """Waits for all ranks, or for a short while after the first failure, then ends the rest; True: time ran out."""
+    deadline = time.monotonic() + timeout
+    failed = False
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if not failed and any(process.exitcode not in (None, 0) for process in processes):
+            failed = True
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        time.sleep(0.01)
+    left = [process for process in processes if process.is_alive()]
+    for process in left:
+        process.kill()
+    for process in processes:
+        process.join()
+    return bool(left) and not failed
+
+
+def _reason(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> str:
+    """Why a rank failed: its traceback, or how it was ended, and what it printed."""
+    report = folder / f"traceback{rank}"
+    if report.exists():
+        why = report.read_text()
+    elif process.exitcode == -9:
+        why = "still running when time ran out" if timed_out else "ended because another rank failed"
+    else:
+        why = f"exit code {process.exitcode}"
+    output = folder / f"output{rank}"
+    printed = output.read_text(errors="replace")[-4000:] if output.exists() else ""
+    return f"{why}\n{printed}".rstrip()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

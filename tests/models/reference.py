@@ -1,0 +1,138 @@
+"""Tiny random transformers models of every family, and the way from their files to our decoder and back."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from recipe_lib.models import Decoder, build_meta, read_config, spec_from_config
+from recipe_lib.models.weight_names import ignorable, weight_map
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [2.0 + 0.5 * pair for pair in range(6)],
+}
+
+# name -> (transformers config class, what differs from _SMALL)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama3": ("LlamaConfig", {"rope_theta": 500000.0}),
+    "llama3.1": ("LlamaConfig", {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear": ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    "llama-yarn": ("LlamaConfig", {"rope_scaling": _YARN_ROPE}),
+    "llama-yarn-options": (
+        "LlamaConfig",
+        {"rope_scaling": _YARN_ROPE | {"attention_factor": 0.7, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}},
+    ),
+    "llama-yarn-mscale": ("LlamaConfig", {"rope_scaling": _YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.5}}),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 7}),
+    "mistral-nemo": ("MistralConfig", {"sliding_window": None, "head_dim": 20}),
+    "qwen2.5": ("Qwen2Config", {"rope_theta": 1000000.0, "tie_word_embeddings": True}),
+    "qwen2.5-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 18, "rope_theta": 1000000.0}),
+    "qwen3-yarn": ("Qwen3Config", {"head_dim": 16, "rope_scaling": _YARN_ROPE, "attention_bias": True}),
+    "gemma": ("GemmaConfig", {"head_dim": 14, "num_key_value_heads": 1}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 14,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}),
+    "gemma3-linear": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "num_hidden_layers": 7,
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": 9}),
+    "phi4": ("Phi3Config", {"sliding_window": None, "rope_theta": 250000.0}),
+    "phi4-mini": ("Phi3Config", {"hidden_size": 64, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "phi3.5-long": ("Phi3Config", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 24}),
+    "phi3.5-short": ("Phi3Config", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 64}),
+}
+
+
+def reference_model(case: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    """A transformers model of the case, every parameter random, norms and biases included."""
+    class_name, options = CASES[case]
+    config = getattr(transformers, class_name)(**_SMALL | options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator) * (0.3 if "norm" in name else 0.15)
+            parameter.copy_(values + 1.0 if "norm" in name and "Gemma" not in class_name else values)
+    return model.eval()
+
+
+def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Our decoder with the weights of a folder; every tensor of the files is used or known to be ignorable."""
+    spec = spec_from_config(read_config(folder), str(folder))
+    files = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        files |= load_file(file)
+    model = build_meta(spec, dtype)
+    model.to_empty(device="cpu")
+    entries = weight_map(spec, files)
+    with torch.no_grad():
+        for entry in entries:
+            tensor = files[entry.file_name]
+            if entry.length is not None:
+                tensor = tensor[entry.start : entry.start + entry.length]
+            parameter = model.get_parameter(entry.our_name)
+            assert parameter.shape == tensor.shape, entry
+            parameter.copy_(tensor)
+    unused = set(files) - {entry.file_name for entry in entries}
+    assert all(ignorable(spec, name) for name in unused), unused
+    return model
+
+
+def save_ours(model: Decoder, source: Path, folder: Path) -> None:
+    """Writes our weights under the file's names, fused where the family fuses, with the config of `source`."""
+    config_text = (Path(source) / "config.json").read_text()
+    spec = spec_from_config(read_config(source), str(source))
+    parts: dict[str, list[torch.Tensor]] = {}
+    for entry in weight_map(spec):
+        parts.setdefault(entry.file_name, []).append(model.get_parameter(entry.our_name).detach())
+    folder.mkdir()
+    save_file(
+        {name: torch.cat(tensors).contiguous() for name, tensors in parts.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    (folder / "config.json").write_text(config_text)

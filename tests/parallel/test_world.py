@@ -1,0 +1,258 @@
+"""The world: environment, mesh, and errors that all ranks end with."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
+from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError
+from recipe_lib.parallel.world import MESH_DIMS, World, mesh_shape, start_world
+from tests.distributed.ranks import RankFailure, run_ranks
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def cpu_config(**parallel: int) -> FullFinetuneConfig:
+    return FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**parallel))
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_process_is_a_world_of_one_that_ends_with_its_block() -> None:
+    with start_world(cpu_config()) as world:
+        assert (world.rank, world.size, world.data_rank, world.data_ranks) == (0, 1, 0, 1)
+        assert world.is_main and world.device == torch.device("cpu")
+        assert world.mesh.mesh_dim_names == MESH_DIMS and tuple(world.mesh.shape) == (1, 1)
+        assert world.any(True) and not world.any(False)
+        assert world.broadcast_json({"a": [1]}) == {"a": [1]} and world.gather_json(3) == [3]
+        assert world.all_reduce_sum(torch.tensor(2.0)) == 2
+    assert not dist.is_initialized()
+    with pytest.raises(DataError, match="row 3"), start_world(cpu_config()) as world:
+        world.agree(fail_with_row, "row 3")
+    assert not dist.is_initialized()
+
+
+def fail_with_row(line: str) -> None:
+    raise DataError(line)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "size", "expected"),
+    [({}, 4, (1, 4)), ({"data_replicate": 2}, 4, (2, 2)), ({"data_replicate": 4}, 4, (4, 1)),
+     ({"data_shard": 2, "data_replicate": 2}, 4, (2, 2)), ({}, 1, (1, 1))],
+)  # fmt: skip
+def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, int]) -> None:
+    assert mesh_shape(ParallelConfig(**parallel), size) == expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "size", "line"),
+    [
+        ({"data_replicate": 3}, 4,
+         "parallel.data_replicate: found 3 copies for 4 ranks, expected a divisor of 4; use one of 1, 2, 4, or start a "
+         "multiple of 3 ranks (--nproc_per_node)"),
+        ({"data_replicate": 2, "data_shard": 4}, 4,
+         "parallel: found data_replicate 2 x data_shard 4 = 8 for 4 ranks; set parallel.data_shard=2 or -1, or start 8 "
+         "ranks (--nproc_per_node)"),
+        ({"data_replicate": 3, "data_shard": 2}, 4,
+         "parallel: found data_replicate 3 x data_shard 2 = 6 for 4 ranks; set parallel.data_replicate to one of "
+         "1, 2, 4 and parallel.data_shard=-1, or start 6 ranks (--nproc_per_node)"),
+        ({"data_shard": 0}, 4, "parallel.data_shard: found 0, expected -1 or an integer >= 1"),
+    ],
+)  # fmt: skip
+def test_mesh_and_ranks_that_differ(parallel: dict[str, int], size: int, line: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        mesh_shape(ParallelConfig(**parallel), size)
+    assert str(caught.value) == line
+
+
+def enter(config: FullFinetuneConfig) -> None:
+    with start_world(config):
+        pass
+
+
+def test_an_incomplete_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SetupError) as caught:
+        enter(cpu_config())
+    assert str(caught.value) == (
+        "environment: found RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start with "
+        "`tune run --nproc_per_node N` or torchrun, or unset RANK and WORLD_SIZE to run one process"
+    )
+
+
+def test_a_rank_that_is_no_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "::1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(SetupError, match=r"environment: found RANK=2 with WORLD_SIZE=2, expected a rank from 0 to 1"):
+        enter(cpu_config())
+    monkeypatch.setenv("RANK", "two")
+    with pytest.raises(SetupError, match=r"environment: found RANK=two, expected an integer >= 0; torchrun sets it"):
+        enter(cpu_config())
+
+
+class FakeCuda:
+    """A machine with two GPUs, as far as counting goes."""
+
+    count = 2
+
+    def is_available(self) -> bool:
+        return self.count > 0
+
+    def device_count(self) -> int:
+        return self.count
+
+
+def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: FakeCuda())
+    launched = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "::1"}
+    for name, value in (launched | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SetupError) as caught:
+        enter(FullFinetuneConfig(device="auto"))
+    assert str(caught.value) == (
+        "device: found 4 processes and 2 GPUs on this machine, expected a GPU for each process; start with "
+        "--nproc_per_node 2, or use device=cpu"
+    )
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "count", 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: FakeCuda())
+    with pytest.raises(SetupError, match=r"device: found cuda, but torch sees no GPU here; .* or use device=cpu"):
+        enter(FullFinetuneConfig(device="cuda"))
+
+
+def test_collectives_of_two_ranks() -> None:
+    def work() -> dict[str, object]:
+        with start_world(cpu_config()) as world:
+            values = {
+                "mesh": list(world.mesh.shape),
+                "sum": float(world.all_reduce_sum(torch.tensor(float(world.rank + 1)))),
+                "any": [world.any(world.rank == 1), world.any(False)],
+                "broadcast": world.broadcast_json({"from": world.rank, "text": "é" * 5}),
+                "gather": world.gather_json("x" * (5 * world.rank)),
+            }
+        assert dist.is_initialized()  # it was there before, so it stays
+        return values
+
+    for values in run_ranks(work, 2):
+        assert values == {
+            "mesh": [1, 2],
+            "sum": 3.0,
+            "any": [True, False],
+            "broadcast": {"from": 0, "text": "ééééé"},
+            "gather": ["", "xxxxx"],
+        }
+
+
+class OwnError(OutOfMemoryError):
+    """A plugin's error, unknown to the other ranks' error module."""
+
+
+def test_one_ranks_error_is_raised_on_all_and_told_by_rank_0() -> None:
+    def work() -> list[object]:
+        with start_world(cpu_config()) as world:
+            try:
+                with world.raise_together():
+                    if world.rank == 1:
+                        raise OwnError("rank one: no room", "a second fault")
+            except UserError as error:
+                return [type(error).__name__, error.faults, error.exit_code]
+        return []
+
+    first, second = run_ranks(work, 2)
+    assert first == ["OutOfMemoryError", ["rank one: no room", "a second fault"], 5]
+    assert second == ["OutOfMemoryError", [], 5]
+
+
+def test_an_error_of_our_own_keeps_its_traceback_and_ends_all_ranks() -> None:
+    def work() -> None:
+        with start_world(cpu_config()) as world:
+            with world.raise_together():
+                if world.rank == 1:
+                    raise ZeroDivisionError("a bug of ours")
+
+    with pytest.raises(RankFailure, match="ZeroDivisionError: a bug of ours"):
+        run_ranks(work, 2, timeout=30)
+
+
+PROGRAM = """
+import sys
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import DataError, exit_code_of
+from recipe_lib.parallel.world import start_world
+
+def main():
+    with start_world(FullFinetuneConfig(device="cpu")) as world:
+        if sys.argv[1] == "together":
+            with world.raise_together():
+                if world.rank == 1:
+                    raise DataError("rows.jsonl:7: no answer")
+        if sys.argv[1] == "bug":
+            with world.raise_together():
+                if world.rank == 1:
+                    raise ZeroDivisionError("a bug of ours")
+        raise DataError("rows.jsonl:9: every rank says so")
+
+sys.exit(exit_code_of(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "lines"),
+    [("together", ["error: rows.jsonl:7: no answer"]), ("each", ["error: rows.jsonl:9: every rank says so"])],
+)
+def test_two_processes_print_a_fault_once(tmp_path: Path, case: str, lines: list[str]) -> None:
+    codes, printed = launch_two(tmp_path, case)
+    assert codes == [2, 2]
+    assert sorted(line for text in printed for line in text.splitlines()) == lines
+    if case == "together":
+        assert printed[1] == ""
+
+
+def test_two_processes_do_not_hang_on_a_bug(tmp_path: Path) -> None:
+    codes, printed = launch_two(tmp_path, "bug")
+    assert codes[1] == 1 and "ZeroDivisionError: a bug of ours" in printed[1]
+    assert codes[0] != 0
+
+
+def launch_two(tmp_path: Path, case: str) -> tuple[list[int], list[str]]:
+    """Two processes with torchrun's environment; rank 0 holds the store."""
+    from tests.distributed.ranks import _free_port
+
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    common = os.environ | {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), case],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=90)[1] for process in processes]
+    return [process.returncode for process in processes], printed
+
+
+def test_world_is_plain_data() -> None:
+    with start_world(cpu_config()) as world:
+        assert isinstance(world, World)
+        with pytest.raises(AttributeError):
+            world.rank = 3  # type: ignore[misc]
