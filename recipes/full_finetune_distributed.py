@@ -1,55 +1,63 @@
 """Full fine-tuning of a decoder, on one process or many: every parameter is trained.
 
-    tune run full_finetune_distributed --config demo/full                                    # one process
-    tune run --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full batch_size=1
-    torchrun --nproc_per_node 4 recipes/full_finetune_distributed.py --config llama3/8B_full  # without the CLI
+    tune run full_finetune_distributed --config demo/full                                      one process
+    tune run --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full batch_size=1 four GPUs
+    torchrun --nproc_per_node 4 recipes/full_finetune_distributed.py --config llama3/8B_full   without the CLI
 
-Per rank it holds (parameters + gradients + optimizer states) / ranks, the units that FSDP has gathered at the
-moment, and what the layers keep for backward. The levers, in the order in which they are usually pulled:
+A rank holds (parameters + gradients + optimizer states) / ranks, the units that FSDP has gathered at the moment, and
+what the layers keep for backward. The levers, in the order in which they are usually pulled:
 
-    batch_size=1                            fewer rows a micro-batch; gradient_accumulation_steps keeps the global batch
-    memory.activation_checkpointing=full    keep layer inputs only, compute the rest again in backward
-    parallel.wrapping=memory_efficient      embedding and output gathered one at a time, not throughout the step
-    memory.loss_chunks=16                   logits of a sixteenth of the tokens at a time
-    memory.cpu_offload=true                 parameters, gradients and states in host memory
+    batch_size=1                           fewer rows at a time; gradient_accumulation_steps keeps the global batch
+    memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
+    parallel.wrapping=memory_efficient     gather embedding and output one at a time, not throughout the step
+    memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
+    memory.cpu_offload=true                parameters, gradients and states in host memory
 
-To change the recipe: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.py --config ...`.
+To change it: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.py --config ...`. A key of your own is
+a field of a subclass of FullFinetuneConfig, named `Config`: it is checked like ours.
 """
 
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, find_checkpoint, load_weights
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
-from recipe_lib.data import StepBatches, build_dataset, check_vocabulary, make_step, steps_per_epoch, validation_steps
-from recipe_lib.errors import exit_code_of
-from recipe_lib.memory import PeakMemory, apply_activation_checkpointing
+from recipe_lib.data import Batch, StepBatches, build_dataset, check_vocabulary, make_step, make_validation_batches
+from recipe_lib.data.order import steps_per_epoch
+from recipe_lib.errors import DivergedError, StoppedAndSaved, exit_code_of
+from recipe_lib.logs import get_logger
+from recipe_lib.memory import PeakMemory, apply_activation_checkpointing, explain_out_of_memory
 from recipe_lib.models import build_meta, init_weights, preset_config, read_config, spec_from_config
-from recipe_lib.parallel import World, compile_layers, materialize, shard_model, start_world
+from recipe_lib.parallel import DTYPES, World, compile_layers, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training import (
     RunLog,
     StopSignal,
+    build_loss,
     build_optimizer,
+    check_output,
+    check_same_data,
     clip_grad_norm,
-    describe_run,
-    explain_out_of_memory,
+    derive_seed,
+    derived_numbers,
     learning_rate,
-    prepare_output,
     set_learning_rate,
     set_seeds,
+    step_metrics,
 )
+from recipe_lib.training.numbers import total_steps
 
 Config = FullFinetuneConfig
 
 
 @dataclass
 class Step:
-    """What one optimizer step leaves behind, on the device: mean loss of the trained tokens, gradient norm."""
+    """What one optimizer step leaves on the device: mean loss of its trained tokens, norm of its gradient."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -60,34 +68,36 @@ class FullFinetune:
 
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
-        self.dtype = DTYPES[cfg.dtype]
+        self.output = Path(cfg.output_dir)
         self.step = 0  # optimizer steps done
-
-        # The shape of the model, from the checkpoint's config.json or from a preset; weights are checked by their
-        # headers now, so that a broken folder is noticed before data is read or memory taken.
+        check_output(cfg)
+        # The shape comes from the checkpoint's config.json or from a preset. The headers of the weights are read now:
+        # a broken folder is noticed before data is tokenised or memory taken.
         self.folder = find_checkpoint(cfg.model.path) if cfg.model.path else None
         self.model_config = read_config(self.folder) if self.folder else preset_config(cfg.model.preset)
         self.spec = spec_from_config(self.model_config, where=str(self.folder or cfg.model.preset))
         if self.folder:
             check_weights(self.spec, self.folder)
+        self.loss_function = build_loss(cfg.loss)
 
     def setup_data(self) -> None:
-        """Rows as tokens and labels; which rows a step takes is computed from (seed, epoch, step)."""
+        """Rows of tokens and labels. Which rows a step takes is a function of (seed, epoch, step) alone."""
         cfg = self.cfg
-        self.tokenizer = load_tokenizer(cfg.tokenizer.path or self.folder, cfg.tokenizer.chat_template)
+        self.tokenizer_path = Path(cfg.tokenizer.path) if cfg.tokenizer.path else self.folder
+        self.tokenizer = load_tokenizer(self.tokenizer_path, cfg.tokenizer.chat_template)
         check_vocabulary(self.tokenizer, self.spec.vocab_size)
-        self.dataset = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len)
-        self.validation = None
+        self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len)
+        self.validation_rows = None
         if cfg.validation.source:
-            self.validation = build_validation_dataset(cfg, self.tokenizer)
+            self.validation_rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len, validation=cfg.validation)
         self.global_rows = cfg.batch_size * cfg.gradient_accumulation_steps * self.world.data_ranks
-        self.epoch_steps = steps_per_epoch(len(self.dataset), self.global_rows)
-        self.total_steps = min(self.epoch_steps * cfg.epochs, cfg.max_steps or sys.maxsize)
+        self.epoch_steps = steps_per_epoch(len(self.rows), self.global_rows)
+        self.total_steps = total_steps(self.epoch_steps, cfg.epochs, cfg.max_steps)
 
     def setup_model(self) -> None:
-        """The model, transformed in the order in which memory is taken; no weights yet."""
+        """The model, changed in the order in which memory is taken; its parameters have no values yet."""
         cfg = self.cfg
-        self.model = build_meta(self.spec, self.dtype)
+        self.model = build_meta(self.spec, DTYPES[cfg.dtype])
         apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
         if cfg.compile:
             compile_layers(self.model)
@@ -95,7 +105,7 @@ class FullFinetune:
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
-        """Each rank reads its own slices of the checkpoint, or draws its own part of the random start."""
+        """Each rank reads its own slices of the checkpoint, or draws its own part of a random start."""
         if self.folder:
             load_weights(self.model, self.spec, self.folder)
         else:
@@ -106,23 +116,151 @@ class FullFinetune:
         self.optimizer = build_optimizer(self.cfg.optimizer, self.model.parameters(), self.device)
 
     def resume(self) -> None:
-        """Goes to the step of a saved state, if the config asks for one and there is one."""
-        root = output / "state"
-        found = find_state(root, self.cfg.resume, self.world)
+        """Jumps to the step of a saved state, if the config asks for one and there is one."""
+        found = find_state(self.output / "state", self.cfg.resume, self.world) if self.cfg.resume else None
         if found:
             saved = load_state(found, self.model, self.optimizer, self.world)
-            check_same_run(saved, ...)
+            check_same_data(saved, self.data_identity(), found)
             self.step = saved["step"]
+            get_logger().info("resume: %s, %d of %d steps done", found, self.step, self.total_steps)
+
+    def data_identity(self) -> dict:
+        """What has to be the same for a step to mean the same rows."""
+        return {"data": self.rows.fingerprint, "global_rows": self.global_rows, "seed": self.cfg.seed}
 
     def train_step(self, batches: StepBatches) -> Step:
-        """One optimizer step; gradients are sums over ranks, so each loss is divided by the global token count."""
-        loss = torch.zeros((), device=self.device, dtype=torch.float64?)
+        """One optimizer step. Gradients are sums over ranks, so every loss is divided by the global token count.
+
+        Gradients are reduced at every micro-batch: waiting for the last would keep them whole on every rank.
+        """
+        loss = torch.zeros((), device=self.device)
         for batch in batches.micro_batches:
-            part = self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, ...)
-            part = part / batches.trained_tokens
+            part = self.summed_loss(batch) / max(1, batches.trained_tokens)
             part.backward()
-            loss += part.detach()
-        grad_norm = clip_grad_norm(self.model, cfg.clip_grad_norm)
+            loss = loss + part.detach()
+        grad_norm = clip_grad_norm(self.model.parameters(), self.cfg.clip_grad_norm, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Step(self.world.all_reduce_sum(loss), grad_norm)
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        """Sum of the token losses of a micro-batch; logits exist for one chunk of its tokens at a time."""
+        return self.model(
+            batch.tokens,
+            batch.positions,
+            batch.attention,
+            labels=batch.labels,
+            loss_chunks=self.cfg.memory.loss_chunks,
+            loss=self.loss_function,
+        )
+
+    @torch.no_grad()
+    def validate(self) -> dict:
+        """Mean loss of the trained tokens of all validation rows, each counted once."""
+        size = self.cfg.validation.batch_size or self.cfg.batch_size
+        loss = torch.zeros((), device=self.device, dtype=torch.float64)
+        for batch in make_validation_batches(self.validation_rows, self.world, size, self.tokenizer.pad_id):
+            loss += self.summed_loss(batch.to(self.device))
+        tokens = self.validation_rows.trained_tokens
+        return {
+            "step": self.step,
+            "validation_loss": self.world.all_reduce_sum(loss).item() / max(1, tokens),
+            "validation_tokens": tokens,
+        }
+
+    def train(self) -> None:
+        """The loop: rows, step, log, validation, state; ends with the exported model, or with a state if stopped."""
+        cfg = self.cfg
+        with RunLog(cfg, self.world, self.total_steps, done=self.step) as log, StopSignal() as stop:
+            peak = PeakMemory(self.device)
+            while self.step < self.total_steps:
+                began = time.perf_counter()
+                peak.reset()
+                lr = learning_rate(cfg.lr_schedule, cfg.optimizer.lr, self.step, self.total_steps)
+                set_learning_rate(self.optimizer, lr)
+                batches = self.next_batches()
+                with explain_out_of_memory("training step", cfg, peak):
+                    step = self.train_step(batches)
+                loss, grad_norm = step.loss.item(), step.grad_norm.item()  # the one place that waits for the device
+                self.step += 1
+                log.step(
+                    step_metrics(
+                        step=self.step,
+                        epoch=self.step / self.epoch_steps,
+                        loss=loss,
+                        grad_norm=grad_norm,
+                        lr=lr,
+                        seconds=time.perf_counter() - began,
+                        trained_tokens=batches.trained_tokens,
+                        total_tokens=batches.total_tokens,
+                        devices=self.world.size,
+                        peak=peak.read(),
+                    )
+                )
+                self.check_finite(loss, grad_norm, log)
+                if self.is_due(cfg.validation.every_steps or self.epoch_steps) and self.validation_rows:
+                    log.validation(self.validate())
+                stopped = stop.agreed(self.world)
+                if stopped or (cfg.checkpoint.save_every_steps and self.is_due(cfg.checkpoint.save_every_steps)):
+                    saved = self.save_state()
+                if stopped:
+                    log.close("stopped")
+                    raise StoppedAndSaved(f"stopped after step {self.step}; go on with resume=latest ({saved})")
+            if cfg.checkpoint.save_model:
+                self.export()
+            log.close("done")
+
+    def next_batches(self) -> StepBatches:
+        """This rank's micro-batches of the next step, on the device."""
+        return make_step(self.rows, self.cfg, self.world, self.step, self.tokenizer.pad_id).to(self.device)
+
+    def is_due(self, every: int) -> bool:
+        """True at each `every`-th step and at the last one."""
+        return self.step % every == 0 or self.step == self.total_steps
+
+    def check_finite(self, loss: float, grad_norm: float, log: RunLog) -> None:
+        """DivergedError once loss or gradient norm is not a finite number; the last state is that of an earlier step."""
+        if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
+            log.close("diverged")
+            raise DivergedError(
+                f"step {self.step}: found loss {loss} and grad_norm {grad_norm}, expected finite numbers; lower "
+                f"optimizer.lr ({self.cfg.optimizer.lr:g}) or clip_grad_norm, and resume=latest from a saved state"
+            )
+
+    def save_state(self) -> Path:
+        """A resumable state in output_dir/state/step_N: shards of model and optimizer, and where in the data we are."""
+        extra = {"step": self.step, **self.data_identity()}
+        root, keep = self.output / "state", self.cfg.checkpoint.keep
+        return save_state(root, self.step, self.model, self.optimizer, extra, self.world, keep)
+
+    def export(self) -> None:
+        """The trained model as a Hugging Face folder in output_dir/model."""
+        export_model(
+            self.model,
+            self.spec,
+            self.model_config,
+            self.output / "model",
+            tokenizer_folder=self.tokenizer_path,
+            max_shard_bytes=int(self.cfg.checkpoint.max_shard_gib * 1024**3),
+            world=self.world,
+        )
+
+
+def main(argv: list[str] | None = None) -> int | None:
+    """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
+    cfg = parse_arguments(argv, Config)
+    with start_world(cfg) as world:
+        set_seeds(cfg.seed, world)
+        recipe = world.agree(FullFinetune, cfg, world)
+        world.agree(recipe.setup_data)
+        recipe.setup_model()
+        recipe.load_weights()
+        recipe.setup_optimizer()
+        for line in derived_numbers(cfg, world, recipe.model, recipe.rows, recipe.epoch_steps):
+            get_logger().info(line)
+        recipe.resume()
+        recipe.train()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))

@@ -36,7 +36,7 @@ def shard_name(rank: int, size: int) -> str:
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's part into `folder/shard-R-of-N.safetensors`; `records` then holds the file, if there is one."""
+    """Writes this rank's part into `folder/shard-R-of-N.safetensors`; `records` then holds the file, if any."""
 
     def __init__(self, folder: Path, rank: int, size: int):
         self.path = folder / shard_name(rank, size)

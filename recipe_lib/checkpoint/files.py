@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from recipe_lib.errors import StorageError
+from recipe_lib.logs import get_logger
 from recipe_lib.units import MIB, format_bytes
 
 CHUNK_BYTES = 16 * MIB
@@ -187,6 +188,14 @@ def remove_temporary(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Removes what an unfinished write left, while its own error is on the way; a failure here is only a warning."""
+    try:
+        remove_temporary(path)
+    except OSError:
+        get_logger().warning("warning: %s could not be removed; the next save will try again", path)
 
 
 def temporary_path(final: Path) -> Path:

@@ -12,6 +12,9 @@ states. "Latest" is computed from the manifests, never stored. Another world siz
 import json
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ from recipe_lib.checkpoint.optimizer_state import (
     optimizer_tensors,
     restore_settings,
 )
-from recipe_lib.checkpoint.ranks import Ranks, decide, gather_json, together
+from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.errors import CheckpointError, StorageError, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.units import MIB
@@ -68,25 +71,34 @@ def save_state(
     Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
     tensors = together(world, lambda: model_tensors(model) | optimizer_tensors(model, optimizer))
-    local_bytes = sum(_local_bytes(tensor) for tensor in tensors.values())
-    needed = sum(gather_json(local_bytes, world)) + MIB * (world.size + 1)
+    settings = {"extra": extra, "optimizer": optimizer_settings(model, optimizer)}
+    own_bytes = sum(_bytes_saved_here(tensor, world.rank) for tensor in tensors.values())
+    needed = sum(world.gather_json(own_bytes)) + MIB * (world.size + 1)
     place = decide(world, lambda: _begin(root, step, needed))
     temporary, final = root / place["temporary"], root / place["final"]
     try:
-        records = together(world, lambda: _write_own(temporary, tensors, world))
-        all_records = [FileRecord(**record) for part in gather_json(records, world) for record in part]
-        settings = {"extra": extra, "optimizer": optimizer_settings(model, optimizer)}
+        together(world, lambda: _check_shared(temporary))
+        records = _write_tensors(temporary, tensors, world)
+        records.append(together(world, lambda: rng.save_rng(temporary, world.rank, world.device)))
+        gathered = world.gather_json([asdict(record) for record in records])
+        all_records = [FileRecord(**record) for part in gathered for record in part]
         decide(world, lambda: _publish(temporary, final, step, place["sequence"], world.size, all_records, settings))
     except BaseException:
         if world.rank == 0:
-            _discard(temporary)
+            files.discard(temporary)
         raise
     decide(world, lambda: _prune(root, keep))
     return final
 
 
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _bytes_saved_here(tensor: torch.Tensor, rank: int) -> int:
+    """Bytes of this rank's part, counting a part that several ranks hold (replicas) on one of them only."""
+    if not isinstance(tensor, DTensor):
+        return tensor.numel() * tensor.element_size() if rank == 0 else 0
+    coordinates = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
+    if any(place.is_replicate() and at for at, place in coordinates):
+        return 0
+    local = tensor.to_local()
     return local.numel() * local.element_size()
 
 
@@ -120,31 +132,35 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
 
 
-def _write_own(folder: Path, tensors: dict[str, torch.Tensor], world: Ranks) -> list[dict[str, Any]]:
-    """This rank's files, as JSON records."""
-    together(world, lambda: _check_shared(folder))
+def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], world: Ranks) -> list[FileRecord]:
+    """This rank's tensor file, if it has anything to write. Collective."""
     writer = ShardWriter(folder, world.rank, world.size)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():  # without a process group torch warns that it saves a single process
+    with _torch_faults():
+        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+    return writer.records
+
+
+@contextmanager
+def _torch_faults() -> Iterator[None]:
+    """Raises what the first failing rank met, in place of torch's summary of all ranks (it reaches every rank)."""
+    with warnings.catch_warnings():  # without a process group torch warns that it works on a single process
         warnings.filterwarnings("ignore", message=".*single process.*")
         try:
-            dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+            with files.storage_faults():
+                yield
         except dcp.CheckpointException as failure:
-            raise _cause(failure) from failure
-    random = rng.save_rng(folder, world.rank, world.device)
-    return [vars(record) for record in [*writer.records, random]]
+            causes = [cause[0] for _, cause in sorted(failure.failures.items())]
+            known = [cause for cause in causes if isinstance(cause, (OSError, UserError))]
+            if known:
+                with files.storage_faults():
+                    raise known[0] from failure
+            raise
 
 
 def _check_shared(folder: Path) -> None:
     if not folder.is_dir():
         raise StorageError(f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks share")
-
-
-def _cause(failure: dcp.CheckpointException) -> BaseException:
-    """What the first failing rank met, in place of torch's summary of all ranks."""
-    causes = [error for _, (error, _) in sorted(failure.failures.items())]
-    known = [error for error in causes if isinstance(error, (OSError, UserError))]
-    return (known or causes or [failure])[0]
 
 
 def _publish(
@@ -161,25 +177,20 @@ def _publish(
     files.publish_folder(temporary, final)
 
 
-def _discard(temporary: Path) -> None:
-    try:
-        files.remove_temporary(temporary)
-    except OSError:
-        get_logger().warning("warning: %s could not be removed; the next save will try again", temporary)
-
-
 def _prune(root: Path, keep: int) -> None:
-    """Removes the states behind the newest `keep`, counting only folders that have all their files."""
+    """Removes the states behind the newest `keep`, counting only those with all their files, so one is always left."""
     kept = 0
     for path, _ in _readable(root):
-        if kept >= keep:
-            files.remove_folder(path)
-            continue
         try:
-            check_presence(path)
-            kept += 1
+            if kept >= keep:
+                files.remove_folder(path)
+            else:
+                check_presence(path)
+                kept += 1
         except DamagedState:
             continue
+        except OSError as error:  # the new state is safe; an old one too many is no reason to end a run
+            get_logger().warning("warning: %s could not be removed: %s", path, error.strerror)
 
 
 def find_state(root: Path, resume: str, world: Ranks) -> Path | None:
@@ -234,7 +245,7 @@ def _verify(path: Path, world: Ranks) -> str | None:
     if damage:
         return damage
     manifest = together(world, lambda: _manifest_of(path))
-    found = gather_json(damaged_file(path, manifest, world.rank, world.size), world)
+    found = world.gather_json(damaged_file(path, manifest, world.rank, world.size))
     return next((line for line in found if line), None)
 
 
@@ -270,17 +281,9 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, w
     metadata = together(world, lambda: read_shards(path, names))
     targets = together(world, lambda: _targets(path, metadata, model, optimizer))
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process.*")
-        try:
-            dcp.load(
-                targets,
-                storage_reader=ShardReader(path, metadata),
-                planner=planner,
-                no_dist=not dist.is_initialized(),
-            )
-        except dcp.CheckpointException as failure:
-            raise _cause(failure) from failure
+    reader = ShardReader(path, metadata)
+    with _torch_faults():
+        dcp.load(targets, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
     together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path)))
     if manifest.world_size == world.size:
         together(world, lambda: rng.load_rng(path, world.rank, world.device))

@@ -168,7 +168,7 @@ def _make_header(plan: Sequence[PlannedTensor], metadata: dict[str, str]) -> byt
 
 
 def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES that are copied to the host one by one."""
+    """The tensor's bytes in row-major order, in pieces of at most CHUNK_BYTES, copied to the host one by one."""
     flat = tensor.detach().contiguous().view(-1)
     for piece in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
         if piece.numel():

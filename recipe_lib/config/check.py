@@ -8,7 +8,7 @@ from recipe_lib.config.aliases import KEY_ALIASES
 from recipe_lib.config.keys import Key, Schema
 from recipe_lib.config.read_yaml import Node
 from recipe_lib.config.suggest import nearest, show
-from recipe_lib.config.values import Mismatch, convert, describe
+from recipe_lib.config.values import MismatchError, convert, describe, is_null
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
 MAX_FAULTS = 50
@@ -29,32 +29,37 @@ class Checked:
     """What a source and its overrides came to.
 
     settings: dotted key -> what was set. doubtful: keys that a fault has touched; they keep their default
-    here, so that no combination is judged by them.
+    here, so that no combination is judged by them. full: there are more faults than are kept.
     """
 
     schema: Schema
     settings: dict[str, Setting] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
+    full: bool = False
 
     def fault(self, place: str, name: str, what: str, *, doubt: bool = True) -> None:
         """Notes a fault, and unless told otherwise doubts its key (no name: nothing, the line says all)."""
-        if len(self.faults) == MAX_FAULTS:
-            self.faults.append(f"{place}: more faults follow; they are shown once these {MAX_FAULTS} are corrected")
-        elif len(self.faults) < MAX_FAULTS:
+        if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{place}: {show(name)}: {what}" if name else f"{place}: {what}")
+        else:
+            self.full = True
         if doubt and name:
             self.doubt(name)
-
-    @property
-    def full(self) -> bool:
-        """No more faults are taken."""
-        return len(self.faults) > MAX_FAULTS
 
     def doubt(self, name: str) -> None:
         """Marks a key, or all keys of a section."""
         prefix = f"{name}." if name else ""
         self.doubtful.update(key for key in self.schema.keys if key == name or key.startswith(prefix))
+
+    def sort_by_line(self, file: str) -> None:
+        """Puts the faults noted so far, all of one file, in its order."""
+        self.faults.sort(key=lambda fault: int(fault.removeprefix(f"{file}:").partition(":")[0]))
+
+    def all_faults(self) -> list[str]:
+        """The lines to show."""
+        more = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
+        return [*self.faults, *more]
 
     def changed(self) -> set[str]:
         """The keys whose value is not their default."""
@@ -115,7 +120,8 @@ def check_section_value(checked: Checked, name: str, value: Node, place: str, fi
     elif not value.empty:
         inside = [child.removeprefix(f"{name}.") for child in checked.schema.children(name)]
         main = next((word for word in ("name", "kind", "path", "source") if word in inside), None)
-        hint = f"; did you mean {name}.{main}?" if main and value.kind == "scalar" else ""
+        is_word = value.kind == "scalar" and not is_null(value)
+        hint = f"; did you mean {name}.{main}?" if main and is_word else ""
         checked.fault(place, name, f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}")
 
 
@@ -126,7 +132,7 @@ def check_value(checked: Checked, key: Key, value: Node, place: str, *, where: s
         return
     try:
         checked.set(key.name, convert(value, key, typed=typed), where or place)
-    except Mismatch as mismatch:
+    except MismatchError as mismatch:
         checked.fault(place, "" if typed else key.name, str(mismatch))
         checked.doubt(key.name)
 
@@ -158,16 +164,16 @@ def _meant(name: str, schema: Schema) -> list[str]:
         alias = KEY_ALIASES.get(known.lower().replace("-", "_"))
         if alias in valid:
             return [alias]
-    elsewhere = [key for key in sorted(valid) if key.rpartition(".")[2] == word.lower()]
-    if len(elsewhere) == 1 or (1 < len(elsewhere) <= 3 and not section):
-        return elsewhere
+    elsewhere = [key for key in valid if key.rpartition(".")[2] == word.lower()]
+    if elsewhere:
+        top = [key for key in elsewhere if "." not in key]
+        return top or elsewhere[:3]
     if section in schema.sections:
         inside = {key.rpartition(".")[2]: key for key in schema.children(section)}
         close = nearest(word, inside)
         if close:
             return [inside[close]]
-    close = nearest(name, valid, cutoff=0.7)
-    if close:
+    elif section and (close := nearest(name, valid, cutoff=0.7)):
         return [close]
     words: dict[str, str] = {}
     for key in valid:

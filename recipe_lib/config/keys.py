@@ -65,9 +65,7 @@ def read_schema(config_class: type) -> Schema:
     return Schema(config_class, keys, sections)
 
 
-def _collect(
-    section: str, section_class: type, instance: Any, keys: dict[str, Key], sections: dict[str, type]
-) -> None:
+def _collect(section: str, section_class: type, instance: Any, keys: dict[str, Key], sections: dict[str, type]) -> None:
     """Adds a section's keys. instance: the section as its owner makes it, whose values are the defaults."""
     sections[section] = section_class
     try:

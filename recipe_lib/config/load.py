@@ -40,25 +40,6 @@ def resolve(
     return rows
 
 
-def config_schema(source: str | Path) -> type:
-    """The class a config is checked against, by the shipped recipe that its `recipe:` line names."""
-    from recipe_lib.config.read_yaml import read_file
-
-    path = find_config(source)
-    shown = _shown(source, path)
-    top = read_file(path, shown).top
-    if "recipe" not in top.entries:
-        return FullFinetuneConfig
-    line, value = top.entries["recipe"]
-    if value.text in RECIPE_CONFIGS:
-        return RECIPE_CONFIGS[value.text]
-    known = list(RECIPE_CONFIGS)
-    raise ConfigError(
-        f"{shown}:{line}: recipe: found {quote(value.text)}, expected one of {', '.join(known)}"
-        f"{did_you_mean(value.text, known)}"
-    )
-
-
 def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig) -> Any:
     """A recipe's command line: `--config NAME_OR_PATH [--plugin FILE ...] [key=value ...] [~key ...]`.
 
@@ -98,6 +79,7 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     for line, what in document.faults:
         checked.fault(f"{shown}:{line}", "", what, doubt=False)
     check_file(checked, document.top, shown)
+    checked.sort_by_line(shown)
     apply_overrides(checked, overrides)
     _check_recipe(checked)
     _check_required(checked, shown)
@@ -105,7 +87,7 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     for entry in incompatibilities(cfg, checked.changed(), checked.judged()):
         checked.fault(checked.latest_place(entry.keys, shown), "", entry.line, doubt=False)
     if checked.faults:
-        raise ConfigError(*checked.faults)
+        raise ConfigError(*checked.all_faults())
     return checked, cfg
 
 
@@ -153,7 +135,8 @@ def _to_object(cfg: Any, source: str) -> Any:
     try:
         return OmegaConf.to_object(cfg)
     except ValueError as error:  # a `__post_init__` of a user's own class
-        raise ConfigError(f"{source}: {str(error).splitlines()[0] if str(error) else 'refused by its class'}") from error
+        said = str(error).partition("\n")[0] or "refused by the config's class"
+        raise ConfigError(f"{source}: {said}") from error
 
 
 def _shown(source: str | Path, path: Path) -> str:

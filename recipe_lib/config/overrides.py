@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from recipe_lib.config.check import COMMAND_LINE, Checked, Setting, check_section, check_value, unknown_key
 from recipe_lib.config.keys import Schema
-from recipe_lib.config.read_yaml import Node, YamlFault, parse
+from recipe_lib.config.read_yaml import Node, YamlError, parse
 from recipe_lib.config.suggest import show
 from recipe_lib.config.values import describe
 
@@ -30,7 +30,7 @@ def _set(checked: Checked, name: str, text: str, place: str) -> None:
     schema = checked.schema
     try:
         value = _read_value(checked, text, place)
-    except YamlFault as fault:
+    except YamlError as fault:
         checked.fault(place, "", str(fault))
         return
     outer = schema.mapping_of(name)
@@ -97,7 +97,8 @@ def _reset(checked: Checked, name: str, place: str) -> None:
     """`~key` and `~section`: back to the schema's default."""
     schema = checked.schema
     if "=" in name:
-        checked.fault(place, "", f"~ goes back to the default and takes no value; write ~{show(name.partition('=')[0])}")
+        bare = show(name.partition("=")[0])
+        checked.fault(place, "", f"~ goes back to the default and takes no value; write ~{bare}")
     elif name not in schema.keys and (name not in schema.sections or not name):
         section = name.rpartition(".")[0]
         unknown_key(checked, place, name, section if section in schema.sections else "", typed=True)

@@ -36,7 +36,8 @@ def load_plugin(path: str | Path) -> None:
         raise ConfigError(*(f"{shown}: {fault}" for fault in error.faults)) from error
     except Exception as error:  # whatever a user's file raises is his to correct
         del sys.modules[name]
-        raise ConfigError(f"{shown}:{_line_in(error, file)}: raised {type(error).__name__}: {show(str(error))}") from error
+        place = f"{shown}:{_line_in(error, file)}"
+        raise ConfigError(f"{place}: raised {type(error).__name__}: {show(str(error))}") from error
     _loaded.add(file)
 
 

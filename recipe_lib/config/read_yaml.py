@@ -26,6 +26,7 @@ _PLAIN_WORDS = (
     ("while scanning a quoted scalar", "a quote is not closed"),
     ("flow sequence", "a list `[...]` is not closed, or lacks a comma"),
     ("flow mapping", "a mapping `{...}` is not closed, or lacks a comma"),
+    ("flow node", "a list or mapping with an empty place; put the value in quotes"),
     ("block mapping", "the indentation does not fit the lines above"),
     ("block collection", "the indentation does not fit the lines above"),
     ("cannot start any token", "a value that begins with a special letter; put it in quotes"),
@@ -77,24 +78,24 @@ def read_file(path: Path, shown: str) -> Document:
         ) from error
     try:
         return parse(text)
-    except YamlFault as fault:
+    except YamlError as fault:
         raise ConfigError(f"{shown}:{fault.line}: {fault}") from fault
 
 
-class YamlFault(Exception):
+class YamlError(Exception):
     """Not YAML; `line` counts from 1."""
 
-    def __init__(self, line: int, what: str):
+    def __init__(self, line: int, what: str) -> None:
         self.line = line
         super().__init__(what)
 
 
 def parse(text: str) -> Document:
-    """Text to a tree; YamlFault where it stops being YAML."""
+    """Text to a tree; YamlError where it stops being YAML."""
     control = _CONTROL.search(text)
     if control:
         line = text.count("\n", 0, control.start()) + 1
-        raise YamlFault(line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it")
+        raise YamlError(line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it")
     import yaml  # 30 ms; `tune ls` does without
 
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -103,29 +104,29 @@ def parse(text: str) -> Document:
     except yaml.MarkedYAMLError as error:
         raise _plainly(error, text) from error
     except yaml.YAMLError as error:
-        raise YamlFault(1, f"not valid YAML: {show(str(error))}") from error
+        raise YamlError(1, f"not valid YAML: {show(str(error))}") from error
 
 
-def _plainly(error: Any, text: str) -> YamlFault:
+def _plainly(error: Any, text: str) -> YamlError:
     """A parser's error in plain words, at the line a user has to look at."""
     said = f"{error.context or ''} {error.problem or ''}"
-    unclosed = "quoted scalar" in said or "flow " in said
+    unclosed = any(sign in said for sign in ("quoted scalar", "flow ", "simple key"))
     mark = (error.context_mark if unclosed else None) or error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     lines = text.split("\n")
     at = lines[min(line, len(lines)) - 1]
     if "\t" in at[: len(at) - len(at.lstrip())]:
-        return YamlFault(line, "not valid YAML: indented with a tab; use spaces")
+        return YamlError(line, "not valid YAML: indented with a tab; use spaces")
     for sign, words in _PLAIN_WORDS:
         if sign in said:
-            return YamlFault(line, f"not valid YAML: {words}")
-    return YamlFault(line, f"not valid YAML: {show(str(error.problem))}")
+            return YamlError(line, f"not valid YAML: {words}")
+    return YamlError(line, f"not valid YAML: {show(str(error.problem))}")
 
 
 class _Builder:
     """Builds the tree from parser events, one at a time, so that depth is bounded before memory is taken."""
 
-    def __init__(self, events: Iterator[Any]):
+    def __init__(self, events: Iterator[Any]) -> None:
         self.events = events
         self.faults: list[tuple[int, str]] = []
 
@@ -147,7 +148,7 @@ class _Builder:
 
         line = _line(event)
         if depth > MAX_DEPTH:
-            raise YamlFault(line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys")
+            raise YamlError(line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys")
         if isinstance(event, yaml.AliasEvent):
             self.refuse(line, key, f"found the alias *{event.anchor}; aliases are refused, write the value again")
             return Node("broken", line)

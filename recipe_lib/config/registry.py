@@ -61,9 +61,7 @@ def registered(kind: str, name: str) -> Callable[..., Any]:
         importlib.import_module(module)
     if name not in _components[kind]:
         known = names(kind)
-        raise ConfigError(
-            f"{kind}: found {name!r}, expected one of {', '.join(known)}{did_you_mean(str(name), known)}"
-        )
+        raise ConfigError(f"{kind}: found {name!r}, expected one of {', '.join(known)}{did_you_mean(str(name), known)}")
     return _components[kind][name]
 
 

@@ -170,7 +170,9 @@ class LogConfig:
 
     every_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
     progress: str = key(
-        "auto", "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.", choices=("auto", "live", "plain")
+        "auto",
+        "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.",
+        choices=("auto", "live", "plain"),
     )
     trackers: list[str] = key([], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers")
     project: str = key("tune-recipes", "Project name at the trackers.")

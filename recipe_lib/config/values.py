@@ -23,29 +23,29 @@ _NOT_FINITE = re.compile(r"[-+]?\.?(?:nan|inf|infinity)", re.IGNORECASE)
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-class Mismatch(Exception):
+class MismatchError(Exception):
     """The value does not fit its key; the text is `found ..., expected ...` with the remedy."""
 
 
 def convert(node: Node, key: Key, *, typed: bool = False) -> Any:
-    """The value of a node as its key wants it; Mismatch if it does not fit.
+    """The value of a node as its key wants it; MismatchError if it does not fit.
 
     typed: it was typed on a command line, where a number may stand for text without quotes.
     """
     _refuse_interpolation(node)
-    if _is_null(node) and not (typed and node.empty):
+    if is_null(node) and not (typed and node.empty):
         if key.optional:
             return None
-        raise Mismatch(f"found {'nothing' if node.empty else 'null'}, expected {expected(key)}")
+        raise MismatchError(f"found {'nothing' if node.empty else 'null'}, expected {expected(key)}")
     if node.kind == "scalar" and not node.quoted and node.text.lower() == "none" and key.optional:
-        raise Mismatch(f"found {quote(node.text)}, expected {expected(key)}; write null")
-    trouble: Mismatch | None = None
+        raise MismatchError(f"found {quote(node.text)}, expected {expected(key)}; write null")
+    trouble: MismatchError | None = None
     for kind in _by_likeness(node, key.kinds):
         try:
             return _convert(node, kind, key, typed)
-        except Mismatch as mismatch:
+        except MismatchError as mismatch:
             trouble = trouble or mismatch
-    raise trouble or Mismatch(f"found {describe(node)}, expected {expected(key)}")
+    raise trouble or MismatchError(f"found {describe(node)}, expected {expected(key)}")
 
 
 def _convert(node: Node, kind: Any, key: Key, typed: bool) -> Any:
@@ -56,24 +56,25 @@ def _convert(node: Node, kind: Any, key: Key, typed: bool) -> Any:
         return _convert_mapping(node, typing.get_args(kind)[1], key, typed)
     if kind is Any:
         return _as_written(node)
-    value = _convert_scalar(node, kind, key, typed)
+    value = _convert_scalar(node, kind, key, typed, is_choice=True)
     if len(key.kinds) == 1 or not isinstance(value, str):
-        _check_limits(value, key)
+        _check_limits(value, key, node.text)
     elif "choices" in key.limits:
         _check_choice(value, key.limits["choices"], key)
     return value
 
 
-def _convert_scalar(node: Node, kind: Any, key: Key, typed: bool) -> Any:
+def _convert_scalar(node: Node, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
+    """is_choice: a text is one of the key's choices, if it has any, and not a free one."""
     if node.kind != "scalar":
-        raise Mismatch(f"found {describe(node)}, expected {expected(key)}")
+        raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
     if kind is bool:
         return _to_bool(node, key)
     if kind is int:
         return _to_int(node, key)
     if kind is float:
         return _to_float(node, key)
-    text = _to_text(node, key, typed)
+    text = _to_text(node, key, typed or (is_choice and ("choices" in key.limits or "kind" in key.limits)))
     return Path(text) if kind is Path else text
 
 
@@ -90,59 +91,64 @@ def _to_int(node: Node, key: Key) -> int:
         raise _unfit(node, key, _INTEGER.fullmatch(node.text) is not None, remedy)
     digits = node.text.lstrip("-+").replace("_", "")
     if len(digits) > 1 and digits[0] == "0":
-        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; write it without leading zeros")
+        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; write it without leading zeros")
     if len(digits) > 19 or int(digits) > LARGEST_INTEGER:
-        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; at most {LARGEST_INTEGER} (2^63 - 1)")
+        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; at most {LARGEST_INTEGER} (2^63 - 1)")
     return int(node.text)
 
 
 def _to_float(node: Node, key: Key) -> float:
     # `1e-5` is text to YAML 1.1, and people have learnt to quote it: with or without quotes it is the number.
     if _NOT_FINITE.fullmatch(node.text):
-        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
+        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
     if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:
         raise _unfit(node, key, False)
     value = float(node.text)
     if not math.isfinite(value):
-        raise Mismatch(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
+        raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
     return value
 
 
-def _to_text(node: Node, key: Key, typed: bool) -> str:
+def _to_text(node: Node, key: Key, any_word: bool) -> str:
+    """any_word: a number or a truth value is text too; a choice is compared with the choices, which says more."""
     text = node.text
     if not text:
-        raise Mismatch(f"found an empty text, expected {expected(key)}")
+        raise MismatchError(f"found an empty text, expected {expected(key)}")
+    if text == "???":
+        raise MismatchError(f"found {quote(text)}, expected {expected(key)}; put a value in its place")
     if _UNPRINTABLE.search(text):
-        raise Mismatch(f"found {quote(text)}, expected {expected(key)}; a text is one line of printable letters")
-    if node.quoted or "choices" in key.limits or "kind" in key.limits:
-        return text  # whether it is one of them is checked next, and says more
-    is_number = _NUMBER.fullmatch(text) is not None
-    if (is_number and not typed) or text.lower() in ("true", "false"):
-        raise Mismatch(f"found {show(text)}, expected {expected(key)}; if it is meant as text, put it in quotes")
+        raise MismatchError(f"found {quote(text)}, expected {expected(key)}; a text is one line of printable letters")
+    if not node.quoted and not any_word and (_NUMBER.fullmatch(text) or text.lower() in ("true", "false")):
+        raise MismatchError(f"found {show(text)}, expected {expected(key)}; if it is meant as text, put it in quotes")
     return text
 
 
 def _convert_list(node: Node, item_kind: Any, key: Key, typed: bool) -> list[Any]:
     if node.kind != "list":
-        remedy = f"; write [{show(node.text)}]" if node.kind == "scalar" and node.text else ""
-        raise Mismatch(f"found {describe(node)}, expected {expected(key)}{remedy}")
-    values = [_convert_scalar(item, item_kind, key, typed) for item in node.items]
-    for value in values:
-        if len(key.kinds) == 1:
-            _check_limits(value, key)
+        is_item = node.kind == "scalar" and node.text and "length" not in key.limits
+        remedy = f"; write [{show(node.text)}]" if is_item else ""
+        raise MismatchError(f"found {describe(node)}, expected {expected(key)}{remedy}")
+    only = len(key.kinds) == 1
+    values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
+    for value, item in zip(values, node.items, strict=True):
+        if only:
+            _check_limits(value, key, item.text)
     length = key.limits.get("length")
     if (length is not None and len(values) != length) or (not values and len(key.kinds) > 1):
-        raise Mismatch(f"found {describe(node)} of {len(values)}, expected {expected(key)}")
+        raise MismatchError(f"found {describe(node)} of {len(values)}, expected {expected(key)}")
     return values
 
 
 def _convert_mapping(node: Node, value_kind: Any, key: Key, typed: bool) -> dict[str, Any]:
     if node.kind != "mapping":
-        raise Mismatch(f"found {describe(node)}, expected {expected(key)}")
+        raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
     for name in node.entries:
         if not name or _UNPRINTABLE.search(name):
-            raise Mismatch(f"found the name {quote(name)}, expected {expected(key)}")
-    return {name: _convert_scalar(value, value_kind, key, typed) for name, (_, value) in node.entries.items()}
+            raise MismatchError(f"found the name {quote(name)}, expected {expected(key)}")
+    return {
+        name: _convert_scalar(value, value_kind, key, typed, is_choice=False)
+        for name, (_, value) in node.entries.items()
+    }
 
 
 def _as_written(node: Node) -> Any:
@@ -153,7 +159,7 @@ def _as_written(node: Node) -> Any:
         return {name: _as_written(value) for name, (_, value) in node.entries.items()}
     if node.quoted or _UNPRINTABLE.search(node.text):
         return node.text
-    if _is_null(node):
+    if is_null(node):
         return None
     if node.text.lower() in ("true", "false"):
         return node.text.lower() == "true"
@@ -164,7 +170,7 @@ def _as_written(node: Node) -> Any:
     return node.text
 
 
-def _check_limits(value: Any, key: Key) -> None:
+def _check_limits(value: Any, key: Key, written: str) -> None:
     limits = key.limits
     choices = limits.get("choices")
     if choices is None and key.kinds and typing.get_origin(key.kinds[0]) is typing.Literal:
@@ -174,7 +180,7 @@ def _check_limits(value: Any, key: Key) -> None:
     if choices is not None:
         _check_choice(value, choices, key)
     elif not _within(value, key):
-        raise Mismatch(f"found {value}, expected {expected(key)}")
+        raise MismatchError(f"found {show(written)}, expected {expected(key)}")
 
 
 def _check_choice(value: Any, choices: typing.Iterable[str], key: Key) -> None:
@@ -183,7 +189,9 @@ def _check_choice(value: Any, choices: typing.Iterable[str], key: Key) -> None:
         return
     alias = CHOICE_ALIASES.get(str(value).lower())
     hint = f"; did you mean {alias}?" if alias in choices else did_you_mean(str(value), choices)
-    raise Mismatch(f"found {quote(str(value))}, expected {expected(key)}{hint}")
+    if len(key.kinds) > 1 and ("." in str(value) or "*" in str(value)):
+        hint = f"; write [{show(str(value))}]"  # a pattern, where a list of them may stand
+    raise MismatchError(f"found {quote(str(value))}, expected {expected(key)}{hint}")
 
 
 def _within(value: Any, key: Key) -> bool:
@@ -205,7 +213,7 @@ def expected(key: Key) -> str:
     words = [_expected_kind(kind, key) for kind in key.kinds]
     if key.optional and Any not in key.kinds:
         words.append("null")
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}{',' if key.optional else ''} or {words[-1]}"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
 
 
 def _expected_kind(kind: Any, key: Key) -> str:
@@ -267,10 +275,10 @@ def describe(node: Node) -> str:
     return quote(node.text)
 
 
-def _unfit(node: Node, key: Key, only_the_quotes: bool, remedy: str = "") -> Mismatch:
+def _unfit(node: Node, key: Key, only_the_quotes: bool, remedy: str = "") -> MismatchError:
     if node.quoted and only_the_quotes:
-        return Mismatch(f"found {quote(node.text)} in quotes, expected {expected(key)}; remove the quotes")
-    return Mismatch(f"found {describe(node)}, expected {expected(key)}{remedy}")
+        return MismatchError(f"found {quote(node.text)} in quotes, expected {expected(key)}; remove the quotes")
+    return MismatchError(f"found {describe(node)}, expected {expected(key)}{remedy}")
 
 
 def _whole_number(text: str) -> int | None:
@@ -281,18 +289,19 @@ def _whole_number(text: str) -> int | None:
     return int(value) if math.isfinite(value) and value == int(value) and abs(value) < 2**53 else None
 
 
-def _is_null(node: Node) -> bool:
+def is_null(node: Node) -> bool:
+    """Nothing, `null` or `~` is written, without quotes."""
     return node.kind == "scalar" and not node.quoted and (not node.text or node.text in _NULL)
 
 
 def _refuse_interpolation(node: Node) -> None:
     if "${" in node.text:
-        raise Mismatch(f"found {quote(node.text)}; interpolation is refused, write the value itself")
+        raise MismatchError(f"found {quote(node.text)}; interpolation is refused, write the value itself")
     for item in node.items:
         _refuse_interpolation(item)
     for name, (_, value) in node.entries.items():
         if "${" in name:
-            raise Mismatch(f"found {quote(name)}; interpolation is refused, write the name itself")
+            raise MismatchError(f"found {quote(name)}; interpolation is refused, write the name itself")
         _refuse_interpolation(value)
 
 

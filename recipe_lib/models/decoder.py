@@ -208,11 +208,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = Trunk(spec)
         self.lm_head = OutputHead(spec)
-        self.tied = spec.tied
+        self.spec = spec
         self._tie()
 
     def _tie(self) -> None:
-        if self.tied:
+        if self.spec.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":

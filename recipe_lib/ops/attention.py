@@ -100,6 +100,8 @@ def prepare_attention(
     layer has none. capped: scores are soft-capped, which makes its masks piece by piece instead.
     """
     info = info or AttentionInfo()
+    if info.documents is not None and keys != queries:
+        raise ValueError(f"documents are for whole rows, found {queries} queries and {keys} keys")
     if capped:
         return info
     needs_mask = {

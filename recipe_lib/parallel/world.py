@@ -93,18 +93,23 @@ class World:
     def raise_together(self) -> Iterator[None]:
         """A UserError inside the block on any rank is raised on all of them, with the lowest failing rank's faults.
 
-        Faults are told once: on every rank but 0 the error carries no lines. The block itself must hold no collective,
-        since a rank that failed would be missing in it. Other exceptions pass as they are: they end their process.
+        Faults are told once: on every rank but 0 the error carries no lines. Another exception keeps its traceback on
+        the rank where it happened; the other ranks end with a RuntimeError that names that rank. The block itself
+        must hold no collective, since a rank that failed would be missing in it.
         """
-        mine: UserError | None = None
+        mine: Exception | None = None
         try:
             yield
-        except UserError as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it before they wait for this one
             mine = error
         if not self.any(mine is not None):
             return
-        told = self.gather_json([_kind(mine), mine.faults] if mine else None)
-        kind, faults = next(entry for entry in told if entry)
+        told = self.gather_json(_describe(mine))
+        if mine is not None and not isinstance(mine, UserError):
+            raise mine
+        rank, (kind, faults) = next((rank, entry) for rank, entry in enumerate(told) if entry)
+        if not kind:
+            raise RuntimeError(f"rank {rank} failed: {faults[0]}") from mine
         raise getattr(errors, kind)(*(faults if self.is_main else [])) from mine
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -263,9 +268,14 @@ def _tell_once(error: UserError, store: dist.Store, rank: int) -> None:
         return  # the store is gone with the rank that held it: whatever is left to tell is told
 
 
-def _kind(error: UserError) -> str:
-    """The name in recipe_lib.errors of the error's class, or of the nearest one it derives from."""
-    return next(cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
+def _describe(error: Exception | None) -> list[Any] | None:
+    """[name of its class in recipe_lib.errors, or of the nearest one it derives from; its faults]; name "": a bug."""
+    if error is None:
+        return None
+    if not isinstance(error, UserError):
+        return ["", [f"{type(error).__name__}: {error}"]]
+    known = (cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
+    return [next(known), error.faults]
 
 
 def _to_bytes(value: Any) -> torch.Tensor:

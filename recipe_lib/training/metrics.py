@@ -142,7 +142,7 @@ def write_summary(
         "best_validation_loss": min(validations, default=None),
         "tokens": sum(line.get("tokens") or 0 for line in steps),
         "trained_tokens": sum(line.get("trained_tokens") or 0 for line in steps),
-        "step_seconds": sum(line.get("seconds") or 0 for line in steps),
+        "training_seconds": sum(line.get("seconds") or 0 for line in steps),
         "wall_seconds": wall_seconds,
         **memory,
         "memory_kind": steps[-1].get("memory_kind") if steps else None,

@@ -1,5 +1,6 @@
 """The progress of a run: one live line on a terminal, plain lines elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -111,4 +112,4 @@ def _numbers(line: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else "not finite"

@@ -3,10 +3,7 @@
 import os
 import signal
 from types import FrameType
-from typing import TYPE_CHECKING
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -29,7 +26,7 @@ class StopSignal:
         self.received: str | None = None
         self._former: dict[int, object] = {}
 
-    def __enter__(self) -> "StopSignal":
+    def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._former[number] = signal.signal(number, self._handle)
         return self
@@ -50,8 +47,4 @@ class StopSignal:
 
         One number goes over the host's process group, so the device's queue is not waited for.
         """
-        if world.size == 1:
-            return self.received is not None
-        flag = torch.tensor([int(self.received is not None)], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag[0])
+        return world.any(self.received is not None)

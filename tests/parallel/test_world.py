@@ -225,7 +225,7 @@ def test_two_processes_print_a_fault_once(tmp_path: Path, case: str, lines: list
 def test_two_processes_do_not_hang_on_a_bug(tmp_path: Path) -> None:
     codes, printed = launch_two(tmp_path, "bug")
     assert codes[1] == 1 and "ZeroDivisionError: a bug of ours" in printed[1]
-    assert codes[0] != 0
+    assert codes[0] == 1 and "RuntimeError: rank 1 failed: ZeroDivisionError: a bug of ours" in printed[0]
 
 
 def launch_two(tmp_path: Path, case: str) -> tuple[list[int], list[str]]:

@@ -1,0 +1,116 @@
+"""Writes the demo's rows: numbers, dates and units in words, as `train.jsonl` and `heldout.jsonl` beside this file.
+
+    python examples/demo/make_data.py
+
+Rows are in the Alpaca format (instruction, input, output). All are drawn from a fixed seed, so the files come out the
+same every time. No instruction of the held-out file occurs in the training file: who answers it has learned how
+numbers are written, not the rows.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SEED = 20
+TRAIN_ROWS = 6000
+HELDOUT_ROWS = 300
+
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+).split()
+TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+MONTHS = "January February March April May June July August September October November December".split()
+DAYS = (
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
+    "fifteenth sixteenth seventeenth eighteenth nineteenth twentieth twenty-first twenty-second twenty-third "
+    "twenty-fourth twenty-fifth twenty-sixth twenty-seventh twenty-eighth"
+).split()
+# (large unit, small unit, zeros that the number gains)
+UNITS = (
+    ("centimetres", "millimetres", 1),
+    ("metres", "centimetres", 2),
+    ("kilometres", "metres", 3),
+    ("kilograms", "grams", 3),
+    ("litres", "millilitres", 3),
+    ("euros", "cents", 2),
+)
+
+
+def in_words(number: int) -> str:
+    """`4072` -> `four thousand and seventy-two`; 0 <= number < 10000."""
+    if number < 20:
+        return ONES[number]
+    if number < 100:
+        return TENS[number // 10] + (f"-{ONES[number % 10]}" if number % 10 else "")
+    size, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
+    rest = number % size
+    joint = " and " if 0 < rest < 100 else " "
+    return f"{ONES[number // size]} {name}" + (joint + in_words(rest) if rest else "")
+
+
+def number_to_words(draw: random.Random) -> tuple[str, str]:
+    """A number of one to four digits, all lengths often, spelt out."""
+    number = draw.randrange(10 ** draw.randint(1, 4))
+    return f"Write {number} in words.", in_words(number)
+
+
+def words_to_number(draw: random.Random) -> tuple[str, str]:
+    """The other way round."""
+    number = draw.randrange(10 ** draw.randint(1, 4))
+    return f"Write {in_words(number)} in digits.", str(number)
+
+
+def date_in_words(draw: random.Random) -> tuple[str, str]:
+    """A date of 1900 to 2099, spelt out."""
+    year, month, day = draw.randint(1900, 2099), draw.randint(1, 12), draw.randint(1, 28)
+    return f"Which day is {year}-{month:02d}-{day:02d}?", f"the {DAYS[day - 1]} of {MONTHS[month - 1]} {year}"
+
+
+def unit(draw: random.Random) -> tuple[str, str]:
+    """A length, weight, volume or sum of money in the next smaller unit."""
+    large, small, zeros = draw.choice(UNITS)
+    number = draw.randint(2, 999)
+    return f"How many {small} are {number} {large}?", f"{number}{'0' * zeros} {small}"
+
+
+def neighbour(draw: random.Random) -> tuple[str, str]:
+    """The number that comes before or after: digits with a carry."""
+    number = draw.randint(1, 9998)
+    side, step = draw.choice((("before", -1), ("after", 1)))
+    return f"Which number comes {side} {number}?", str(number + step)
+
+
+KINDS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
+    number_to_words,
+    words_to_number,
+    date_in_words,
+    unit,
+    neighbour,
+)
+
+
+def draw_rows(seed: int) -> Iterator[dict[str, str]]:
+    """Endless different rows, the kinds in turn."""
+    draw, seen = random.Random(seed), set()
+    while True:
+        for kind in KINDS:
+            instruction, output = kind(draw)
+            if instruction not in seen:
+                seen.add(instruction)
+                yield {"instruction": instruction, "input": "", "output": output}
+
+
+def main() -> None:
+    """Writes both files."""
+    rows = draw_rows(SEED)
+    for name, count in (("heldout.jsonl", HELDOUT_ROWS), ("train.jsonl", TRAIN_ROWS)):
+        lines = [json.dumps(next(rows), ensure_ascii=False) for _ in range(count)]
+        (FOLDER / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{FOLDER / name}: {count} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A checkpoint folder's weights: what is wrong with them, from their headers; then each rank's own slices of them."""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
+from recipe_lib.units import MIB
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
+MAX_INDEX_BYTES = 64 * MIB
+_READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a checkpoint: the file it is in, and what the file's header says of it."""
+
+    file: Path
+    entry: TensorEntry
+
+
+def check_weights(spec: DecoderSpec, folder: Path) -> None:
+    """Finds every fault that headers show, before memory is taken: CheckpointError, one line a kind of fault.
+
+    Names that are missing, unknown, or of another shape; types that are no weights (quantised); files that are
+    missing, cut short or git-lfs pointers; an index that disagrees with its files or names files elsewhere.
+    """
+    _match(spec, folder, parameter_shapes(spec))
+
+
+def _match(
+    spec: DecoderSpec, folder: Path, shapes: dict[str, tuple[int, ...]]
+) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
+    """The entries to read and the tensors they lie in."""
+    found = read_headers(folder)
+    entries = weight_map(spec, found)
+    expected = file_shapes(entries, shapes)
+    faults = [
+        _fault(folder, "is missing", "are missing", "download the folder again", expected.keys() - found.keys()),
+        _fault(
+            folder,
+            "belongs to no part of this model",
+            "belong to no part of this model",
+            "check that config.json and the weights are of one model",
+            {name for name in found.keys() - expected.keys() if not ignorable(spec, name)},
+        ),
+        _type_fault(folder, {name: found[name] for name in expected.keys() & found.keys()}),
+        _shape_fault(folder, expected, found),
+    ]
+    if any(faults):
+        raise CheckpointError(*(fault for fault in faults if fault))
+    return entries, found
+
+
+def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shape that each tensor of a file must have; that of a fused one is its parts' rows together."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        shape = shapes[entry.our_name]
+        rows = entry.start + shape[0]
+        expected[entry.file_name] = (max(rows, expected.get(entry.file_name, (0,))[0]), *shape[1:])
+    return expected
+
+
+def _fault(folder: Path, one: str, many: str, remedy: str, names: Collection[str]) -> str | None:
+    if not names:
+        return None
+    first, others = min(names), len(names) - 1
+    found = f"{first} and {others} more {many}" if others else f"{first} {one}"
+    return f"{folder}: {found}; {remedy}"
+
+
+def _type_fault(folder: Path, tensors: dict[str, FileTensor]) -> str | None:
+    unreadable = {name: tensor.entry.dtype for name, tensor in tensors.items() if tensor.entry.dtype not in _READABLE}
+    if not unreadable:
+        return None
+    first = min(unreadable)
+    more = f" and {len(unreadable) - 1} more are" if len(unreadable) > 1 else " is"
+    return (
+        f"{folder}: {first}{more} of type {unreadable[first]}, expected F32, BF16, F16 or F64; "
+        "quantised weights cannot be trained: take the checkpoint they were made from"
+    )
+
+
+def _shape_fault(
+    folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor]
+) -> str | None:
+    other = [name for name in sorted(expected.keys() & found.keys()) if found[name].entry.shape != expected[name]]
+    if not other:
+        return None
+    more = f" (and {len(other) - 1} more of another shape)" if len(other) > 1 else ""
+    return (
+        f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, config.json makes it "
+        f"{list(expected[other[0]])}{more}; check that config.json and the weights are of one model"
+    )
+
+
+def read_headers(folder: Path) -> dict[str, FileTensor]:
+    """Every tensor of the folder's safetensors files, by its name in the file. Raises CheckpointError."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
+    if (folder / SINGLE).is_file():
+        tensors = read_header(_plain_file(folder, SINGLE, SINGLE)).tensors
+        return {name: FileTensor(folder / SINGLE, entry) for name, entry in tensors.items()}
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(_no_weights(folder))
+    index = _read_index(folder / INDEX)
+    tensors_of = {name: read_header(_plain_file(folder, name, INDEX)).tensors for name in sorted(set(index.values()))}
+    lost = [name for name, file_name in index.items() if name not in tensors_of[file_name]]
+    if lost:
+        fault = f"names {min(lost)} in {index[min(lost)]}, which does not hold it"
+        more = f" (and {len(lost) - 1} more such names)" if len(lost) > 1 else ""
+        raise CheckpointError(f"{folder / INDEX}: {fault}{more}; download the folder again")
+    return {name: FileTensor(folder / file, tensors_of[file][name]) for name, file in index.items()}
+
+
+def _no_weights(folder: Path) -> str:
+    pickled = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
+    if pickled:
+        return (
+            f"{folder}: has {pickled[0]} but no {SINGLE}; pickled weights can run code and are not read: "
+            "download the safetensors files, or convert them"
+        )
+    return f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("too large")
+        index: Any = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
+        raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
+    return weights
+
+
+def _plain_file(folder: Path, name: str, named_by: str) -> Path:
+    """The file, if it is a plain name in the folder; a link must lead to the folder or its hub cache's blobs."""
+    if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+        raise CheckpointError(
+            f"{folder / named_by}: names the file {name!r}; expected plain names of .safetensors files in its own "
+            "folder; take the checkpoint from a source you trust"
+        )
+    path, home = folder / name, folder.resolve()
+    if not path.exists():
+        raise CheckpointError(f"{folder / named_by}: names {name}, which is missing; download it with `tune download`")
+    roots = [home]
+    if home.parent.name == "snapshots":  # of the hub's cache: snapshots/<revision>/NAME -> ../../blobs/<hash>
+        roots.append(home.parent.parent / "blobs")
+    if not any(path.resolve().is_relative_to(root) for root in roots):
+        raise CheckpointError(
+            f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself into the folder"
+        )
+    return path
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, spec: DecoderSpec, folder: Path) -> None:
+    """Fills the model's parameters in place; each rank reads its own slices and nothing else.
+
+    model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
+    parameter's type. At most READ_BYTES are in host memory at a time. Raises CheckpointError as `check_weights` does.
+    """
+    parameters = dict(model.named_parameters())
+    entries, found = _match(spec, folder, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    by_file: dict[Path, list[WeightEntry]] = {}
+    for entry in entries:
+        by_file.setdefault(found[entry.file_name].file, []).append(entry)
+    for path, in_file in by_file.items():
+        with safe_open(str(path), framework="pt") as file:
+            for entry in in_file:
+                local, offsets = local_part(parameters[entry.our_name])
+                _read_part(file.get_slice(entry.file_name), local, (offsets[0] + entry.start, *offsets[1:]))
+
+
+def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter (it shares memory with it), and where it begins in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.dim()
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(offsets)
+
+
+def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+    """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a time."""
+    if not local.numel():
+        return
+    row_bytes = max(1, local[0].numel() * 8)  # no readable type is wider than 8 bytes
+    rows = max(1, READ_BYTES // row_bytes)
+    columns = tuple(slice(at, at + size) for at, size in zip(offsets[1:], local.shape[1:], strict=True))
+    for start in range(0, local.shape[0], rows):
+        stop = min(start + rows, local.shape[0])
+        local[start:stop].copy_(source[(slice(offsets[0] + start, offsets[0] + stop), *columns)])

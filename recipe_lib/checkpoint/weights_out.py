@@ -1,0 +1,188 @@
+"""A trained model as a Hugging Face folder, written tensor by tensor."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.checkpoint import files
+from recipe_lib.checkpoint.ranks import Ranks, decide, together
+from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.weights_in import INDEX, SINGLE, file_shapes
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.families import text_config
+from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.weight_names import weight_map
+from recipe_lib.units import MIB
+
+# Only these are copied from a tokenizer's folder: no code, no weights, nothing unknown.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+# They would make another program run code, or look for weights of another kind.
+_DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config", "quantization", "_name_or_path")
+
+
+def export_model(
+    model: nn.Module,
+    spec: DecoderSpec,
+    source_config: dict[str, Any],
+    out: Path,
+    *,
+    tokenizer_folder: Path | None,
+    max_shard_bytes: int,
+    world: Ranks,
+) -> None:
+    """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer files. Collective.
+
+    One parameter at a time is gathered on its device and streamed to the disk by rank 0. source_config: the
+    config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
+    copied; or one file. An `out` that is a model folder already is replaced when the new one is whole.
+    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    """
+    model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shards = plan_shards(spec, parameters, max_shard_bytes)
+    parts = _parts_of(spec)
+    temporary = Path(decide(world, lambda: _begin(out, shards)))
+    try:
+        for name, tensors in shards.items():
+            _write_shard(temporary / name, tensors, parts, parameters, world)
+        dtype = next(iter(parameters.values())).dtype
+        config = export_config(source_config, spec, dtype)
+        decide(world, lambda: _finish(temporary, out, shards, config, tokenizer_folder))
+    except BaseException:
+        if world.rank == 0:
+            files.discard(temporary)
+        raise
+
+
+def plan_shards(
+    spec: DecoderSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int
+) -> dict[str, list[PlannedTensor]]:
+    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has one of its own."""
+    entries = weight_map(spec)
+    shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
+    shards: list[list[PlannedTensor]] = []
+    filled = 0
+    for name, shape in shapes.items():
+        tensor = PlannedTensor(name, dtypes[name], shape)
+        if not shards or filled + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.num_bytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
+
+
+def _parts_of(spec: DecoderSpec) -> dict[str, list[str]]:
+    """Name in the file -> the parameters it is made of, in row order."""
+    parts: dict[str, list[str]] = {}
+    for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
+        parts.setdefault(entry.file_name, []).append(entry.our_name)
+    return parts
+
+
+def _begin(out: Path, shards: dict[str, list[PlannedTensor]]) -> str:
+    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: exists and is not a model folder; move it away, or choose another output_dir")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files.remove_leftovers(out.parent, f"{out.name}.")
+    needed = sum(tensor.num_bytes for shard in shards.values() for tensor in shard) + 64 * MIB
+    files.require_space(out.parent, needed, "the model")
+    temporary = files.temporary_path(out)
+    files.make_folder(temporary)
+    return str(temporary)
+
+
+def _write_shard(
+    path: Path,
+    tensors: list[PlannedTensor],
+    parts: dict[str, list[str]],
+    parameters: dict[str, torch.Tensor],
+    world: Ranks,
+) -> None:
+    """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
+    pieces = (_whole(parameters[part]) for tensor in tensors for part in parts[tensor.name])
+
+    def write() -> None:
+        try:
+            if world.rank == 0:
+                write_tensor_file(path, tensors, pieces, {"format": "pt"})
+        finally:
+            for piece in pieces:
+                del piece
+
+    together(world, write)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """The full parameter, gathered where it is computed with, even if its shards are kept in host memory."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to(parameter.device_mesh.device_type).full_tensor()
+
+
+def _finish(
+    temporary: Path,
+    out: Path,
+    shards: dict[str, list[PlannedTensor]],
+    config: dict[str, Any],
+    tokenizer_folder: Path | None,
+) -> None:
+    """Rank 0: everything but the weights; then the folder gets its name."""
+    if SINGLE not in shards:
+        sizes = [tensor.num_bytes for shard in shards.values() for tensor in shard]
+        index = {
+            "metadata": {"total_size": sum(sizes)},
+            "weight_map": {tensor.name: name for name, shard in shards.items() for tensor in shard},
+        }
+        files.write_json(temporary / INDEX, index)
+    files.write_json(temporary / "config.json", config)
+    for path in tokenizer_files(tokenizer_folder):
+        files.copy_file(path, temporary / path.name)
+    files.publish_folder(temporary, out)
+
+
+def tokenizer_files(source: Path | None) -> list[Path]:
+    """The files to copy: those of TOKENIZER_FILES that the folder has, or the one file that is given."""
+    if source is None:
+        return []
+    if source.is_file():
+        return [source]
+    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+
+
+def export_config(source_config: dict[str, Any], spec: DecoderSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
+    config = {key: value for key, value in text_config(source_config).items() if key not in _DROPPED_KEYS}
+    config["architectures"] = [ARCHITECTURES[spec.family]]
+    config["tie_word_embeddings"] = spec.tied
+    config.pop("dtype", None)  # the newer name; every release reads the older one
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    return config

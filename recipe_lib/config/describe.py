@@ -1,0 +1,119 @@
+"""The config reference, made from the schema: `docs/config.md`, `tune cat --describe`, and a config as YAML.
+
+`python -m recipe_lib.config.describe > docs/config.md` writes the page.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.compatibility import INCOMPATIBLE
+from recipe_lib.config.keys import Key, Schema, read_schema
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.values import expected
+
+_INTRODUCTION = """\
+# Config reference
+
+Generated from `recipe_lib/config/schema.py` by `python -m recipe_lib.config.describe`; do not edit it by hand.
+
+A config is a YAML file with the keys below. It holds only what differs from the defaults; a key inside a section
+is indented under the section's name. `tune cat NAME --resolved` prints every value that will be used and where it
+was set, `tune validate NAME` names every fault at once, with its line and the nearest valid key.
+
+On the command line: `key=value`, `section.key=value`, `section={key: value, ...}`, and `~key` for the default.
+A list is written `[a, b]`; a value may contain `=`. A text that looks like a number or like true, false or null
+has to be quoted in a file. Refused: tags, anchors, aliases, duplicate keys, `${...}`, more than one document,
+more than 1 MiB. No key takes a Python import path; names of your own come from `--plugin FILE`.
+"""
+
+_PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")
+_NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+
+
+def markdown(schema: type = FullFinetuneConfig) -> str:
+    """The page `docs/config.md`."""
+    view = read_schema(schema)
+    parts = [_INTRODUCTION]
+    for section, title, keys in _sections(view):
+        parts.append(f"## {f'`{section}`' if section else 'Top level'}\n\n{title}\n" if section else "## Top level\n")
+        rows = ["| key | default | legal values | what it does |", "|---|---|---|---|"]
+        for key in keys:
+            cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), key.help)
+            rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        parts.append("\n".join(rows) + "\n")
+    parts.append("## What does not go together\n\nEach is refused before anything is loaded.\n")
+    rows = ["| keys | why | instead |", "|---|---|---|"]
+    for entry in INCOMPATIBLE:
+        rows.append(f"| {', '.join(f'`{key}`' for key in entry.keys)} | {entry.reason} | {entry.remedy} |")
+    parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def describe_text(schema: type = FullFinetuneConfig) -> str:
+    """Every key for a terminal: name, default, legal values, then its line of description, indented."""
+    lines: list[str] = []
+    for section, title, keys in _sections(read_schema(schema)):
+        if section:
+            lines += ["", f"{section}: {title}"]
+        for key in keys:
+            lines.append(f"  {key.name} = {_default_text(key)}   ({expected(key)})")
+            if key.help:
+                lines.append(f"      {key.help}")
+    return "\n".join(lines) + "\n"
+
+
+def to_yaml(cfg: Any) -> str:
+    """A config object as YAML with every value; `load_config` reads it back as the same object."""
+    return "".join(f"{line}\n" for line in _yaml_lines(cfg, ""))
+
+
+def _yaml_lines(section: Any, indent: str) -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        if not field.init:
+            continue
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield f"{indent}{field.name}:"
+            yield from _yaml_lines(value, f"{indent}  ")
+        else:
+            # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
+            is_word = isinstance(value, str) and value.lower() == "none" and "choices" not in field.metadata
+            yield f"{indent}{field.name}: {json.dumps(value) if is_word else value_text(value)}"
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written in a config: `null`, `1e-05`, `[0.9, 0.95]`, text quoted only where it must be."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(value_text(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{value_text(name)}: {value_text(item)}' for name, item in value.items())}}}"
+    if isinstance(value, (str, Path)):
+        text = str(value)
+        plain = _PLAIN_TEXT.fullmatch(text) and text.lower() not in _NOT_TEXT
+        return text if plain else json.dumps(text, ensure_ascii=False)
+    return repr(value)
+
+
+def _default_text(key: Key) -> str:
+    return "required" if key.required else value_text(key.default)
+
+
+def _sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
+    """(section, its first line of description, its keys), the top level first."""
+    for section, section_class in view.sections.items():
+        keys = [view.keys[name] for name in view.children(section) if name in view.keys]
+        written = (section_class.__doc__ or "").strip().partition("\n")[0]
+        # A dataclass without a docstring gets its signature as one.
+        yield section, "" if written.startswith(f"{section_class.__name__}(") else written, keys
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

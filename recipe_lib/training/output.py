@@ -1,0 +1,91 @@
+"""The output folder of a run: whether it may be used, and what is in it.
+
+    output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
+               state/step_N/   to go on from                 summary.json    how it ended
+               model/          the Hugging Face folder       report.html     the curves
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from recipe_lib.checkpoint import files
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import CheckpointError, ConfigError
+from recipe_lib.logs import redact
+from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
+
+STATE_FOLDER = "state"
+MODEL_FOLDER = "model"
+CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
+
+
+def check_output(cfg: FullFinetuneConfig) -> None:
+    """ConfigError if output_dir holds the work of an earlier run that this one would mix with. Nothing is written."""
+    folder = Path(cfg.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir: {folder} is a file, expected a folder or a new name; choose another output_dir")
+    if cfg.overwrite:
+        return
+    has_state = any((folder / STATE_FOLDER).glob("step_*"))
+    has_model = (folder / MODEL_FOLDER).exists()
+    if cfg.resume is None and (has_state or has_model):
+        held = "saved states" if has_state else "a trained model"
+        remedy = "resume=latest goes on from them, " if has_state else ""
+        raise ConfigError(
+            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite=true replaces what is there, "
+            "or choose another output_dir"
+        )
+    if cfg.resume == "latest" and has_model and not has_state:
+        raise ConfigError(
+            f"resume=latest: {folder} holds a trained model and no saved state to go on from; overwrite=true trains "
+            "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
+        )
+
+
+def open_output(cfg: FullFinetuneConfig) -> None:
+    """Makes the folder, removes what `overwrite` gives up, and writes config.yaml. On one rank. StorageError."""
+    folder = Path(cfg.output_dir)
+    with files.storage_faults():
+        folder.mkdir(parents=True, exist_ok=True)
+        if cfg.overwrite:
+            _remove_earlier_run(folder)
+        text = OmegaConf.to_yaml(OmegaConf.create(settings(cfg)))
+        files.replace_text(folder / CONFIG_FILE, redact(text))
+
+
+def _remove_earlier_run(folder: Path) -> None:
+    for name in (STATE_FOLDER, MODEL_FOLDER):
+        if (folder / name).exists():
+            files.remove_folder(folder / name)
+    for name in (METRICS_FILE, SUMMARY_FILE, REPORT_FILE, CONFIG_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def settings(cfg: FullFinetuneConfig) -> dict[str, Any]:
+    """The config as nested dicts, every value that the run uses. `overwrite` and `resume` are of one start only."""
+    values = dataclasses.asdict(cfg)
+    values["overwrite"], values["resume"] = False, None
+    return values
+
+
+def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """CheckpointError unless a step means the same rows now as in the run that saved the state at `path`."""
+    if saved["seed"] != now["seed"]:
+        raise CheckpointError(
+            f"{path}: was saved with seed={saved['seed']}, found seed={now['seed']}; the order of the rows follows "
+            f"from it: set seed={saved['seed']}"
+        )
+    if saved["global_rows"] != now["global_rows"]:
+        raise CheckpointError(
+            f"{path}: was saved with a global batch of {saved['global_rows']} rows, found {now['global_rows']}; make "
+            f"batch_size x gradient_accumulation_steps x ranks {saved['global_rows']} again"
+        )
+    if saved["data"] != now["data"]:
+        raise CheckpointError(
+            f"{path}: was saved with other rows (fingerprint {saved['data'][:12]}, found {now['data'][:12]}); go on "
+            "with the data, tokenizer and max_seq_len of the saved run, or start anew in another output_dir"
+        )

@@ -1,0 +1,71 @@
+"""Everything a run says while it trains, behind one object: metrics.jsonl, the progress line, trackers, the summary."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.training.metrics import MetricsFile, write_summary
+from recipe_lib.training.output import open_output, settings
+from recipe_lib.training.progress import Progress
+from recipe_lib.training.report import write_report
+from recipe_lib.training.trackers import Trackers
+
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
+
+class RunLog:
+    """Opens the output folder of a run and records its steps; ranks other than the main one record nothing."""
+
+    def __init__(self, cfg: FullFinetuneConfig, world: "World", total_steps: int, *, done: int):
+        """done: steps that an earlier process has trained; lines after it are cut from metrics.jsonl. A collective."""
+        self._cfg, self._world, self._total = cfg, world, total_steps
+        self._folder = Path(cfg.output_dir)
+        self._began = time.monotonic()
+        with world.raise_together():
+            if world.is_main:
+                open_output(cfg)
+            self._metrics = MetricsFile(self._folder) if world.is_main else None
+            if self._metrics:
+                self._metrics.truncate(done)
+            self._trackers = Trackers(cfg.log, self._folder, settings(cfg), world)
+        self._progress = Progress(cfg.log, total_steps, world, done=done)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Records one optimizer step."""
+        self._record(line)
+        self._progress.step(line)
+
+    def validation(self, line: Mapping[str, Any]) -> None:
+        """Records one validation."""
+        self._record(line)
+        self._progress.validation(line)
+
+    def _record(self, line: Mapping[str, Any]) -> None:
+        if self._metrics:
+            self._metrics.append(line)
+        self._trackers.log(line, line["step"])
+
+    def close(self, status: str) -> None:
+        """Ends the progress line and the trackers, and writes summary.json and report.html. status: how it ended."""
+        self._progress.close()
+        self._trackers.close()
+        if self._metrics:
+            self._metrics.close()
+            write_summary(
+                self._folder,
+                status,
+                settings(self._cfg),
+                wall_seconds=time.monotonic() - self._began,
+                total_steps=self._total,
+                world_size=self._world.size,
+            )
+            write_report(self._folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._progress.close()

@@ -1,0 +1,57 @@
+"""A config that is right, and the faults of one that is not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.errors import ConfigError
+
+# What every config needs; written last, so that the lines of a test's own text count from 1.
+NEEDED = {"model": "  path: checkpoint\n", "data": "  source: rows.jsonl\n"}
+
+
+def complete(text: str) -> str:
+    """The text with the sections that every config needs, unless it has them."""
+    missing = [f"{section}:\n{keys}" for section, keys in NEEDED.items() if f"{section}:" not in text]
+    return text + "".join(missing)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
+    """Writes a config file."""
+
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "c.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def load(write) -> Callable[..., FullFinetuneConfig]:
+    """Loads a text, completed, with overrides."""
+
+    def load(text: str, *overrides: str, schema: type = FullFinetuneConfig) -> FullFinetuneConfig:
+        return load_config(write(complete(text)), overrides, schema)
+
+    return load
+
+
+@pytest.fixture
+def faults(write) -> Callable[..., list[str]]:
+    """The fault lines of a text, the file called `c.yaml`; fails if the text loads."""
+
+    def faults(text: str | bytes, *overrides: str, schema: type = FullFinetuneConfig, whole: bool = False) -> list[str]:
+        path = write(text if whole or isinstance(text, bytes) else complete(text))
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, overrides, schema)
+        assert str(caught.value) == "\n".join(caught.value.faults)
+        for fault in caught.value.faults:
+            assert "\n" not in fault
+            assert fault.isprintable()
+        return [fault.replace(str(path), "c.yaml") for fault in caught.value.faults]
+
+    return faults

@@ -1,0 +1,132 @@
+"""Unknown keys: the nearest valid one, in its section, also for names that other tools use."""
+
+import pytest
+
+from recipe_lib.config import FullFinetuneConfig
+from recipe_lib.config.aliases import CHOICE_ALIASES, KEY_ALIASES
+from recipe_lib.config.keys import read_schema
+
+ALL = "; `tune cat CONFIG --describe` lists all keys"
+
+TOP = [
+    ("bach_size", "; did you mean batch_size?"),
+    ("Batch_Size", "; did you mean batch_size?"),
+    ("lr", "; did you mean optimizer.lr?"),
+    ("activation_checkpointing", "; did you mean memory.activation_checkpointing?"),
+    ("activation_checkpoint", "; did you mean memory.activation_checkpointing?"),
+    ("wrapping", "; did you mean parallel.wrapping?"),
+    ("source", "; did you mean data.source or validation.source?"),
+    ("learning_rate", "; did you mean optimizer.lr?"),
+    ("micro_batch_size", "; did you mean batch_size?"),
+    ("per-device-train-batch-size", "; did you mean batch_size?"),
+    ("max_length", "; did you mean max_seq_len?"),
+    ("model_name_or_path", "; did you mean model.path?"),
+    ("num_train_epochs", "; did you mean epochs?"),
+    ("gradient_accumulation_step", "; did you mean gradient_accumulation_steps?"),
+    ("optimiser", "; did you mean optimizer?"),
+    ("optimizer.lr", "; write lr: under optimizer:"),
+    ("checkpoint.kep", "; did you mean checkpoint.keep?"),
+    ("zzzz", ALL),
+    ("_component_", ALL),
+]
+
+INSIDE = [
+    ("optimizer", "lrr", "; did you mean optimizer.lr?"),
+    ("optimizer", "learning_rate", "; did you mean optimizer.lr?"),
+    ("optimizer", "batch_size", "; did you mean batch_size?"),
+    ("optimizer", "type", "; did you mean optimizer.name?"),
+    ("memory", "wrapping", "; did you mean parallel.wrapping?"),
+    ("lr_schedule", "warmup_step", "; did you mean lr_schedule.warmup_steps?"),
+    ("lr_schedule", "_component_", "; the keys of lr_schedule are kind, warmup_steps, final_share"),
+]
+
+
+@pytest.mark.parametrize(("key", "hint"), TOP)
+def test_unknown_at_the_top(faults, key, hint):
+    assert faults(f"{key}: 1\n") == [f"c.yaml:1: {key}: unknown key{hint}"]
+
+
+@pytest.mark.parametrize(("section", "key", "hint"), INSIDE)
+def test_unknown_in_a_section(faults, section, key, hint):
+    assert faults(f"{section}:\n  {key}: 1\n") == [f"c.yaml:2: {section}.{key}: unknown key{hint}"]
+
+
+def test_a_section_as_a_word(faults):
+    inside = "name, lr, weight_decay, betas, eps, momentum, implementation"
+    assert faults("optimizer: adamw\n") == [
+        f"c.yaml:1: optimizer: found 'adamw', expected a section of keys ({inside}); did you mean optimizer.name?"
+    ]
+    assert faults("optimizer: [adamw]\n") == [
+        f"c.yaml:1: optimizer: found a list, expected a section of keys ({inside})"
+    ]
+    assert faults("optimizer: null\n") == [f"c.yaml:1: optimizer: found null, expected a section of keys ({inside})"]
+
+
+def test_odd_keys(faults):
+    assert faults("'': 1\n") == [f"c.yaml:1: '': unknown key{ALL}"]
+    assert faults('"a\\nb": 1\n') == [f"c.yaml:1: a\\nb: unknown key{ALL}"]
+    assert faults("${x}: 1\n") == [f"c.yaml:1: ${{x}}: unknown key{ALL}"]
+
+
+def test_every_single_typo_finds_its_key(faults):
+    """One letter left out of any key of four letters or more: the key is named."""
+    schema = read_schema(FullFinetuneConfig)
+    missed = []
+    names = [name for name in schema.keys if len(name.rpartition(".")[2]) >= 4]
+    for name in names:
+        section, _, word = name.rpartition(".")
+        typo = word[:2] + word[3:]
+        text = f"{section}:\n  {typo}: 1\n" if section else f"{typo}: 1\n"
+        if section in ("model", "data"):
+            text += "  path: x\n" if section == "model" else "  source: x\n"
+        if not any(f"did you mean {name}?" in fault for fault in faults(text)):
+            missed.append(name)
+    assert len(names) > 45
+    assert missed == []
+
+
+def test_aliases_lead_to_keys_that_exist():
+    schema = read_schema(FullFinetuneConfig)
+    assert set(KEY_ALIASES.values()) <= {*schema.keys, *schema.sections}
+    assert not set(KEY_ALIASES) & set(schema.keys)
+    choices = {choice for key in schema.keys.values() for choice in key.limits.get("choices", ())}
+    assert set(CHOICE_ALIASES.values()) <= {*choices, "messages", "adamw"}
+
+
+def test_all_faults_at_once_in_file_order(faults):
+    text = "lr: 3\nseed: x\nlog:\n  every_steps: 0\n  every_steps: 2\nresume: latest\noverwrite: true\n"
+    assert faults(text, "epochs=0", "nope=1") == [
+        "c.yaml:1: lr: unknown key; did you mean optimizer.lr?",
+        "c.yaml:2: seed: found 'x', expected an integer >= 0",
+        "c.yaml:5: log.every_steps: set twice, first on line 4; remove one of the two",
+        "command line: epochs=0: found 0, expected an integer >= 1",
+        f"command line: nope=1: unknown key{ALL}",
+        "c.yaml:7: resume, overwrite: one goes on from what output_dir holds, the other removes it; "
+        "remove one of the two",
+    ]
+
+
+def test_a_misspelt_key_is_not_reported_as_missing_too(faults):
+    text = "model:\n  pth: x\ndata:\n  sorce: x\n"
+    assert faults(text, whole=True) == [
+        "c.yaml:2: model.pth: unknown key; did you mean model.path?",
+        "c.yaml:4: data.sorce: unknown key; did you mean data.source?",
+    ]
+
+
+def test_another_recipe(faults, load):
+    assert load("recipe: full_finetune_distributed\n").recipe == "full_finetune_distributed"
+    assert faults("# x\nrecipe: full_finetune\n") == [
+        "c.yaml:2: recipe: found 'full_finetune', expected full_finetune_distributed; "
+        "did you mean full_finetune_distributed?"
+    ]
+
+
+def test_a_config_of_another_shipped_recipe(faults, monkeypatch):
+    from recipe_lib.config import load
+
+    monkeypatch.setitem(load.RECIPE_CONFIGS, "other_recipe", FullFinetuneConfig)
+    assert faults("recipe: other_recipe\n") == [
+        "c.yaml:1: recipe: found 'other_recipe', expected full_finetune_distributed; "
+        "run it with that recipe: tune run other_recipe"
+    ]

@@ -1,0 +1,59 @@
+"""Small decoders and batches for the tests of sharding and checkpointing, and the loss of a plain one in float64."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
+
+VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
+ROWS, LENGTH = 8, 12
+
+
+def small_spec(*, tied: bool = False, layers: int = 3, vocabulary: int = VOCABULARY) -> DecoderSpec:
+    """A Llama whose embedding is larger than a layer: 512 x 32 against about 10 x 32 x 32."""
+    spec = spec_from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": WIDTH,
+            "intermediate_size": MLP_WIDTH,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": tied,
+        },
+        "small",
+    )
+    return replace(spec, init_std=0.2)
+
+
+def small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Tokens and labels `[rows, LENGTH]`, some of them ignored, not equally many in each row."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
+    labels[torch.rand(rows, LENGTH, generator=generator) < 0.3] = -100
+    return tokens, labels
+
+
+def plain_gradients(spec: DecoderSpec, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss of the small batch and gradients by name, of a model that is neither sharded nor checkpointed."""
+    model = build_meta(spec, dtype).to_empty(device="cpu")
+    init_weights(model, 3, spec)
+    tokens, labels = small_batch()
+    loss = model(tokens, labels=labels, loss_chunks=3) / (labels != -100).sum()
+    loss.backward()
+    return float(loss.detach()), gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name; sharded ones are gathered (a collective)."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()}
