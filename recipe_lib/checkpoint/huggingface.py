@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from recipe_lib.checkpoint.hub_files import MODEL_FILES, NEVER
 from recipe_lib.checkpoint.weights_in import check_weights, load_weights
 from recipe_lib.checkpoint.weights_out import export_model
 from recipe_lib.errors import CheckpointError
@@ -29,7 +30,7 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=NEVER, local_files_only=True))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(
             f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"

@@ -11,7 +11,7 @@ from recipe_lib.errors import ConfigError
 class Parser(argparse.ArgumentParser):
     """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come in any order."""
 
-    def __init__(self, verb: str, description: str, **options: Any):
+    def __init__(self, verb: str, description: str, **options: Any) -> None:
         """verb: as typed after `tune`. description: what the verb does, for `--help`."""
         super().__init__(
             prog=f"tune {verb}",
@@ -47,14 +47,3 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
         raise ConfigError(f"{self.prog}: {message.replace(chr(10), ' ')}; see `{self.prog} --help`")
-
-
-def check_overrides(verb: str, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for words that are neither `key=value` nor `~key`."""
-    faults = [
-        f"tune {verb}: unexpected argument {show(word)}; an override is key=value or ~key"
-        for word in overrides
-        if "=" not in word and not word.startswith("~")
-    ]
-    if faults:
-        raise ConfigError(*faults)

@@ -1,9 +1,6 @@
 """`tune cat CONFIG`: a config's file, every value that will be used, or every key explained."""
 
-import json
-from typing import Any
-
-from recipe_lib.cli.arguments import Parser, check_overrides
+from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config.places import find_config, list_recipes
 from recipe_lib.config.suggest import show
@@ -18,13 +15,13 @@ def run(words: list[str]) -> int:
     parser.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
     parser.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
     arguments = parser.parse(words)
-    check_overrides("cat", arguments.overrides)
     if arguments.resolved and arguments.describe:
         raise ConfigError("tune cat: --resolved and --describe are two different views; give one of them")
     if arguments.overrides and not arguments.resolved:
         raise ConfigError("tune cat: overrides change the resolved values only; add --resolved")
     if arguments.config in list_recipes():
-        raise ConfigError(f"{arguments.config}: is a recipe, not a config; `tune ls {arguments.config}` lists its configs")
+        name = arguments.config
+        raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
     path = find_config(arguments.config)
     if arguments.describe:
         print_described(arguments.config)
@@ -40,18 +37,14 @@ def run(words: list[str]) -> int:
 
 def print_resolved(config: str, overrides: list[str]) -> None:
     """One `key: value  # where` line for each key."""
+    from recipe_lib.config.describe import value_text
     from recipe_lib.config.load import resolve
 
     rows = resolve(config, overrides, recipe_for(config).schema())
-    lines = [(f"{key}: {in_yaml(value)}", where) for key, value, where in rows]
+    lines = [(f"{key}: {value_text(value)}", where) for key, value, where in rows]
     width = min(max(len(line) for line, _ in lines), 60)
     for line, where in lines:
         print(f"{line:{width}}  # {where}")
-
-
-def in_yaml(value: Any) -> str:
-    """A value as YAML spells it on one line."""
-    return value if isinstance(value, str) and value.replace("_", "").isalnum() and not value.isdigit() else json.dumps(value)
 
 
 def print_described(config: str) -> None:

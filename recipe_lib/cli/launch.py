@@ -87,7 +87,7 @@ def _end_with_parent() -> None:
 class Launcher:
     """The launcher's side: runs torchrun's agent in a thread and hands signals on to the ranks."""
 
-    def __init__(self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path):
+    def __init__(self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path) -> None:
         """flags: torchrun's. script, arguments: what each rank runs. folder: empty, for this launch alone."""
         self.flags, self.script, self.arguments, self.folder = list(flags), script, list(arguments), folder
         self.received: list[int] = []
@@ -99,7 +99,7 @@ class Launcher:
         (self.folder / "pids").mkdir()
         former = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in former.items():
-            if handler != signal.SIG_IGN:  # `nohup` asks to ignore SIGHUP
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # `nohup` asks to outlive the terminal
                 signal.signal(number, self._on_signal)
         try:
             parsed = parse_flags([*self.flags, str(self.script), *self.arguments])
@@ -119,7 +119,7 @@ class Launcher:
 
         try:
             run.run(parsed)
-        except BaseException as error:  # judged in the main thread; nothing may be lost in this one
+        except BaseException as error:  # noqa: BLE001  (the main thread judges it)
             self.outcome = error
         finally:
             self.finished.set()

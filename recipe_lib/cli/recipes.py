@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from recipe_lib.config.places import RECIPE_CONFIGS, find_config, find_recipe, list_recipes, recipes_folder
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.places import RECIPE_CONFIGS, find_config, find_recipe, recipes_folder
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, exit_code_of
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
@@ -40,30 +40,20 @@ class Recipe:
 
 
 def recipe_of(config: Path) -> str | None:
-    """The recipe that a config says it is for; None if it does not say (or is no text: reading it in full reports that)."""
+    """The recipe that a config says it is for; None if it does not say. What is wrong with the file is found later."""
     found = _RECIPE_KEY.search(config.read_text(encoding="utf-8", errors="replace"))
     return found[1] if found else None
 
 
 def recipe_for(config: str, recipe: str | None = None) -> Recipe:
-    """The recipe to check a config against: `recipe` where given, else the one that the config names."""
-    path = find_config(config)
+    """The recipe to check a config against: `recipe` where given, else the one that the config names.
+
+    A config that names none of ours is checked against the first of them, which reports the name with its line.
+    """
     if recipe is not None:
-        found = Recipe.find(recipe)
-        check_belongs(found, config)
-        return found
-    name = recipe_of(path) or next(iter(RECIPE_CONFIGS))
-    if name not in list_recipes():
-        hint = did_you_mean(name, list_recipes()) or "; give its file with --recipe"
-        raise ConfigError(f"{show(config)}: recipe: {show(name)} is not a recipe{hint}")
-    return Recipe.find(name)
-
-
-def check_belongs(recipe: Recipe, config: str) -> None:
-    """Refuses a config that says it is for another recipe. A recipe of the user's own takes the config it was given."""
-    said = recipe_of(find_config(config))
-    if recipe.shipped and said not in (None, recipe.name):
-        raise ConfigError(f"{show(config)}: is a config of {show(str(said))}, not of {recipe.name}; see `tune ls`")
+        return Recipe.find(recipe)
+    name = recipe_of(find_config(config))
+    return Recipe.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
 
 
 def load_module(path: Path) -> ModuleType:

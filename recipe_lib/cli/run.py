@@ -6,9 +6,8 @@ What stands before RECIPE is torchrun's and is handed on untouched; what stands 
 import os
 from collections.abc import Sequence
 
-from recipe_lib.cli.arguments import check_overrides
-from recipe_lib.cli.recipes import Recipe, check_belongs, run_recipe
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.cli.recipes import Recipe, run_recipe
+from recipe_lib.config.suggest import did_you_mean, nearest, show
 from recipe_lib.errors import DONE, ConfigError
 
 USAGE = """usage: tune run [torchrun flags] RECIPE --config CONFIG [--plugin FILE ...] [key=value ...] [~key ...]
@@ -39,6 +38,7 @@ WITH_VALUE = {
 WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
 REFUSED = {"-m", "--module", "--no-python", "--run-path"}
 RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
+RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
 
 
 def run(words: list[str]) -> int:
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """(torchrun's flags, RECIPE, the recipe's arguments): RECIPE is the first word that is no flag and no flag's value."""
+    """(torchrun's flags, RECIPE, the recipe's arguments). RECIPE: the first word that is no flag and no flag's value."""
     position = 0
     while position < len(words):
         word = words[position]
@@ -86,8 +86,11 @@ def takes_next(word: str) -> bool:
         return not equals
     if len(word) > 2 and word[:2] in ("-r", "-t"):  # `-t3`
         return False
-    hint = did_you_mean(flag, WITH_VALUE | WITHOUT_VALUE)
-    if hint:
+    known = sorted(WITH_VALUE | WITHOUT_VALUE)
+    begun = [full for full in known if len(flag) > 3 and full.startswith(flag)]
+    close = begun[0] if begun else nearest(flag, known, cutoff=0.75)
+    if close:
+        hint = f"; did you mean {close}?"
         raise ConfigError(f"tune run: unknown torchrun flag {show(name)}{hint}")
     return _ask_torchrun(name) and not equals
 
@@ -131,44 +134,28 @@ def _is_count(text: str) -> bool:
 def with_rendezvous(flags: list[str]) -> list[str]:
     """The flags, with --standalone unless they or torchrun's environment variables say how the nodes meet."""
     told = any(flag.replace("_", "-").startswith(RENDEZVOUS) for flag in flags)
-    told_by_environment = any(
-        name.startswith(("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")) for name in os.environ
-    )
+    told_by_environment = any(name.startswith(RENDEZVOUS_VARIABLES) for name in os.environ)
     return flags if told or told_by_environment else ["--standalone", *flags]
 
 
-def check_arguments(recipe: Recipe, words: list[str]) -> None:
-    """Reads the recipe's command line now, without torch, where its config class is known; ConfigError if it is wrong."""
-    config, plugins = None, False
-    overrides = []
-    position = 0
-    while position < len(words):
-        name, equals, value = words[position].partition("=")
-        if name in ("--config", "--plugin"):
-            if not equals:
-                position += 1
-                if position == len(words):
-                    raise ConfigError(f"tune run: {name}: expected a value")
-                value = words[position]
-            config = value if name == "--config" else config
-            plugins = plugins or name == "--plugin"
-        elif name.startswith("-"):
-            flag = name.replace("_", "-")
-            if flag in WITH_VALUE | WITHOUT_VALUE:
-                raise ConfigError(f"tune run: {show(name)}: torchrun's flags come before RECIPE")
-            if recipe.shipped:
-                hint = did_you_mean(name, ("--config", "--plugin")) or "; expected --config, --plugin, key=value, ~key"
-                raise ConfigError(f"tune run: unknown option {show(name)}{hint}")
-        else:
-            overrides.append(words[position])
-        position += 1
-    if not recipe.shipped:
-        return  # its own `main` reads its arguments
-    check_overrides("run", overrides)
-    if config is None:
-        raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (`tune ls` lists them)")
-    check_belongs(recipe, config)
-    if not plugins:  # a plugin's names are known only after it has run, which the recipe does
-        from recipe_lib.config import load_config
+def check_arguments(recipe: Recipe, words: Sequence[str]) -> None:
+    """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
 
-        load_config(config, overrides, recipe.schema())
+    A recipe of the user's own reads its arguments itself, and may take others than ours.
+    """
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
+            raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
+    if not recipe.shipped:
+        return
+    if not any(word == "--config" or word.startswith("--config=") for word in words):
+        for word in words:
+            if word.startswith("--"):
+                hint = did_you_mean(word.partition("=")[0], ("--config", "--plugin"))
+                if hint:
+                    raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
+        raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
+    from recipe_lib.config import parse_arguments
+
+    parse_arguments(list(words), recipe.schema())

@@ -1,6 +1,6 @@
 """`tune validate CONFIG`: every fault of a config at once, without running anything."""
 
-from recipe_lib.cli.arguments import Parser, check_overrides
+from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.errors import DONE
@@ -13,7 +13,6 @@ def run(words: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`; ~key: its default")
     parser.add_argument("--recipe", help="check against this recipe (name or path), not the one that the config names")
     arguments = parser.parse(words)
-    check_overrides("validate", arguments.overrides)
     recipe = recipe_for(arguments.config, arguments.recipe)
     load_config(arguments.config, arguments.overrides, recipe.schema())
     print(f"{arguments.config}: a valid config of {recipe.name}")

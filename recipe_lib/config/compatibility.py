@@ -50,8 +50,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
         lambda cfg: cfg.model.path is not None and cfg.model.preset is not None,
         ("model.path", "model.preset"),
         "both are set",
-        "keep model.path to train a checkpoint, or model.preset to start from random weights",
-        ("model.path=checkpoint", "model.preset=llama3/8B"),
+        "keep one: model.path trains a checkpoint, model.preset starts from random weights (~KEY removes KEY)",
+        ("model.preset=llama3/8B",),
     ),
     Incompatible(
         "no tokenizer",
@@ -106,14 +106,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
             unread=f"validation.{word}",
         )
         for word in ("format", "every_steps", "max_rows", "batch_size")
-    ),
-    Incompatible(
-        "warm-up longer than the run",
-        lambda cfg: cfg.max_steps is not None and cfg.lr_schedule.warmup_steps > cfg.max_steps,
-        ("max_steps", "lr_schedule.warmup_steps"),
-        "the rate would never reach optimizer.lr",
-        "lower lr_schedule.warmup_steps, or raise max_steps",
-        ("max_steps=10", "lr_schedule.warmup_steps=11"),
     ),
     Incompatible(
         "final share of a constant rate",

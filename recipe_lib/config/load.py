@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipe_lib.config.places import RECIPE_CONFIGS, find_config
+from recipe_lib.config.places import RECIPE_CONFIGS, expand, find_config
 from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote
@@ -141,7 +141,7 @@ def _to_object(cfg: Any, source: str) -> Any:
 
 def _shown(source: str | Path, path: Path) -> str:
     """The file's name in errors: as the user gave it; of a shipped config, from the working folder if it is inside."""
-    if str(path.expanduser()) == str(Path(source).expanduser()):
+    if path == expand(source):
         return quote(str(source))[1:-1]
     try:
         return str(path.relative_to(Path.cwd()))

@@ -1,5 +1,6 @@
 """Where recipes, configs and presets are: in a checkout, in the installed package, or at a user's path."""
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -63,6 +64,11 @@ def list_presets() -> list[str]:
     return sorted(_name_in(presets_folder(), path) for path in presets_folder().rglob("*.json"))
 
 
+def expand(path: str | Path) -> Path:
+    """A user's path with `~` filled in. Like os.path.isfile and unlike pathlib, it refuses no text."""
+    return Path(os.path.expanduser(path))
+
+
 def _config_files() -> dict[str, Path]:
     folder = configs_folder()
     return {_name_in(folder, path): path for path in folder.rglob("*.yaml")}
@@ -85,12 +91,12 @@ def _find(name_or_path: str | Path, what: str, shipped: dict[str, Path], suffixe
         return shipped[text]
     if not text or not text.isprintable():
         raise ConfigError(f"{what} {quote(text)}: expected a name (`tune ls` lists them) or a path")
-    path = Path(text).expanduser()
-    if path.is_file():
+    path = expand(text)
+    if os.path.isfile(path):
         if path.suffix not in suffixes:
             raise ConfigError(f"{show(text)}: not a {what}: expected a file ending in {' or '.join(suffixes)}")
         return path
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"{show(text)}: is a folder; expected a {what} file ending in {' or '.join(suffixes)}")
     name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
     hint = did_you_mean(name.removeprefix(f"{what}s/"), shipped)

@@ -2,9 +2,11 @@
 
 import hashlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
+from recipe_lib.config.places import expand
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, UserError
 
@@ -17,8 +19,8 @@ def load_plugin(path: str | Path) -> None:
     Raises ConfigError with the file's line if it cannot be found or raises while it is imported.
     """
     shown = show(str(path))
-    file = Path(path).expanduser()
-    if "\0" in str(path) or file.suffix != ".py" or not file.is_file():
+    file = expand(path)
+    if file.suffix != ".py" or not os.path.isfile(file):
         raise ConfigError(f"--plugin {quote(str(path))}: expected the path of an existing .py file")
     file = file.resolve()
     if file in _loaded:

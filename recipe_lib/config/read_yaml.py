@@ -185,7 +185,7 @@ class _Builder:
         return node
 
     def enter(self, mapping: Node, key: Node, value: Node, full_name: str) -> None:
-        if key.kind == "broken" or key.text == "<<":
+        if key.kind == "broken" or (key.text == "<<" and value.kind == "broken"):
             return
         if key.kind != "scalar":
             self.faults.append((key.line, f"found a {key.kind} as a key; a key is a word"))

@@ -46,7 +46,7 @@ def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, key: str, std: float) -> None:
-    """Writes the part at `offset` of a normal tensor of `shape`, whose row blocks each have a generator of their own."""
+    """Writes the part at `offset` of a normal tensor of `shape`; each of its row blocks has a generator of its own."""
     if local.numel() == 0:
         return
     block_rows = max(1, _BLOCK_ELEMENTS // math.prod(shape[1:]))

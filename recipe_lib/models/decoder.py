@@ -29,24 +29,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Norm(nn.Module):
     """RMS norm over the last `width` channels; with `norm_offset` its weight counts from 1."""
 
-    def __init__(self, spec: DecoderSpec, width: int):
+    def __init__(self, spec: DecoderSpec, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = spec.norm_eps
         self.norm = offset_rms_norm if spec.norm_offset else rms_norm
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden `[..., width]`, normed, in its own dtype."""
         return self.norm(hidden, self.weight, self.eps)
 
 
 class ScaledEmbedding(nn.Embedding):
     """Embeddings times a constant, which is first rounded to their dtype, as the models were trained."""
 
-    def __init__(self, vocab_size: int, width: int, scale: float):
+    def __init__(self, vocab_size: int, width: int, scale: float) -> None:
         super().__init__(vocab_size, width)
         self.scale = scale
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens `[b, s]` to `[b, s, d]`."""
         hidden = super().forward(tokens)
         return hidden * hidden.new_full((), self.scale)
 
@@ -54,19 +56,20 @@ class ScaledEmbedding(nn.Embedding):
 class Rotary(nn.Module):
     """Cosines and sines of positions; it has no parameters and no buffers."""
 
-    def __init__(self, rope: RopeSpec):
+    def __init__(self, rope: RopeSpec) -> None:
         super().__init__()
         self.frequencies = partial(FREQUENCIES[rope.kind], rope.width, rope.base, **rope.numbers)
         self.factor = rope.attention_factor
 
     def forward(self, positions: Tensor) -> Rotation:
+        """Positions `[b, s]` to cosines and sines, each fp32 `[b, s, 1, width / 2]`."""
         return rotation(positions, self.frequencies(positions), self.factor)
 
 
 class Attention(nn.Module):
     """Attention with grouped keys: `[b, s, d]` to `[b, s, d]`."""
 
-    def __init__(self, spec: DecoderSpec, layer: int):
+    def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
         self.layer, self.head_width = layer, spec.head_width
         self.attend = partial(
@@ -81,6 +84,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
 
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None) -> Tensor:
+        """turn: of the positions. info: prepared for the batch. cache: extended by these tokens, if given."""
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -96,7 +100,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated MLP (arXiv 2002.05202): `[b, s, d]` to `[b, s, d]` over f channels."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(spec.width, spec.mlp_width, bias=spec.mlp_bias)
         self.up_proj = nn.Linear(spec.width, spec.mlp_width, bias=spec.mlp_bias)
@@ -104,13 +108,14 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden `[b, s, d]` to `[b, s, d]`."""
         return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class DecoderLayer(nn.Module):
     """A norm before attention and one before the MLP, each added to the stream `[b, s, d]`."""
 
-    def __init__(self, spec: DecoderSpec, layer: int):
+    def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(spec, layer)
         self.mlp = MLP(spec)
@@ -118,6 +123,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = Norm(spec, spec.width)
 
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
+        """The stream `[b, s, d]` behind this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -125,12 +131,13 @@ class DecoderLayer(nn.Module):
 class SandwichLayer(DecoderLayer):
     """Norms before and behind attention and MLP (Gemma 2 and 3, whose files use the names like this)."""
 
-    def __init__(self, spec: DecoderSpec, layer: int):
+    def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__(spec, layer)
         self.pre_feedforward_layernorm = Norm(spec, spec.width)
         self.post_feedforward_layernorm = Norm(spec, spec.width)
 
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
+        """The stream `[b, s, d]` behind this layer."""
         attended = self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
@@ -139,19 +146,18 @@ class SandwichLayer(DecoderLayer):
 class Trunk(nn.Module):
     """Tokens `[b, s]` to hidden states `[b, s, d]`: embedding, layers, final norm."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        scaled = spec.embedding_scale is not None
-        make_embedding = partial(ScaledEmbedding, scale=spec.embedding_scale) if scaled else nn.Embedding
         make_layer = SandwichLayer if spec.post_norms else DecoderLayer
-        self.embed_tokens = make_embedding(spec.vocab_size, spec.width)
+        if spec.embedding_scale is None:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.width)
+        else:
+            self.embed_tokens = ScaledEmbedding(spec.vocab_size, spec.width, spec.embedding_scale)
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
         # Layers with a window may turn at another rate: each layer has the number of its rotary embedding.
         self.rotary = nn.ModuleList(Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None)
-        self.rotary_of_layer = [
-            int(spec.local_rope is not None and window is not None) for window in spec.windows
-        ]
+        self.rotary_of_layer = [int(spec.local_rope is not None and window is not None) for window in spec.windows]
         self.prepare = partial(
             prepare_attention,
             windows=tuple(dict.fromkeys(spec.windows)),
@@ -162,6 +168,7 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None, info: AttentionInfo | None, cache: KVCache | None
     ) -> Tensor:
+        """See `Decoder.forward`. What all layers share, rotations and masks, is made here, once."""
         rows, length = tokens.shape
         past = cache.length if cache is not None else 0
         if positions is None:
@@ -181,7 +188,7 @@ class Trunk(nn.Module):
 class OutputHead(nn.Module):
     """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without logits of all tokens."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width))
         self.softcap = spec.logit_softcap
@@ -193,6 +200,7 @@ class OutputHead(nn.Module):
         chunks: int = 1,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
+        """Logits, or with labels `[b, s]` the sum of token losses in `chunks` pieces (`loss`: a custom one)."""
         if labels is None:
             logits = F.linear(hidden, self.weight)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -204,7 +212,7 @@ class OutputHead(nn.Module):
 class Decoder(nn.Module):
     """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is `model.embed_tokens.weight`."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.model = Trunk(spec)
         self.lm_head = OutputHead(spec)

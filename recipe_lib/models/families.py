@@ -3,12 +3,11 @@
 What a family's real files leave out is filled in from its row of `DEFAULTS`, so that no default hides in the code.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.rope_config import read_rope
+from recipe_lib.models.rope_config import is_positive, read_rope
 from recipe_lib.models.spec import DecoderSpec
 
 _COMMON: dict[str, Any] = {
@@ -78,7 +77,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 class Fields:
     """The keys of one config.json, checked as they are read; each fault is one CheckpointError line."""
 
-    def __init__(self, config: Mapping[str, Any], where: str):
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
     def fault(self, key: str, expected: str) -> CheckpointError:
@@ -95,8 +94,8 @@ class Fields:
 
     def number(self, key: str) -> float:
         """A finite number above 0."""
-        value = self.config.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        value: Any = self.config.get(key)
+        if not is_positive(value):
             raise self.fault(key, "a number above 0")
         return float(value)
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
+def is_positive(value: Any) -> bool:
+    """Whether a value out of JSON is a finite number above 0 (true is not a number)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
 def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
     config = fields.config
@@ -58,7 +63,7 @@ def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float,
 class _Numbers:
     """The numbers of a rope object; a missing or senseless one is one CheckpointError line."""
 
-    def __init__(self, fields: "Fields", key: str, given: Mapping[str, Any]):
+    def __init__(self, fields: "Fields", key: str, given: Mapping[str, Any]) -> None:
         self.fields, self.key, self.given = fields, key, given
 
     def _fault(self, name: str, expected: str) -> CheckpointError:
@@ -72,7 +77,7 @@ class _Numbers:
         value = self.given.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if not is_positive(value):
             raise self._fault(name, "a number above 0")
         return float(value)
 
@@ -86,10 +91,9 @@ class _Numbers:
     def factors(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` numbers above 0."""
         values = self.given.get(name)
-        fits = isinstance(values, list) and len(values) == length
-        if not fits or not all(isinstance(value, (int, float)) and value > 0 for value in values):
+        if not isinstance(values, list) or len(values) != length or not all(map(is_positive, values)):
             raise self._fault(name, f"a list of {length} numbers above 0")
-        return tuple(float(value) for value in values)
+        return tuple(map(float, values))
 
     def original_positions(self) -> float:
         """Positions the model was first trained on, before its context was stretched."""

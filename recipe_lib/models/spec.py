@@ -78,9 +78,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{file}: no such file; expected a Hugging Face model folder with config.json"
-        ) from None
+        raise CheckpointError(f"{file}: no such file; expected a Hugging Face model folder with config.json") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file}: not a readable JSON file ({reason}); download the file again") from None

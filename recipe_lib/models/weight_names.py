@@ -11,7 +11,7 @@ from recipe_lib.models.spec import DecoderSpec
 
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_bias|bias)|attention\.(masked_bias|bias)|masked_bias)$")
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.bias|masked_bias)$")
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 

@@ -105,9 +105,7 @@ def prepare_attention(
     if capped:
         return info
     needs_mask = {
-        window: info.documents is not None
-        or (window is not None and keys > window)
-        or (queries > 1 and keys > queries)
+        window: info.documents is not None or (window is not None and keys > window) or (queries > 1 and keys > queries)
         for window in set(windows)
     }
     if any(needs_mask.values()) and keys == queries and has_varlen(device, dtype, head_width):
@@ -115,10 +113,9 @@ def prepare_attention(
             boundaries = torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=device)
             info = replace(info, boundaries=boundaries, longest=queries)
         return replace(info, flattened=True)
-    masks = {
-        window: _additive(_visible(info, 0, queries, 0, keys, keys - queries, window, device), dtype) if needed else None
-        for window, needed in needs_mask.items()
-    }
+    masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
+    for window in (window for window, needed in needs_mask.items() if needed):
+        masks[window] = _additive(_visible(info, 0, queries, 0, keys, keys - queries, window, device), dtype)
     return replace(info, masks=masks)
 
 
@@ -169,7 +166,9 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-def _flattened_attention(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, scale: float) -> Tensor:
+def _flattened_attention(
+    q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, scale: float
+) -> Tensor:
     """All rows as one list of documents through the varlen flash kernel: no mask, nothing of size s x s."""
     flat_q, flat_k, flat_v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
     options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}

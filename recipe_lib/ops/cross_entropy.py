@@ -7,6 +7,7 @@ of the hidden states `[n, d]` and one of the weight `[v, d]`, which the backward
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -72,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("linear_cross_entropy went backward a second time: its gradients are handed over once")
         grads, ctx.grads = ctx.grads, None  # scaled in place and given away: a second copy of [v, d] would cost as much

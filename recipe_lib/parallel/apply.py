@@ -66,9 +66,12 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
         else:
             target = members[0] if len(members) == 1 else members
             fully_shard(target, reshard_after_forward=parallel.reshard_after_forward, **options)
-            if isinstance(members[0], OutputHead):
-                members[0].register_forward_pre_hook(_gather_for_backward_if_needed, with_kwargs=True)
+            if isinstance(target, OutputHead):
+                target.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
+            if isinstance(target, (nn.Embedding, OutputHead)):
+                target.register_forward_pre_hook(_gather_now, prepend=True)
     fully_shard(model, **options)
+    model.register_forward_hook(_free_after_evaluation)
     for tie in retie:
         tie()
     for module in model.modules():
@@ -97,9 +100,27 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
                 setattr(module, name, buffer.to(device))
 
 
-def _gather_for_backward_if_needed(head: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """With labels the head makes its gradients in its forward, so its weight need not be gathered for backward."""
-    head.set_unshard_in_backward(kwargs.get("labels", args[1] if len(args) > 1 else None) is None)
+    labels = kwargs.get("labels", args[1] if len(args) > 1 else None)
+    unit.set_unshard_in_backward(labels is None)
+
+
+def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
+    """Gathers before FSDP would, on the stream that computes, where the gather's buffer is free when it returns.
+
+    FSDP gathers on a stream of its own and keeps the buffer until the next unit has gathered: for the output
+    projection that is a third tensor of the size of its weight beside the weight and its gradient.
+    """
+    module.unshard()
+
+
+def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Without gradients no backward comes that would free what is gathered still, the root's parameters at least."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _is_tied_pair(members: list[nn.Module]) -> bool:
@@ -140,9 +161,16 @@ def _shard_tied_pair(
             head.weight = sharded
 
     fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
+    embedding.register_forward_pre_hook(_gather_now, prepend=True)
     embedding.run_as_output = project_with_embedding
     register_fsdp_forward_method(embedding, "run_as_output")
-    head.forward = lambda *args, **kwargs: embedding.run_as_output(*args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        _plan_backward_gather(embedding, args, kwargs)
+        embedding.unshard()
+        return embedding.run_as_output(*args, **kwargs)
+
+    head.forward = forward
 
     def tie() -> None:
         head.weight = embedding.weight

@@ -24,8 +24,7 @@ _CPU_PIECE = 16384
 class _Group:
     """Gradients on one device that are cut over the same dimensions of the same mesh."""
 
-    mesh: DeviceMesh | None
-    sharded_dims: tuple[int, ...]
+    sharded_over: tuple[tuple[DeviceMesh, int], ...]
     device: torch.device
     grads: list[Tensor] = field(default_factory=list)
 
@@ -39,8 +38,8 @@ class _Group:
             total = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64).square()
         else:  # no gradient here, perhaps one elsewhere: take part in the sum
             total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for dim in self.sharded_dims:
-            dist.all_reduce(total, group=self.mesh.get_group(dim))
+        for mesh, dim in self.sharded_over:
+            dist.all_reduce(total, group=mesh.get_group(dim))
         return total
 
 
@@ -75,24 +74,23 @@ def _group(parameters: Iterable[nn.Parameter]) -> list[_Group]:
 
     A parameter without a gradient still makes its group: another rank may have one and wait for this rank in the sum.
     """
-    groups: dict[object, _Group] = {}
+    groups: dict[tuple[object, torch.device], _Group] = {}
     for parameter in parameters:
         grad = parameter.grad
         tensor = parameter if grad is None else grad
-        mesh, sharded_dims = _layout(tensor)
+        sharded_over = _sharded_over(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        group = groups.setdefault((mesh, sharded_dims, local.device), _Group(mesh, sharded_dims, local.device))
+        group = groups.setdefault((sharded_over, local.device), _Group(sharded_over, local.device))
         if grad is not None:
             group.grads.append(local)
     return list(groups.values())
 
 
-def _layout(tensor: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh of a tensor and the dimensions of that mesh that it is cut along."""
+def _sharded_over(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
+    """The mesh dimensions of more than one rank that a tensor is cut along."""
     if not isinstance(tensor, DTensor):
-        return None, ()
+        return ()
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a gradient placed {tensor.placements} is not summed over the ranks yet; sum it, then clip")
     sharded = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
-    return tensor.device_mesh, tuple(dim for dim in sharded if tensor.device_mesh.size(dim) > 1)
-
+    return tuple((tensor.device_mesh, dim) for dim in sharded if tensor.device_mesh.size(dim) > 1)

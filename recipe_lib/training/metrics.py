@@ -62,7 +62,7 @@ def step_metrics(
 class MetricsFile:
     """`metrics.jsonl` of a run: appended line by line, cut back to a step when a run resumes."""
 
-    def __init__(self, output_dir: Path):
+    def __init__(self, output_dir: Path) -> None:
         """output_dir: an existing folder. Nothing is written until the first `append`."""
         self.path = Path(output_dir) / METRICS_FILE
         self._file: BinaryIO | None = None
@@ -117,7 +117,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(
-    output_dir: Path, status: str, settings: Mapping[str, Any], *, wall_seconds: float, total_steps: int, world_size: int
+    output_dir: Path,
+    status: str,
+    settings: Mapping[str, Any],
+    *,
+    wall_seconds: float,
+    total_steps: int,
+    world_size: int,
 ) -> dict[str, Any]:
     """Writes summary.json from the run's metrics.jsonl and returns what it wrote.
 
@@ -181,4 +187,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(entry) for entry in value]
     return str(value) if isinstance(value, Path) else value
-

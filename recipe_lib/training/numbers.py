@@ -1,6 +1,6 @@
 """The derived numbers of a run, said at its start: what the config means on these devices with this data."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
@@ -18,25 +18,24 @@ def total_steps(steps_per_epoch: int, epochs: int, max_steps: int | None) -> int
     return steps if max_steps is None else min(steps, max_steps)
 
 
-def derived_numbers(
-    cfg: FullFinetuneConfig,
-    world: "World",
-    model: nn.Module,
-    *,
-    rows: int,
-    tokens: int,
-    trained_tokens: int,
-    steps_per_epoch: int,
-) -> list[str]:
-    """Lines for the log, each number with its unit and how it comes about.
+class Rows(Protocol):
+    """The training rows; tokens are those of one pass, without padding, a trained one being one with a label."""
 
-    model: as it will be trained, sharded or not. rows, tokens, trained_tokens: of one pass over the dataset, without
-    padding; a trained token is one with a label.
-    """
+    total_tokens: int
+    trained_tokens: int
+
+    def __len__(self) -> int:
+        """Rows of one pass."""
+
+
+def derived_numbers(
+    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: Rows, steps_per_epoch: int
+) -> list[str]:
+    """Lines for the log, each number with its unit and how it comes about. model: as it will be trained, or sharded."""
     return [
         _devices(cfg, world),
-        *_batch(cfg, world, rows, tokens, trained_tokens),
-        _steps(cfg, rows, steps_per_epoch),
+        *_batch(cfg, world, rows),
+        _steps(cfg, len(rows), steps_per_epoch),
         _learning_rate(cfg, total_steps(steps_per_epoch, cfg.epochs, cfg.max_steps)),
         *_model(cfg, model),
     ]
@@ -51,16 +50,16 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     )
 
 
-def _batch(cfg: FullFinetuneConfig, world: "World", rows: int, tokens: int, trained_tokens: int) -> list[str]:
+def _batch(cfg: FullFinetuneConfig, world: "World", rows: Rows) -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
     global_rows = cfg.batch_size * accumulation * world.data_ranks
-    mean = tokens / rows if rows else 0.0
-    share = trained_tokens / tokens if tokens else 0.0
+    share = rows.trained_tokens / max(1, rows.total_tokens)
+    step_tokens = rows.total_tokens / max(1, len(rows)) * global_rows
     return [
         f"global batch: {global_rows} rows = batch_size {cfg.batch_size} x gradient_accumulation_steps {accumulation} "
         f"x data ranks {world.data_ranks}",
-        f"tokens per step: {format_count(mean * global_rows)} on average, {format_count(mean * global_rows * share)} of "
-        f"them trained ({share:.1%}); at most {format_count(global_rows * cfg.max_seq_len)} "
+        f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} of them trained "
+        f"({share:.1%}); at most {format_count(global_rows * cfg.max_seq_len)} "
         f"({global_rows} rows x max_seq_len {cfg.max_seq_len})",
     ]
 
@@ -77,7 +76,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     start = f"warm-up over {schedule.warmup_steps} steps to " if schedule.warmup_steps else ""
     after = steps - schedule.warmup_steps
     if after <= 0:
-        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, not past it: the run has {steps} steps"
+        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, not reached: the run has {steps} steps"
     if schedule.kind == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
     final = schedule.final_share * cfg.optimizer.lr

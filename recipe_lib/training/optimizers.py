@@ -20,7 +20,7 @@ def build_optimizer(cfg: OptimizerConfig, params: Iterable[nn.Parameter], device
     """The optimizer `cfg.name` over the parameters that require a gradient, in one group.
 
     params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the host.
-    device: the device that computes; with `implementation: auto` it gets fused kernels where torch has them for it.
+    device: the device that computes; `implementation: auto` takes fused kernels where torch has them.
     The implementations agree to rounding and differ in time and in the temporary memory of a step (`foreach` takes
     up to one more copy of the parameters, `fused` and `single` next to nothing).
     ConfigError when there is nothing to train.
@@ -47,6 +47,13 @@ def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, boo
 
     torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is decoupled, as it is in AdamW.
     """
+    if kernels["fused"] and any(isinstance(parameter, DTensor) for parameter in params):
+        if cfg.implementation == "fused":
+            raise ConfigError(
+                "optimizer.implementation: found fused with optimizer.name=sgd and sharded parameters, for which torch "
+                "has no such kernel; use auto or foreach"
+            )
+        kernels = {"fused": False, "foreach": True}
     optimizer = torch.optim.SGD(params, lr=cfg.lr, momentum=cfg.momentum, **kernels)
     if cfg.weight_decay > 0:
 

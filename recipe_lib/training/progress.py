@@ -1,5 +1,6 @@
 """The progress of a run: one live line on a terminal, plain lines elsewhere."""
 
+import logging
 import math
 import sys
 import time
@@ -24,7 +25,7 @@ class Progress:
         progress.validation(line)
     """
 
-    def __init__(self, cfg: LogConfig, total_steps: int, world: "World", *, done: int = 0):
+    def __init__(self, cfg: LogConfig, total_steps: int, world: "World", *, done: int = 0) -> None:
         """done: steps that an earlier process has already trained."""
         self._cfg = cfg
         self._total = total_steps
@@ -70,7 +71,7 @@ class Progress:
 class _LiveLine:
     """A bar, the step, the numbers and the time left, drawn on standard error by rich."""
 
-    def __init__(self, total_steps: int, done: int):
+    def __init__(self, total_steps: int, done: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -83,12 +84,13 @@ class _LiveLine:
             console=Console(stderr=True),
             redirect_stdout=False,
         )
+        # Log lines must pass through rich while it draws, or they land in the middle of its line.
+        streams = [handler for handler in get_logger().handlers if isinstance(handler, logging.StreamHandler)]
+        self._former = [(handler, handler.stream) for handler in streams if handler.stream is sys.stderr]
         self._rich.start()
         self._task = self._rich.add_task("train", total=total_steps, completed=done, numbers="")
-        # Log lines must pass through rich while it draws, or they land in the middle of its line.
-        self._former = [(handler, handler.stream) for handler in get_logger().handlers if hasattr(handler, "setStream")]
         for handler, _ in self._former:
-            handler.setStream(sys.stderr)
+            handler.setStream(sys.stderr)  # which rich has replaced by its own
 
     def update(self, done: int, numbers: str) -> None:
         self._rich.update(self._task, completed=done, numbers=numbers)

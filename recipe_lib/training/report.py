@@ -65,9 +65,7 @@ def _charts(lines: list[dict[str, Any]]) -> list[str]:
     ]
     charts = []
     for title, unit, series, from_zero in shown:
-        curves = [
-            Curve(name, [(line["step"], line[key]) for line in lines if key in line]) for name, key in series
-        ]
+        curves = [Curve(name, [(line["step"], line[key]) for line in lines if key in line]) for name, key in series]
         curves = [curve for curve in curves if any(value is not None for _, value in curve.points)]
         if curves:
             charts.append(draw_chart(title, unit, _without_copies(curves), from_zero=from_zero))
@@ -145,7 +143,9 @@ body {
 }
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 2.5rem 0 .75rem; }
-.status { font-size: .8rem; border: 1px solid var(--line); border-radius: 1rem; padding: .1rem .6rem; color: var(--soft); }
+.status {
+  font-size: .8rem; border: 1px solid var(--line); border-radius: 1rem; padding: .1rem .6rem; color: var(--soft);
+}
 .headline { color: var(--soft); margin: .25rem 0 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
 .tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 0 2rem; }

@@ -3,7 +3,7 @@
 import os
 import signal
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -24,7 +24,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._former: dict[int, object] = {}
+        self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Trackers: tensorboard, wandb and trackio behind one small protocol. Each is an extra, imported when it is asked for."""
+"""Trackers: tensorboard, wandb and trackio behind one small protocol; each an extra, imported when asked for."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ Builder = Callable[[str, str, Path, Mapping[str, Any]], Tracker]
 class Trackers:
     """All trackers of a run as one; on ranks other than the main one there are none and nothing happens."""
 
-    def __init__(self, cfg: LogConfig, output_dir: Path, settings: Mapping[str, Any], world: "World"):
+    def __init__(self, cfg: LogConfig, output_dir: Path, settings: Mapping[str, Any], world: "World") -> None:
         """Opens the trackers named in `cfg.trackers`, on the main rank.
 
         output_dir: trackers that write files do so in `output_dir/trackers`. settings: the resolved config.
@@ -63,7 +63,7 @@ class Trackers:
 class TensorBoard:
     """Event files in `output_dir/trackers/tensorboard`, written by torch's own SummaryWriter."""
 
-    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]):
+    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         _require("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -71,10 +71,12 @@ class TensorBoard:
         self._writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Tracker`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """See `Tracker`."""
         self._writer.close()
 
 
@@ -82,7 +84,7 @@ class TensorBoard:
 class WandB:
     """A run at Weights & Biases; its local files are in `output_dir/trackers`."""
 
-    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]):
+    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         wandb = _require("wandb", "wandb")
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -94,9 +96,11 @@ class WandB:
             ) from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Tracker`."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """See `Tracker`."""
         self._run.finish()
 
 
@@ -104,14 +108,16 @@ class WandB:
 class Trackio:
     """A run in trackio's local database (TRACKIO_DIR, by default in the Hugging Face cache)."""
 
-    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]):
+    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         self._trackio = _require("trackio", "trackio")
         self._trackio.init(project=project, name=run_name, config=dict(settings))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Tracker`."""
         self._trackio.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """See `Tracker`."""
         self._trackio.finish()
 
 

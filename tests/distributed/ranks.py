@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, each a fork of the test process, which has torch imported already."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import socket
@@ -38,6 +39,7 @@ def run_ranks(
     Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds; no process is left over.
     """
     context = multiprocessing.get_context("fork")
+    gc.collect()  # a dead process group must not be taken down in a fork: it would wait for threads that stayed behind
     sys.stdout.flush()
     sys.stderr.flush()
     with TemporaryDirectory(prefix="ranks-") as name:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from recipe_lib.models import Decoder, build_meta, read_config, spec_from_config
 from recipe_lib.models.weight_names import ignorable, weight_map
 
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -36,7 +36,7 @@ _LONG_ROPE = {
     "long_factor": [2.0 + 0.5 * pair for pair in range(6)],
 }
 
-# name -> (transformers config class, what differs from _SMALL)
+# name -> (transformers config class, what differs from SMALL)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama3": ("LlamaConfig", {"rope_theta": 500000.0}),
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def reference_model(case: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """A transformers model of the case, every parameter random, norms and biases included."""
     class_name, options = CASES[case]
-    config = getattr(transformers, class_name)(**_SMALL | options)
+    config = getattr(transformers, class_name)(**SMALL | options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

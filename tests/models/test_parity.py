@@ -118,7 +118,9 @@ def test_gradients_and_loss_equal_those_of_transformers(case: str, folders: dict
     (expected / 70).backward()
     for name, parameter in ours.named_parameters():
         grad = theirs.get_parameter(name).grad
-        torch.testing.assert_close(parameter.grad, grad, atol=1e-5 * float(grad.abs().max()) + 1e-7, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, grad, atol=1e-5 * float(grad.abs().max()) + 1e-7, rtol=1e-4, msg=name
+        )
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from recipe_lib.training.clipping import clip_grad_norm
+from tests.distributed.ranks import run_ranks
 
 WORLD = SimpleNamespace(device=torch.device("cpu"), size=1, rank=0)
 SHAPES = ((7, 5), (11,), (33, 3))
@@ -113,3 +114,80 @@ def test_nothing_is_read_back_to_the_host() -> None:
         clip_grad_norm(parameters(), 1.0, WORLD)
     assert "_foreach_norm" in called and "_foreach_mul_" in called
     assert not called & {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero"}
+
+
+def sharded(mesh_shape: tuple[int, ...], limit: float | None) -> dict[str, object]:
+    """On one rank: the same gradients as `parameters`, sharded by FSDP over a mesh; plain and frozen ones beside."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names = ("data_replicate", "data_shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    module = nn.Module()
+    module.kept = nn.ParameterList([nn.Parameter(torch.zeros(*shape, dtype=torch.float64)) for shape in SHAPES])
+    fully_shard(module, mesh=mesh)
+    plain = parameters(torch.float64)
+    for ours, whole in zip(module.kept, plain, strict=True):
+        ours.grad = ours.detach().clone()
+        ours.grad.to_local().copy_(shard_of(whole.grad, ours))
+    params = [*module.kept, plain[1]]
+    norm = clip_grad_norm(params, limit, WORLD)
+    return {"norm": norm, "grads": [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]}
+
+
+def shard_of(whole: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements).to_local()
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (1, 2), (2, 1)])
+def test_sharded_gradients_have_the_norm_of_one_process(mesh_shape: tuple[int, ...]) -> None:
+    check_sharded(mesh_shape)
+
+
+def test_hybrid_sharding_counts_copies_once() -> None:
+    check_sharded((2, 2))
+
+
+def check_sharded(mesh_shape: tuple[int, ...]) -> None:
+    alone = [*parameters(torch.float64), parameters(torch.float64)[1]]
+    expected = clip_grad_norm(alone, 2.0, WORLD)
+    assert float(expected) == pytest.approx(exact_norm([*parameters(torch.float64), parameters(torch.float64)[1]]))
+    for result in run_ranks(sharded, math.prod(mesh_shape), mesh_shape, 2.0):
+        torch.testing.assert_close(result["norm"], expected, rtol=1e-14, atol=0)
+        for ours, reference in zip(result["grads"], alone, strict=True):
+            torch.testing.assert_close(ours, reference.grad, rtol=1e-14, atol=0)
+
+
+def test_a_rank_without_a_gradient_takes_part_in_the_sum() -> None:
+    def work() -> float:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
+        if dist.get_rank() == 0:
+            parameter.grad = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+            parameter.grad.to_local().fill_(1.0)
+        else:
+            distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+        return float(clip_grad_norm([parameter], 1.0, WORLD))
+
+    assert run_ranks(work, 2) == pytest.approx([2.0, 2.0])  # four elements of one rank
+
+
+def test_a_gradient_that_is_not_summed_yet_is_refused() -> None:
+    def work() -> str:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
+        parameter.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+        with pytest.raises(ValueError, match="not summed over the ranks yet"):
+            clip_grad_norm([parameter], 1.0, WORLD)
+        return "refused"
+
+    assert run_ranks(work, 2) == ["refused", "refused"]

@@ -15,10 +15,10 @@ PEAK = {"active": 2 * GIB, "allocated": 3 * GIB, "reserved": 4 * GIB, "kind": "d
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
-    given = dict(
-        step=step, epoch=step / 10, loss=5.0 / step, grad_norm=1.0, lr=1e-3, seconds=0.5, trained_tokens=100,
-        total_tokens=400, devices=2, peak=PEAK,
-    )  # fmt: skip
+    given = {
+        "step": step, "epoch": step / 10, "loss": 5.0 / step, "grad_norm": 1.0, "lr": 1e-3, "seconds": 0.5,
+        "trained_tokens": 100, "total_tokens": 400, "devices": 2, "peak": PEAK,
+    }  # fmt: skip
     return step_metrics(**(given | changes))
 
 
@@ -107,7 +107,10 @@ def test_a_kill_while_truncating_leaves_the_old_file(tmp_path: Path, monkeypatch
 
 def test_a_disk_that_refuses_is_one_line() -> None:
     metrics = MetricsFile(Path("/proc/self"))
-    with pytest.raises(StorageError, match=r"^/proc/self/metrics\.jsonl: .*(check the disk|make it writable), or choose another output_dir$"):
+    with pytest.raises(
+        StorageError,
+        match=r"^/proc/self/metrics\.jsonl: .*(check the disk|make it writable), or choose another output_dir$",
+    ):
         metrics.append(line(1))
 
 

@@ -93,9 +93,15 @@ def test_the_implementations_agree_in_float32(name: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation, kernels", [
-    ("auto", (True, False)), ("fused", (True, False)), ("foreach", (False, True)), ("single", (False, False)),
-])
+@pytest.mark.parametrize(
+    "implementation, kernels",
+    [
+        ("auto", (True, False)),
+        ("fused", (True, False)),
+        ("foreach", (False, True)),
+        ("single", (False, False)),
+    ],
+)
 def test_the_implementation_reaches_torch(implementation: str, kernels: tuple[bool, bool]) -> None:
     optimizer = build_optimizer(OptimizerConfig(implementation=implementation), parameters(), CPU)
     assert (optimizer.defaults["fused"], optimizer.defaults["foreach"]) == kernels
@@ -125,7 +131,8 @@ def test_frozen_parameters_are_left_out_and_all_frozen_is_refused() -> None:
     assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in params[1:]]
     for parameter in params:
         parameter.requires_grad_(False)
-    with pytest.raises(ConfigError, match="^optimizer: found no parameter that requires a gradient; leave at least one unfrozen$"):
+    expected = "^optimizer: found no parameter that requires a gradient; leave at least one unfrozen$"
+    with pytest.raises(ConfigError, match=expected):
         build_optimizer(OptimizerConfig(), params, CPU)
 
 

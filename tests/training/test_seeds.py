@@ -9,15 +9,13 @@ from recipe_lib.training.seeds import derive_seed, set_seeds
 
 
 def test_a_seed_is_the_same_on_every_machine_and_python() -> None:
-    # SHA-256 of "42", "dropout" and "3" with a zero byte between them, its first eight bytes big-endian, without the lowest bit
+    # SHA-256 of "42", "dropout" and "3" with a zero byte between them: its first eight bytes without the lowest bit
     assert derive_seed(42, "dropout", 3) == 7402298581961890487
 
 
 def test_streams_differ_by_root_name_and_place_of_the_separator() -> None:
-    seeds = [
-        derive_seed(*parts)
-        for parts in ((1,), (2,), (1, "a"), (1, "b"), (1, "a", "b"), (1, "ab"), (1, "b", "a"), (1, 1), (11,), (1, "a", 0))
-    ]
+    given = ((1,), (2,), (1, "a"), (1, "b"), (1, "a", "b"), (1, "ab"), (1, "b", "a"), (1, 1), (11,), (1, "a", 0))
+    seeds = [derive_seed(*parts) for parts in given]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 

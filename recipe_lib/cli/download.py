@@ -1,0 +1,151 @@
+"""`tune download REPO`: what training needs of a model on the Hugging Face hub; never code, never pickles."""
+
+import errno
+import glob
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.checkpoint.hub_files import MODEL_FILES, NEVER
+from recipe_lib.cli.arguments import Parser
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError, StorageError
+from recipe_lib.units import format_bytes
+
+DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and tokenizer files only.
+
+Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or HF_TOKEN."""
+
+
+def run(words: list[str]) -> int:
+    """Downloads; prints the folder on standard output and the next command on standard error."""
+    parser = Parser("download", DESCRIPTION)
+    parser.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub")
+    parser.add_argument("--output-dir", metavar="FOLDER", help="where to; default: the hub's cache, found by its name")
+    parser.add_argument("--revision", help="branch, tag or commit; default: main")
+    parser.add_argument(
+        "--include", nargs="+", action="extend", metavar="PATTERN", help="of those files, only the ones that match"
+    )
+    arguments = parser.parse(words)
+    output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
+    if output is not None:
+        check_output(output)
+    repo = arguments.repo
+
+    from huggingface_hub import HfApi, snapshot_download
+
+    with one_line(repo, arguments.revision):
+        info = HfApi().model_info(repo, revision=arguments.revision, files_metadata=True, timeout=20)
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        wanted = choose(repo, list(sizes), arguments.include)
+        check_space(repo, {name: sizes[name] for name in wanted}, str(info.sha), output)
+        folder = snapshot_download(
+            repo,
+            revision=arguments.revision,
+            local_dir=output,
+            allow_patterns=[glob.escape(name) for name in wanted],
+        )
+    print(folder)
+    print(f"next: tune run full_finetune_distributed --config CONFIG model.path={folder}", file=sys.stderr)
+    return DONE
+
+
+def check_output(output: Path) -> None:
+    """Refuses a folder that holds something else than an earlier download."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{show(str(output))}: is a file; --output-dir expects a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
+        raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
+
+
+def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:
+    """The files of a repository to fetch. CheckpointError if there are no weights that can be read safely."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = list(filter_repo_objects(names, allow_patterns=MODEL_FILES, ignore_patterns=NEVER))
+    if include:
+        chosen = list(filter_repo_objects(wanted, allow_patterns=include))
+        if not chosen:
+            there = ", ".join(wanted) or "no file"
+            raise ConfigError(f"{repo}: --include {' '.join(include)} matches none of: {there}")
+        return chosen
+    if not any(name.endswith(".safetensors") for name in wanted):
+        if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+            raise CheckpointError(
+                f"{repo}: has its weights as .bin, .pt or .pth files only, which can run code when loaded; "
+                "expected .safetensors: look for a converted copy of the model"
+            )
+        kinds = "GGUF files only" if any(name.endswith(".gguf") for name in names) else "no weights"
+        raise CheckpointError(f"{repo}: has {kinds}; expected .safetensors files: look for the model's original")
+    return wanted
+
+
+def check_space(repo: str, sizes: dict[str, int], commit: str, output: Path | None) -> None:
+    """Raises StorageError if the files that are not there yet do not fit on the disk."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    def is_there(name: str) -> bool:
+        if output is not None:
+            return (output / name).is_file()
+        return isinstance(try_to_load_from_cache(repo, name, revision=commit), str)
+
+    missing = sum(size for name, size in sizes.items() if not is_there(name))
+    place = (output or Path(constants.HF_HUB_CACHE)).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if missing > free:
+        raise StorageError(
+            f"{repo}: needs {format_bytes(missing)}, {place} has {format_bytes(free)} free; "
+            "make room, or choose another disk with --output-dir"
+        )
+
+
+@contextmanager
+def one_line(repo: str, revision: str | None) -> Iterator[None]:
+    """Turns what the hub or the disk refuses into one line with the remedy."""
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except HFValidationError as error:
+        raise ConfigError(f"{show(repo)}: is not a repository on the hub; expected OWNER/NAME") from error
+    except OfflineModeIsEnabled as error:
+        raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to download") from error
+    except (HTTPError, LocalEntryNotFoundError) as error:
+        raise hub_error(repo, revision, error) from error
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            raise StorageError(
+                f"{repo}: the disk is full; make room (what is there already is kept), or choose another disk with "
+                "--output-dir"
+            ) from error
+        if isinstance(error, PermissionError):
+            raise StorageError(f"{show(str(error.filename))}: cannot be written: {error.strerror}") from error
+        raise
+
+
+def hub_error(repo: str, revision: str | None, error: Any) -> Exception:
+    """What the hub answered, or that it did not, as one of our errors."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    page = f"{constants.ENDPOINT}/{repo}"
+    if isinstance(error, GatedRepoError):
+        if get_token():
+            return SetupError(f"{repo}: your token's account has no access yet; ask for it at {page}, then try again")
+        return SetupError(f"{repo}: asks for consent; give it at {page}, then `hf auth login` or set HF_TOKEN")
+    if isinstance(error, RevisionNotFoundError):
+        return ConfigError(f"{repo}: has no revision {show(str(revision))}; {page}/refs lists its branches and tags")
+    if isinstance(error, RepositoryNotFoundError):
+        private = "your token has no access to it" if get_token() else "it is private (then set HF_TOKEN)"
+        return ConfigError(f"{repo}: no such model at {constants.ENDPOINT}, or {private}; check the spelling")
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return SetupError(f"{repo}: the hub refused the token ({status}); renew it with `hf auth login`")
+        return SetupError(f"{repo}: {constants.ENDPOINT} answered {status}; try again later")
+    return SetupError(f"{repo}: cannot reach {constants.ENDPOINT}; check the network, a proxy, and HF_ENDPOINT")

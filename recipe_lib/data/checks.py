@@ -1,0 +1,25 @@
+"""Checks of data against the model that is to read it."""
+
+from recipe_lib.data.dataset import Dataset
+from recipe_lib.data.samples import TextTokenizer
+from recipe_lib.errors import DataError
+
+
+def check_vocabulary(tokenizer: TextTokenizer, model_vocab_size: int, *datasets: Dataset | None) -> None:
+    """Raises DataError if the tokenizer, or a row of the datasets, has an id that the model has no embedding for.
+
+    A special token beyond the model's vocabulary is let pass while no row uses it: real checkpoints list some.
+    """
+    needed = max([tokenizer.ordinary_size - 1, *(i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None)])
+    if needed >= model_vocab_size:
+        raise DataError(
+            f"{tokenizer.place}: found {needed + 1} tokens, expected at most the model's vocab_size={model_vocab_size}; "
+            "set tokenizer.path to the tokenizer of this model"
+        )
+    for dataset in datasets:
+        if dataset is not None and dataset.largest_id >= model_vocab_size:
+            token = tokenizer.token_bytes(dataset.largest_id).decode(errors="replace")
+            raise DataError(
+                f"{dataset.report.source}: found the token {token!r} with the id {dataset.largest_id}, expected ids below "
+                f"the model's vocab_size={model_vocab_size}; use a chat template whose tokens the model has"
+            )

@@ -1,0 +1,80 @@
+"""What a dataset row is once it is read, whatever its format; and what a row that cannot be read raises."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of the roles system, user, assistant, tool. tools: descriptions that the template may show."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Text as it stands, without a template; the loss counts the completion and the EOS behind it."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text that is learnt as a whole."""
+
+    text: str
+
+
+Sample = Conversation | Completion | Document
+
+
+class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned into a DataError or a count)
+    """A row that cannot be used. cause: a few words to count by; str(): what was found and expected."""
+
+    def __init__(self, cause: str, detail: str):
+        self.cause = cause
+        super().__init__(detail)
+
+
+class TextTokenizer(Protocol):
+    """What this folder asks of a tokenizer; `recipe_lib.tokenizers.Tokenizer` is one."""
+
+    place: str
+    vocab_size: int
+    ordinary_size: int
+    bos_id: int | None
+    eos_id: int | None
+    add_bos_by_default: bool
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def special_texts(self) -> tuple[str, ...]: ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    def is_special(self, token: int) -> bool: ...
+
+    def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]: ...
+
+    def encode_pieces(
+        self, pieces: Sequence[str], *, allow_special: bool = True, literal: str | None = None
+    ) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str: ...

@@ -1,0 +1,1 @@
+"""Completing a prompt: choosing the next token, and the loop around it."""

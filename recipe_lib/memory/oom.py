@@ -1,0 +1,42 @@
+"""Out of memory, told as one line: where, how much was held, and which levers are left."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import OutOfMemoryError
+from recipe_lib.memory.peaks import PeakMemory
+from recipe_lib.units import format_bytes
+
+
+@contextmanager
+def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory) -> Iterator[None]:
+    """Turns the device's refusal inside the block into an OutOfMemoryError that names phase, peak and levers."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held = peak.read()
+        raise OutOfMemoryError(
+            f"{phase}: out of memory on {peak.device} with {format_bytes(held['allocated'])} allocated and "
+            f"{format_bytes(held['reserved'])} reserved; next lever: {'; '.join(levers(cfg)) or 'more ranks'}"
+        ) from error
+
+
+def levers(cfg: FullFinetuneConfig) -> list[str]:
+    """The config keys that would still lower the peak, the cheapest first."""
+    memory, found = cfg.memory, []
+    if cfg.batch_size > 1:
+        found.append(f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2")
+    if memory.activation_checkpointing != "full":
+        found.append("memory.activation_checkpointing=full")
+    if cfg.parallel.wrapping == "layers":
+        found.append("parallel.wrapping=memory_efficient")
+    if cfg.dtype != "bf16":
+        found.append("dtype=bf16")
+    if memory.loss_chunks < 32:
+        found.append(f"memory.loss_chunks={memory.loss_chunks * 4}")
+    if not memory.cpu_offload:
+        found.append("memory.cpu_offload=true")
+    return [*found, f"max_seq_len={cfg.max_seq_len // 2}"]

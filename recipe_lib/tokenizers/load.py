@@ -1,0 +1,105 @@
+"""Finds the tokenizer in a checkpoint folder by what is there.
+
+Order: `tokenizer.model` (sentencepiece or tiktoken, told apart by its content), `tokenizer.json`, a single
+`*.model.v*` (Mistral). A real tokenizer.model comes first because it is the file that the model was trained with,
+and because conversions to tokenizer.json differ from it on leading and double spaces.
+"""
+
+import re
+from pathlib import Path
+
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers.chat import ChatTemplate
+from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
+from recipe_lib.tokenizers.tokenizer import Tokenizer
+from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, TiktokenVocabulary, Vocabulary
+
+LLAMA3_SIZE = 128_000
+
+
+def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) -> Tokenizer:
+    """The tokenizer in a folder, or a tokenizer file with what stands beside it.
+
+    chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError.
+    """
+    file = _find_file(Path(path))
+    settings = read_settings(file.parent)
+    if chat_template is not None:
+        settings.chat_template = read_template(Path(chat_template))
+        settings.chat_template_place = str(chat_template)
+    vocabulary = _read_vocabulary(file, settings)
+    template = None
+    if settings.chat_template is not None:
+        template = ChatTemplate(settings.chat_template, settings.chat_template_place, settings.roles)
+    return Tokenizer(vocabulary, settings, str(file), template)
+
+
+def _find_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (path / name).is_file():
+            return path / name
+    versions = sorted(path.glob("*.model.v*"))
+    if len(versions) == 1:
+        return versions[0]
+    if versions:
+        names = ", ".join(file.name for file in versions)
+        raise DataError(f"{path}: found several tokenizers ({names}); set tokenizer.path to one of the files")
+    found = sorted(file.name for file in path.iterdir() if file.is_file())
+    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
+    raise DataError(
+        f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; set tokenizer.path to a folder with one"
+    )
+
+
+def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
+    with file.open("rb") as opened:
+        head = opened.read(4096)
+    if not head.strip():
+        raise DataError(f"{file}: the file is empty; copy it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise DataError(f"{file}: found a git-lfs pointer, expected the file itself; run `git lfs pull`")
+    if head.lstrip()[:1] == b"{":
+        return JsonVocabulary(file)
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\s", head):
+        tiktoken = TiktokenVocabulary(file)
+        _add_llama3_tokens(tiktoken, settings, file)
+        return tiktoken
+    _add_tokens_of_json(settings, file.parent)
+    special = [content for content, token in settings.added.items() if token.special]
+    return SentencePieceVocabulary(file, settings.legacy, special)
+
+
+def _add_tokens_of_json(settings: Settings, folder: Path) -> None:
+    """A tokenizer.json beside a sentencepiece model may be the only file that lists the added tokens."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    content = read_json(file)
+    for entry in (content.get("added_tokens") or []) if isinstance(content, dict) else []:
+        token = AddedToken.read(entry, str(file))
+        settings.added.setdefault(token.content, token)
+
+
+def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file: Path) -> None:
+    """Without tokenizer_config.json, a vocabulary of Llama 3's size has Llama 3.1's 256 special tokens."""
+    if settings.added:
+        return
+    if vocabulary.size != LLAMA3_SIZE:
+        raise DataError(
+            f"{file}: found {vocabulary.size} tiktoken pieces and no special tokens, expected Llama 3's {LLAMA3_SIZE} "
+            "or a tokenizer_config.json with added_tokens_decoder beside the file"
+        )
+    named = {
+        0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id",
+        8: "eom_id", 9: "eot_id", 10: "python_tag",
+    }  # fmt: skip
+    reserved = iter(range(256))
+    for offset in range(256):
+        name = named.get(offset) or f"reserved_special_token_{next(reserved)}"
+        settings.added[f"<|{name}|>"] = AddedToken(f"<|{name}|>", LLAMA3_SIZE + offset)
+    settings.roles = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"} | settings.roles
+    settings.stop_ids |= {LLAMA3_SIZE + 1, LLAMA3_SIZE + 8, LLAMA3_SIZE + 9}

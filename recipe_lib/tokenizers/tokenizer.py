@@ -1,0 +1,210 @@
+"""A tokenizer: a vocabulary, the special tokens around it, and the chat template that came with it."""
+
+import codecs
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers.chat import ChatTemplate
+from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
+from recipe_lib.tokenizers.vocabulary import Place, Vocabulary
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    vocab_size: one more than the largest id. bos_id, eos_id, pad_id: None where the tokenizer has none.
+    add_bos_by_default: the tokenizer begins a text with BOS unless told otherwise. place: its file, for error lines.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str, template: ChatTemplate | None) -> None:
+        self.place = place
+        self._vocabulary = vocabulary
+        self._template = template
+        self._added = {token.content: token for token in vocabulary.added} | settings.added
+        self._by_id = {token.id: token for token in self._added.values()}
+        self.bos_id = self._role(settings, "bos_token", settings.bos_id)
+        self.eos_id = self._role(settings, "eos_token", settings.eos_id)
+        self.pad_id = self._role(settings, "pad_token", None)
+        for role in (self.bos_id, self.eos_id):
+            if role is not None and role not in self._by_id:
+                content = vocabulary.token_bytes(role).decode("utf-8", errors="replace")
+                self._by_id[role] = self._added[content] = AddedToken(content, role)
+        self.vocab_size = max([vocabulary.size, *(i + 1 for i in self._by_id)])
+        self.ordinary_size = max([vocabulary.size, *(t.id + 1 for t in self._added.values() if not t.special)])
+        begins = getattr(vocabulary, "begins_with", self.bos_id) == self.bos_id
+        self.add_bos_by_default = self.bos_id is not None and (
+            settings.add_bos if isinstance(settings.add_bos, bool) else begins
+        )
+        self._declared_stops = frozenset(settings.stop_ids)
+        self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
+        always = {} if vocabulary.matches_added else {
+            content: token
+            for content, token in self._added.items()
+            if not token.special and token.id >= vocabulary.size
+        }
+        specials = {content: token for content, token in self._added.items() if token.special}
+        self._split_ordinary = _splitter(always)
+        self._split_special = _splitter(always | specials)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's Jinja source; None: the tokenizer has none."""
+        return self._template.source if self._template else None
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens as text."""
+        return tuple(content for content, token in self._added.items() if token.special)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer: the configured ones, EOS, and what the chat template puts behind an answer."""
+        ids = set(self._declared_stops) | ({self.eos_id} if self.eos_id is not None else set())
+        if self._template:
+            try:
+                messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+                rendered = self._template.render(messages, False)
+            except DataError:  # a template for other conversations than this one
+                return frozenset(ids)
+            after = self.encode(rendered[rendered.rindex("b") + 1 :] if "b" in rendered else "", allow_special=True)
+            ids.update(next(([i] for i in after if i in self._special_ids), []))
+        return frozenset(ids)
+
+    def is_special(self, token: int) -> bool:
+        """Whether an id is one of the special tokens."""
+        return token in self._special_ids
+
+    def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:
+        """Ids of a text. add_bos: begin with BOS, if there is one and the text does not. allow_special: special
+        tokens written in the text become their ids; otherwise they are ordinary text."""
+        ids = self.encode_pieces([text], allow_special=allow_special)[0]
+        if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def encode_pieces(
+        self, pieces: Sequence[str], *, allow_special: bool = True, literal: str | None = None
+    ) -> list[list[int]]:
+        """Ids of each piece of one text that must not share a token. literal: a character that is taken out again
+        after special tokens were looked for; who writes it into one of them keeps that one from being found."""
+        found: list[list[int]] = []
+        splitter = self._split_special if allow_special else self._split_ordinary
+        place, strip_next = Place.START, False
+        for piece in pieces:
+            ids: list[int] = []
+            for text, token in _split(piece, splitter):
+                if strip_next:
+                    text = text.lstrip()
+                if token is not None and token.lstrip:
+                    text = text.rstrip()
+                text = text.replace(literal, "") if literal else text
+                if text:
+                    ids += self._vocabulary.encode(text, place)
+                    place, strip_next = Place.INSIDE, False
+                if token is not None:
+                    ids.append(token.id)
+                    place, strip_next = Place.AFTER_SPECIAL, token.rstrip
+            found.append(ids)
+        return found
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD. skip_special: special tokens leave no text."""
+        decoder = StreamDecoder(self, skip_special=skip_special)
+        return "".join([decoder.push(int(i)) for i in ids]) + decoder.finish()
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that an id stands for, special tokens as they are written. Raises DataError for no id of ours."""
+        if token in self._by_id:
+            return self._by_id[token].content.encode()
+        if not 0 <= token < self._vocabulary.size:
+            raise DataError(f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}")
+        return self._vocabulary.token_bytes(token)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation as the chat template writes it. Raises DataError: no template, or it objects."""
+        if self._template is None:
+            raise DataError(
+                f"{self.place}: the tokenizer has no chat template; set tokenizer.chat_template to a Jinja file"
+            )
+        return self._template.render(messages, add_generation_prompt, tools)
+
+    def eats_space(self, token_before: int | None) -> bool:
+        """Whether a text that begins after this id (None: at the start) begins with a space that is not its own."""
+        if token_before is None or token_before == self.bos_id:
+            return self._vocabulary.eats_first_space
+        return self._vocabulary.eats_space_after_special
+
+    def _role(self, settings: Settings, role: str, number: int | None) -> int | None:
+        """The id of a special token: by its text, else by a number in a config, else what the vocabulary says."""
+        if role in settings.roles:
+            content = settings.roles[role]
+            if content is None:
+                return None
+            found = self._added[content].id if content in self._added else self._vocabulary.find(content)
+            if found is None:
+                raise DataError(
+                    f"{self.place}: found {role} {content!r}, which is no token of the vocabulary; "
+                    f"correct {role} in tokenizer_config.json"
+                )
+            if content not in self._added:
+                self._added[content] = self._by_id[found] = AddedToken(content, found)
+            return found
+        own = getattr(self._vocabulary, role.replace("_token", "_id"), None)
+        return number if own is None else own
+
+
+class StreamDecoder:
+    """Turns ids into text one at a time; half a character is kept back until the rest of its bytes has come.
+
+    prompt: the ids that the text goes on from, so that its first space is kept or dropped as it would be there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special
+        self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        last = prompt[-1] if prompt else None
+        after_text = last is not None and not tokenizer.is_special(last)
+        self._drop_space = not after_text and tokenizer.eats_space(last)
+
+    def push(self, token: int) -> str:
+        """The text that this id completes; empty while a character is incomplete."""
+        tokenizer = self._tokenizer
+        if tokenizer.is_special(token):
+            text = self._bytes.decode(b"", final=True)
+            self._bytes.reset()
+            self._drop_space = tokenizer.eats_space(token)
+            return text if self._skip else text + tokenizer.token_bytes(token).decode()
+        written = tokenizer.token_bytes(token)
+        if self._drop_space and written:
+            written = written[1:] if written.startswith(b" ") else written
+            self._drop_space = False
+        return self._bytes.decode(written)
+
+    def finish(self) -> str:
+        """What an incomplete last character leaves: U+FFFD, or nothing."""
+        return self._bytes.decode(b"", final=True)
+
+
+def _splitter(tokens: Mapping[str, AddedToken]) -> tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]:
+    ordered = sorted(tokens, key=lambda s: (-len(s), s))
+    return (re.compile("|".join(map(re.escape, ordered))) if ordered else None), tokens
+
+
+def _split(
+    text: str, splitter: tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]
+) -> Iterable[tuple[str, AddedToken | None]]:
+    """The text as (what is before a token, the token); the last has none."""
+    pattern, tokens = splitter
+    start = 0
+    for match in pattern.finditer(text) if pattern else ():
+        yield text[start : match.start()], tokens[match.group()]
+        start = match.end()
+    yield text[start:], None

@@ -1,0 +1,291 @@
+"""The three kinds of vocabulary behind one protocol: sentencepiece, tiktoken, tokenizer.json.
+
+A vocabulary turns ordinary text into ids and an id into bytes. It knows nothing of chat, BOS or control tokens: no
+text can produce one here. What all kinds share (special tokens, BOS, decoding) is in `tokenizer.py`.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers.special_tokens import AddedToken
+
+
+class Place(Enum):
+    """Where a piece of ordinary text stands; some vocabularies put a space before the first word of a text."""
+
+    START = "start of the text"
+    AFTER_SPECIAL = "right after a special token"
+    INSIDE = "goes on from other text"
+
+
+class Vocabulary(Protocol):
+    """Ordinary text to ids, and an id to the bytes it stands for."""
+
+    size: int  # ids without the added ones
+    added: tuple[AddedToken, ...]  # tokens that the file itself declares as added
+    matches_added: bool  # encode() finds added tokens that are not special by itself
+    eats_first_space: bool  # encode() begins a text with a space that is not in it
+    eats_space_after_special: bool  # and also after a special token
+
+    def encode(self, text: str, place: Place) -> list[int]: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def find(self, piece: str) -> int | None: ...
+
+
+class SentencePieceVocabulary:
+    """A sentencepiece model (protobuf), encoded by the sentencepiece library."""
+
+    # Appended to the protobuf, where a later field wins: normalizer_spec {add_dummy_prefix: false,
+    # remove_extra_whitespaces: false}. Text that goes on from other text must not get a first space of its own.
+    NO_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
+
+    matches_added = False
+    added: tuple[AddedToken, ...] = ()
+
+    def __init__(self, path: Path, legacy: bool, special: Iterable[str]) -> None:
+        """legacy: text after a special token begins like a new text (the Llama-2 convention of Hugging Face).
+
+        special: strings that ordinary text must not turn into one token, even where the model would.
+        """
+        from sentencepiece import SentencePieceProcessor
+
+        model = path.read_bytes()
+        try:
+            self._first = SentencePieceProcessor(model_proto=model)
+            self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
+        except RuntimeError as error:
+            raise DataError(f"{path}: found no sentencepiece model ({_first_line(error)}); copy the file again") from None
+        self.size = len(self._first)
+        self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._first.bos_id(), self._first.eos_id()))
+        pieces = self._first.encode("a", out_type=str)
+        self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
+        self.eats_space_after_special = self.eats_first_space and legacy
+        self._collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
+        greedy = [s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)]
+        self._breakable = _alternation(greedy)
+        self._bytes = [self._piece_bytes(i) for i in range(self.size)]
+
+    def encode(self, text: str, place: Place) -> list[int]:
+        ids: list[int] = []
+        for part in _broken(text, self._breakable):
+            if place is Place.START or (place is Place.AFTER_SPECIAL and self.eats_space_after_special):
+                ids += self._first.encode(part)
+            else:
+                ids += self._inner.encode(re.sub(" {2,}", " ", part) if self._collapses_spaces else part)
+            place = Place.INSIDE
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes[token]
+
+    def find(self, piece: str) -> int | None:
+        token = self._first.piece_to_id(piece)
+        return token if self._first.id_to_piece(token) == piece else None
+
+    def _piece_bytes(self, token: int) -> bytes:
+        piece = self._first.id_to_piece(token)
+        if self._first.is_byte(token):
+            return bytes([int(piece[3:5], 16)])
+        if self._first.is_unknown(token):
+            return " ⁇ ".encode()
+        return piece.replace("▁", " ").encode()
+
+
+class TiktokenVocabulary:
+    """Base64 lines of a byte-level BPE, encoded by the tiktoken library with Llama 3's pattern."""
+
+    LLAMA3_PATTERN = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    matches_added = eats_first_space = eats_space_after_special = False
+    added: tuple[AddedToken, ...] = ()
+    bos_id = eos_id = None
+
+    def __init__(self, path: Path) -> None:
+        import tiktoken
+
+        ranks = _read_ranks(path)
+        self.size = len(ranks)
+        self._ids = ranks
+        self._bytes = sorted(ranks, key=ranks.__getitem__)
+        self._encoding = tiktoken.Encoding(
+            "llama3", pat_str=self.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+        )
+
+    def encode(self, text: str, place: Place) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes[token]
+
+    def find(self, piece: str) -> int | None:
+        return self._ids.get(piece.encode())
+
+
+class JsonVocabulary:
+    """A tokenizer.json, encoded by the tokenizers library."""
+
+    matches_added = True
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        try:
+            self._first = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{path}: found no tokenizer ({_first_line(error)}); copy the file again") from None
+        content = json.loads(text)
+        self.added = tuple(AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or [])
+        self._first.no_truncation()
+        self._first.no_padding()
+        self._first.encode_special_tokens = True  # special tokens in ordinary text stay text
+        self._after_special = self._variant(content, keep_always=True)
+        self._inner = self._variant(content, keep_always=False)
+        self.size = self._first.get_vocab_size(with_added_tokens=False)
+        added = [token.id for token in self.added if token.id < self.size]
+        self.size = max(self.size, *added) if added else self.size
+        self.eats_first_space = _eats_first_space(content.get("decoder"))
+        self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
+        processed = self._first.encode("", add_special_tokens=True).ids
+        self.begins_with = processed[0] if processed else None
+        self._to_bytes = _bytes_of_pieces(content.get("decoder"))
+
+    def encode(self, text: str, place: Place) -> list[int]:
+        chosen = {Place.START: self._first, Place.AFTER_SPECIAL: self._after_special, Place.INSIDE: self._inner}[place]
+        return chosen.encode(text, add_special_tokens=False).ids
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._first.id_to_token(token)
+        return b"" if piece is None else self._to_bytes(piece)
+
+    def find(self, piece: str) -> int | None:
+        return self._first.token_to_id(piece)
+
+    def _variant(self, content: dict[str, Any], keep_always: bool) -> Any:
+        """The same tokenizer without the space that it puts before a text; `keep_always`: only where it is put once."""
+        import tokenizers
+
+        changed = json.loads(json.dumps(content))
+        if not _drop_prefix(changed, keep_always):
+            return self._first
+        variant = tokenizers.Tokenizer.from_str(json.dumps(changed))
+        variant.no_truncation()
+        variant.no_padding()
+        variant.encode_special_tokens = True
+        return variant
+
+
+def _drop_prefix(content: dict[str, Any], keep_always: bool) -> bool:
+    """Takes the leading space out of a tokenizer.json in place; true if there was one."""
+    found = False
+    for section, kind in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        outer = content.get(section) or {}
+        parts = outer.get(kind) if outer.get("type") == "Sequence" else [outer]
+        for part in list(parts or []):
+            once = part.get("prepend_scheme") == "first"
+            always = part.get("type") == "Prepend" or part.get("add_prefix_space") or "prepend_scheme" in part
+            if not (once or (always and not keep_always)):
+                continue
+            if part.get("type") == "Prepend" and parts is not None and part is not outer:
+                parts.remove(part)
+            elif part.get("type") == "Prepend":
+                content[section] = None
+            elif part.get("prepend_scheme") == "never":
+                continue
+            elif "prepend_scheme" in part:
+                part["prepend_scheme"] = "never"
+            else:
+                part["add_prefix_space"] = False
+            found = True
+    return found
+
+
+def _decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if not decoder:
+        return []
+    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+
+
+def _eats_first_space(decoder: dict[str, Any] | None) -> bool:
+    """Whether decoding drops the first space of a text."""
+    return any(
+        (part.get("type") == "Strip" and part.get("content") == " " and part.get("start", 0) > 0)
+        or (part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never")
+        for part in _decoders(decoder)
+    )
+
+
+def _bytes_of_pieces(decoder: dict[str, Any] | None) -> Any:
+    """A function from a piece as the file spells it to the bytes it stands for."""
+    kinds = {part.get("type") for part in _decoders(decoder)}
+    if "ByteLevel" in kinds:
+        table = _byte_level_table()
+        return lambda piece: bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
+    spaces = bool(kinds & {"Metaspace"}) or any(
+        part.get("type") == "Replace" and (part.get("pattern") or {}).get("String") == "▁" for part in _decoders(decoder)
+    )
+    by_byte = "ByteFallback" in kinds
+
+    def to_bytes(piece: str) -> bytes:
+        if by_byte and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return (piece.replace("▁", " ") if spaces else piece).encode()
+
+    return to_bytes
+
+
+def _byte_level_table() -> dict[str, int]:
+    """GPT-2's printable letter for each byte, inverted: bytes that print stand for themselves, others from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            piece, rank = line.split()
+            ranks[base64.b64decode(piece, validate=True)] = int(rank)
+        except ValueError:
+            raise DataError(
+                f"{path}:{number}: found {line[:40]!r}, expected `base64 rank` as in a tiktoken vocabulary; "
+                "copy the file again"
+            ) from None
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if sorted(ranks.values()) != list(range(len(ranks))) or missing:
+        raise DataError(
+            f"{path}: found {len(ranks)} pieces that are not ranked 0 to {len(ranks) - 1} or lack single bytes; "
+            "the file is cut short, copy it again"
+        )
+    return ranks
+
+
+def _alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern that matches any of the strings, the longest first; None for none."""
+    ordered = sorted(set(strings), key=lambda s: (-len(s), s))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _broken(text: str, pattern: re.Pattern[str] | None) -> list[str]:
+    """The text, cut after the first letter of each match, so that no part contains one."""
+    if pattern is None:
+        return [text]
+    cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
+    return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,106 @@
+"""The table of combinations that are refused: each entry is found, alone, and its remedy cures it."""
+
+import dataclasses
+
+import pytest
+
+from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.config.compatibility import INCOMPATIBLE
+from recipe_lib.config.keys import read_schema
+from recipe_lib.errors import ConfigError
+
+GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
+
+
+@pytest.mark.parametrize("entry", INCOMPATIBLE, ids=lambda entry: entry.name)
+def test_each_is_refused_alone(write, entry):
+    path = write(GOOD)
+    load_config(path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, entry.example)
+    place = str(path) if all(word.startswith("~") for word in entry.example) else "command line"
+    assert caught.value.faults == [f"{place}: {', '.join(entry.keys)}: {entry.reason}; {entry.remedy}"]
+
+
+@pytest.mark.parametrize("entry", [entry for entry in INCOMPATIBLE if len(entry.example) > 1], ids=lambda e: e.name)
+def test_each_half_is_fine(write, entry):
+    """Without any one of the overrides of a pair, nothing is refused (by this entry)."""
+    for left_out in range(len(entry.example)):
+        rest = [word for place, word in enumerate(entry.example) if place != left_out]
+        try:
+            load_config(write(GOOD), rest)
+        except ConfigError as error:
+            # adamw and a null validation.source are defaults: naming them changes nothing.
+            is_default = entry.example[left_out] in ("optimizer.name=adamw", "~validation.source")
+            assert is_default or entry.reason not in str(error)
+
+
+def test_keys_exist_and_names_differ():
+    keys = read_schema(FullFinetuneConfig).keys
+    for entry in INCOMPATIBLE:
+        assert set(entry.keys) <= set(keys)
+        assert entry.unread is None or entry.unread in entry.keys
+    assert len({entry.name for entry in INCOMPATIBLE}) == len(INCOMPATIBLE)
+
+
+def test_predicates_read_objects_too():
+    """The table also serves code that holds a finished config object."""
+    cfg = FullFinetuneConfig()
+    cfg.resume, cfg.overwrite = "latest", True
+    assert [entry.name for entry in INCOMPATIBLE if entry.unread is None and entry.applies(cfg)] == [
+        "no model",
+        "no data",
+        "resume and overwrite",
+    ]
+
+
+def test_the_line_is_that_of_the_later_key(faults):
+    text = GOOD + "overwrite: true\nseed: 3\nresume: latest\n"
+    reason = "resume, overwrite: one goes on from what output_dir holds, the other removes it; remove one of the two"
+    assert faults(text, whole=True) == [f"c.yaml:5: {reason}"]
+    assert faults(GOOD + "resume: latest\n", "overwrite=true", whole=True) == [f"command line: {reason}"]
+
+
+def test_no_combination_is_judged_by_a_wrong_value(faults):
+    assert faults("resume: latest\noverwrite: 3\n") == ["c.yaml:2: overwrite: found 3, expected true or false"]
+    assert faults("dtype: fp46\ndevice: cuda\n") == [
+        "c.yaml:1: dtype: found 'fp46', expected one of fp32, bf16, fp64; did you mean fp64?"
+    ]
+
+
+def test_an_unread_key_at_its_default_is_fine(load):
+    assert load("optimizer: {name: sgd, betas: [0.9, 0.95], eps: 1e-8}\n").optimizer.name == "sgd"
+    assert load("lr_schedule: {kind: constant, final_share: 0}\n").lr_schedule.kind == "constant"
+    assert load("", "data.split=train").data.split == "train"
+
+
+def test_sensible_things_are_not_refused(load):
+    """Combinations that look odd and are right, or that only the machine can judge."""
+    for overrides in (
+        ["max_steps=10", "lr_schedule.warmup_steps=50", "epochs=3"],
+        ["data.source=hub:owner/name", "data.split=test"],
+        ["validation.source=hub:owner/name", "data.split=test"],
+        ["parallel.data_shard=1", "parallel.data_replicate=8"],
+        ["dtype=fp64", "device=auto"],
+        ["memory.cpu_offload=true", "device=auto"],
+        ["memory.cpu_offload=true", "device=cuda", "optimizer.implementation=fused"],
+        ["dtype=fp32", "parallel.reduce_dtype=bf16"],
+        ["compile=true", "memory.activation_checkpointing=selective"],
+        ["checkpoint.save_model=false"],
+        ["log.project=mine"],
+        ["model.path=/no/such/folder", "data.source=/no/such/file"],
+    ):
+        load("", *overrides)
+
+
+def test_a_class_without_a_section_is_judged_by_the_rest(tmp_path):
+    @dataclasses.dataclass
+    class Small:
+        resume: str | None = None
+        overwrite: bool = False
+
+    path = tmp_path / "c.yaml"
+    path.write_text("overwrite: true\n")
+    assert load_config(path, (), Small).overwrite is True
+    with pytest.raises(ConfigError, match="^command line: resume, overwrite: one goes on"):
+        load_config(path, ["resume=latest"], Small)

@@ -1,0 +1,108 @@
+"""What is generated from the schema: the reference page, the terminal text, and a config as YAML."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.config.compatibility import INCOMPATIBLE
+from recipe_lib.config.describe import describe_text, markdown, to_yaml, value_text
+from recipe_lib.config.keys import read_schema
+from recipe_lib.config.load import resolve
+from recipe_lib.config.places import list_configs
+from recipe_lib.config.schema import key
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_up_to_date():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert page == markdown(), "run `python -m recipe_lib.config.describe > docs/config.md`"
+
+
+def test_every_key_and_combination_is_described():
+    page, text = markdown(), describe_text()
+    for name, described in read_schema(FullFinetuneConfig).keys.items():
+        assert described.help.endswith("."), f"{name}: a line of description ends with a full stop"
+        assert f"| `{name}` |" in page
+        assert f"  {name} = " in text
+        assert described.help in text
+    for entry in INCOMPATIBLE:
+        assert f"| {entry.reason} | {entry.remedy} |" in page
+
+
+def test_every_row_has_four_cells():
+    for line in markdown().splitlines():
+        if line.startswith("| `") and "." in line.split("|")[1]:
+            assert line.replace("\\|", "").count("|") in (4, 5)
+
+
+def test_own_keys_are_described():
+    @dataclasses.dataclass
+    class Mine(FullFinetuneConfig):
+        noise: float = key(0.5, "Share of tokens | replaced.", minimum=0, below=1)
+        bare: int = 3
+
+    assert "| `noise` | `0.5` | a number >= 0 and < 1 | Share of tokens \\| replaced. |" in markdown(Mine)
+    assert "  bare = 3   (an integer)\n" in describe_text(Mine)
+
+
+def test_resolved(write):
+    path = write("model:\n  path: x\ndata: {source: y}\noptimizer:\n  lr: 1e-4\n")
+    rows = resolve(path, ["epochs=2", "data.columns.a=b", "~seed"])
+    assert [name for name, _, _ in rows] == list(read_schema(FullFinetuneConfig).keys)
+    told = {name: (value, where) for name, value, where in rows}
+    assert told["model.path"] == ("x", f"{path}:2")
+    assert told["data.source"] == ("y", f"{path}:3")
+    assert told["optimizer.lr"] == (1e-4, f"{path}:5")
+    assert told["epochs"] == (2, "command line")
+    assert told["data.columns"] == ({"a": "b"}, "command line")
+    assert told["seed"] == (42, "default")
+    cfg = load_config(path, ["epochs=2", "data.columns.a=b"])
+    for name, value, _ in rows:
+        found = cfg
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found == value, name
+
+
+def test_resolved_names_both_places_of_a_mapping(write):
+    path = write("model: {path: x}\ndata:\n  source: y\n  columns: {a: b}\n")
+    told = {name: (value, where) for name, value, where in resolve(path, ["data.columns.c=d"])}
+    assert told["data.columns"] == ({"a": "b", "c": "d"}, f"{path}:4, command line")
+
+
+@pytest.mark.parametrize("name", [name for names in list_configs().values() for name in names])
+def test_yaml_of_a_shipped_config_reads_back(write, name):
+    cfg = load_config(name)
+    assert load_config(write(to_yaml(cfg))) == cfg
+
+
+TEXTS = ["a", "1", "1e-5", "true", "null", "none", "None", "~", "on", "a: b", "a #b", "[x]", "{x}", "'x'", '"x"', "é",
+         "日本", "-", "- a", "@x", "x=y", "a\\b", "%a", "😀", "2024-01-01", "hub:owner/name", "0x1", ".5", "a,b",
+         "?", "*x", "&x", "!x", "|", ">", "`", " x ", "=", "<<"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_yaml_of_any_text_reads_back(write, text):
+    import yaml
+
+    cfg = FullFinetuneConfig()
+    cfg.model.path, cfg.data.source, cfg.log.run_name, cfg.output_dir = text, text, text, text
+    cfg.parallel.wrapping = [text, text]
+    cfg.data.columns = {text: text}
+    cfg.optimizer.lr, cfg.optimizer.eps = 1e-300, 123456789.123456789
+    written = to_yaml(cfg)
+    assert load_config(write(written)) == cfg
+    if not set(text) & {"\\"}:
+        assert yaml.safe_load(written)["data"]["columns"] == {text: text}  # other readers see the same text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "true"), (1e-5, "1e-05"), ([0.9, 1], "[0.9, 1]"), ({"a": "1"}, '{a: "1"}'), ("none", "none"),
+     (Path("/a/b"), "/a/b"), ("a b", '"a b"'), ([], "[]"), ({}, "{}")],
+)  # fmt: skip
+def test_value_text(value, text):
+    assert value_text(value) == text

@@ -1,0 +1,140 @@
+"""Names and paths of configs and recipes."""
+
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.config import load_config, places
+from recipe_lib.config.load import resolve
+from recipe_lib.errors import ConfigError
+
+GOOD = "recipe: full_finetune_distributed\nmodel: {path: x}\ndata: {source: y}\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch) -> Path:
+    """A checkout of two configs and two recipes."""
+    (tmp_path / "recipes").mkdir()
+    for name in ("full_finetune_distributed", "other", "_private"):
+        (tmp_path / "recipes" / f"{name}.py").write_text("")
+    for name in ("llama3/8B_full", "qwen2_5/0.5B_full"):
+        path = tmp_path / "configs" / f"{name}.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"# {name}\n#\n{GOOD}")
+    monkeypatch.setattr(places, "_shipped_folder", lambda kind: tmp_path / kind)
+    return tmp_path
+
+
+def refusal(find, name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        find(name)
+    return str(caught.value)
+
+
+def test_by_name(checkout):
+    assert places.find_config("llama3/8B_full") == checkout / "configs/llama3/8B_full.yaml"
+    assert places.find_config("qwen2_5/0.5B_full") == checkout / "configs/qwen2_5/0.5B_full.yaml"
+    assert places.find_recipe("other") == checkout / "recipes/other.py"
+    assert places.list_recipes() == ["full_finetune_distributed", "other"]
+    assert places.list_configs() == {
+        "full_finetune_distributed": ["llama3/8B_full", "qwen2_5/0.5B_full"],
+        "other": [],
+    }
+
+
+def test_by_path(checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    (checkout / "mine.yml").write_text(GOOD)
+    (checkout / "mine.py").write_text("")
+    for name in ("mine.yml", "./mine.yml", str(checkout / "mine.yml"), "configs/llama3/8B_full.yaml"):
+        assert places.find_config(name) == Path(name)
+    assert places.find_recipe("mine.py") == Path("mine.py")
+    monkeypatch.setenv("HOME", str(checkout))
+    assert places.find_config("~/mine.yml") == checkout / "mine.yml"
+
+
+def test_a_shipped_name_is_no_relative_path(checkout, monkeypatch):
+    (checkout / "llama3").mkdir()
+    (checkout / "llama3/8B_full").write_text("not this")
+    monkeypatch.chdir(checkout)
+    assert places.find_config("llama3/8B_full") == checkout / "configs/llama3/8B_full.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama3/8b_full", "llama3/8b_full: no such config; did you mean llama3/8B_full?"),
+        ("llama3/8B", "llama3/8B: no such config; did you mean llama3/8B_full?"),
+        ("llama3/8B_full.yaml", "llama3/8B_full.yaml: no such config; did you mean llama3/8B_full?"),
+        ("configs/llama3/8B_full.yaml", "configs/llama3/8B_full.yaml: no such config; did you mean llama3/8B_full?"),
+        ("zzz", "zzz: no such config; `tune ls` lists the names, or give a path to a file"),
+        ("", "config '': expected a name (`tune ls` lists them) or a path"),
+        ("a\0b", "config 'a\\x00b': expected a name (`tune ls` lists them) or a path"),
+        ("folder", "folder: is a folder; expected a config file ending in .yaml or .yml"),
+        ("rows.json", "rows.json: not a config: expected a file ending in .yaml or .yml"),
+        ("x" * 300, f"{'x' * 57}...{'x' * 20}: no such config; `tune ls` lists the names, or give a path to a file"),
+    ],
+)
+def test_no_such_config(checkout, tmp_path_factory, monkeypatch, name, said):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "folder").mkdir()
+    (elsewhere / "rows.json").write_text("{}")
+    assert refusal(places.find_config, name) == said
+
+
+def test_no_such_recipe(checkout):
+    assert refusal(places.find_recipe, "full_finetune") == (
+        "full_finetune: no such recipe; did you mean full_finetune_distributed?"
+    )
+    assert refusal(places.find_recipe, "_private").startswith("_private: no such recipe")
+
+
+def test_a_named_config_is_shown_by_its_path(checkout, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(checkout)
+    rows = {name: where for name, _, where in resolve("llama3/8B_full", ["seed=3"])}
+    assert rows["model.path"] == "configs/llama3/8B_full.yaml:4"
+    assert (rows["seed"], rows["epochs"]) == ("command line", "default")
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    rows = {name: where for name, _, where in resolve("llama3/8B_full")}
+    assert rows["model.path"] == f"{checkout}/configs/llama3/8B_full.yaml:4"
+
+
+def test_every_shipped_recipe_has_a_config_class():
+    assert set(places.list_recipes()) == set(places.RECIPE_CONFIGS)
+
+
+SHIPPED = [name for names in places.list_configs().values() for name in names]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_config_loads(name):
+    path = places.find_config(name)
+    recipe = next(recipe for recipe, names in places.list_configs().items() if name in names)
+    cfg = load_config(name, (), places.RECIPE_CONFIGS[recipe])
+    assert cfg.recipe == recipe
+    text = path.read_text()
+    assert text.startswith("#"), "a config begins with what it is for"
+    keys = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert keys[0] == f"recipe: {recipe}"
+    assert len(keys) <= 40
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_holds_only_what_differs(name):
+    recipe = next(recipe for recipe, names in places.list_configs().items() if name in names)
+    schema = places.RECIPE_CONFIGS[recipe]
+    from recipe_lib.config.keys import read_schema
+
+    keys = read_schema(schema).keys
+    same = [
+        key for key, value, where in resolve(name, (), schema)
+        if where != "default" and value == keys[key].default and key != "recipe"
+    ]  # fmt: skip
+    assert same == []
+
+
+def test_there_are_shipped_configs_and_presets():
+    assert len(SHIPPED) > 10
+    assert "llama3/8B" in places.list_presets()
+    assert all((places.presets_folder() / f"{name}.json").is_file() for name in places.list_presets())

@@ -1,0 +1,83 @@
+"""Every shipped architecture has the published number of parameters, and every shipped config its preset."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipe_lib.config import load_config
+from recipe_lib.models import build_meta, preset_config, preset_names, spec_from_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+# Parameters as published with the checkpoints (tied weights once; Gemma 3 from 4B on: the text part).
+PUBLISHED = {
+    "llama2/7B": 6_738_415_616,
+    "llama2/13B": 13_015_864_320,
+    "llama2/70B": 68_976_648_192,
+    "llama3/8B": 8_030_261_248,
+    "llama3/70B": 70_553_706_496,
+    "llama3_1/8B": 8_030_261_248,
+    "llama3_1/70B": 70_553_706_496,
+    "llama3_1/405B": 405_853_388_800,
+    "llama3_2/1B": 1_235_814_400,
+    "llama3_2/3B": 3_212_749_824,
+    "llama3_3/70B": 70_553_706_496,
+    "tinyllama/1B": 1_100_048_384,
+    "smollm2/135M": 134_515_008,
+    "smollm2/360M": 361_821_120,
+    "smollm2/1.7B": 1_711_376_384,
+    "mistral/7B_v0.1": 7_241_732_096,
+    "mistral/7B_v0.3": 7_248_023_552,
+    "mistral/nemo_12B": 12_247_782_400,
+    "mistral/small_24B": 23_572_403_200,
+    "qwen2_5/0.5B": 494_032_768,
+    "qwen2_5/1.5B": 1_543_714_304,
+    "qwen2_5/3B": 3_085_938_688,
+    "qwen2_5/7B": 7_615_616_512,
+    "qwen2_5/14B": 14_770_033_664,
+    "qwen2_5/32B": 32_763_876_352,
+    "qwen2_5/72B": 72_706_203_648,
+    "qwen3/0.6B": 596_049_920,
+    "qwen3/1.7B": 1_720_574_976,
+    "qwen3/4B": 4_022_468_096,
+    "qwen3/8B": 8_190_735_360,
+    "qwen3/14B": 14_768_307_200,
+    "qwen3/32B": 32_762_123_264,
+    "gemma2/2B": 2_614_341_888,
+    "gemma2/9B": 9_241_705_984,
+    "gemma2/27B": 27_227_128_320,
+    "gemma3/1B": 999_885_952,
+    "gemma3/4B": 3_880_263_168,
+    "gemma3/12B": 11_766_034_176,
+    "gemma3/27B": 27_009_346_304,
+    "phi3/mini": 3_821_079_552,
+    "phi4/14B": 14_659_507_200,
+}
+SHIPPED = sorted(name for name in preset_names() if not name.startswith("demo/"))
+
+
+def test_all_presets_are_known() -> None:
+    assert set(SHIPPED) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_parameters_of_a_preset(name: str) -> None:
+    model = build_meta(spec_from_config(preset_config(name), name), torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_config_of_a_preset(name: str) -> None:
+    cfg = load_config(f"{name}_full")
+    text = (CONFIGS / f"{name}_full.yaml").read_text()
+    assert f"#   tune download {cfg.model.path}\n" in text
+    assert f"full_finetune_distributed --config {name}_full\n" in text
+    assert 15 <= len(text.splitlines()) <= 30
+    assert cfg.model.preset is None and cfg.data.source == "hub:tatsu-lab/alpaca"
+    assert cfg.output_dir == "outputs/" + name.replace("/", "-")
+
+
+def test_every_config_outside_the_demo_has_a_preset() -> None:
+    names = {str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.glob("*/*.yaml")}
+    assert {name.removesuffix("_full") for name in names if not name.startswith("demo/")} == set(SHIPPED)

@@ -1,0 +1,58 @@
+"""What FSDP holds on this rank, in bytes: gathered parameters, buffers of its collectives, unreduced gradients."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP's parameter groups, one for each unit and one for the root; a unit of several modules comes once."""
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None and id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of whole parameters in memory."""
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for group in groups(model)
+        for parameter in group.fsdp_params
+        for tensor in getattr(parameter, "all_gather_outputs", [])
+    )
+
+
+def unreduced_bytes(model: nn.Module) -> int:
+    """Bytes of whole gradients in memory that the ranks have not summed yet."""
+    total = 0
+    for group in groups(model):
+        for parameter in group.fsdp_params:
+            grad = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            total += grad.untyped_storage().nbytes() if grad is not None else 0
+    return total
+
+
+class GatheredPeak(TorchDispatchMode):
+    """While entered, notes after every operator the most bytes of gathered parameters, and of unreduced gradients."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.gathered = self.unreduced = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        with torch._C._DisableTorchDispatch():
+            self.gathered = max(self.gathered, gathered_bytes(self.model))
+            self.unreduced = max(self.unreduced, unreduced_bytes(self.model))
+        return result
