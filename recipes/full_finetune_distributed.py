@@ -27,8 +27,17 @@ import torch
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, find_checkpoint, load_weights
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, StepBatches, build_dataset, check_vocabulary, make_step, make_validation_batches
-from recipe_lib.data.order import steps_per_epoch
+from recipe_lib.data import (
+    Batch,
+    StepBatches,
+    build_dataset,
+    build_validation_dataset,
+    check_vocabulary,
+    global_rows,
+    make_step,
+    steps_per_epoch,
+    validation_steps,
+)
 from recipe_lib.errors import DivergedError, StoppedAndSaved, exit_code_of
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, apply_activation_checkpointing, explain_out_of_memory
@@ -49,8 +58,8 @@ from recipe_lib.training import (
     set_learning_rate,
     set_seeds,
     step_metrics,
+    total_steps,
 )
-from recipe_lib.training.numbers import total_steps
 
 Config = FullFinetuneConfig
 
@@ -85,13 +94,11 @@ class FullFinetune:
         cfg = self.cfg
         self.tokenizer_path = Path(cfg.tokenizer.path) if cfg.tokenizer.path else self.folder
         self.tokenizer = load_tokenizer(self.tokenizer_path, cfg.tokenizer.chat_template)
-        check_vocabulary(self.tokenizer, self.spec.vocab_size)
         self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len)
-        self.validation_rows = None
-        if cfg.validation.source:
-            self.validation_rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len, validation=cfg.validation)
-        self.global_rows = cfg.batch_size * cfg.gradient_accumulation_steps * self.world.data_ranks
-        self.epoch_steps = steps_per_epoch(len(self.rows), self.global_rows)
+        self.validation_rows = build_validation_dataset(cfg, self.tokenizer)
+        check_vocabulary(self.tokenizer, self.spec.vocab_size, self.rows, self.validation_rows)
+        self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * self.world.data_ranks
+        self.epoch_steps = steps_per_epoch(len(self.rows), self.rows_per_step)
         self.total_steps = total_steps(self.epoch_steps, cfg.epochs, cfg.max_steps)
 
     def setup_model(self) -> None:
@@ -126,14 +133,14 @@ class FullFinetune:
 
     def data_identity(self) -> dict:
         """What has to be the same for a step to mean the same rows."""
-        return {"data": self.rows.fingerprint, "global_rows": self.global_rows, "seed": self.cfg.seed}
+        return {"data": self.rows.fingerprint, "rows_per_step": self.rows_per_step, "seed": self.cfg.seed}
 
     def train_step(self, batches: StepBatches) -> Step:
         """One optimizer step. Gradients are sums over ranks, so every loss is divided by the global token count.
 
         Gradients are reduced at every micro-batch: waiting for the last would keep them whole on every rank.
         """
-        loss = torch.zeros((), device=self.device)
+        loss = torch.zeros((), device=self.device, dtype=torch.float64)
         for batch in batches.micro_batches:
             part = self.summed_loss(batch) / max(1, batches.trained_tokens)
             part.backward()
@@ -157,11 +164,12 @@ class FullFinetune:
     @torch.no_grad()
     def validate(self) -> dict:
         """Mean loss of the trained tokens of all validation rows, each counted once."""
+        rows, world = self.validation_rows, self.world
         size = self.cfg.validation.batch_size or self.cfg.batch_size
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
-        for batch in make_validation_batches(self.validation_rows, self.world, size, self.tokenizer.pad_id):
-            loss += self.summed_loss(batch.to(self.device))
-        tokens = self.validation_rows.trained_tokens
+        for batches in validation_steps(rows, world.data_rank, world.data_ranks, size, self.tokenizer.pad_id):
+            loss += self.summed_loss(batches.to(self.device).micro_batches[0])
+        tokens = rows.report.trained_tokens
         return {
             "step": self.step,
             "validation_loss": self.world.all_reduce_sum(loss).item() / max(1, tokens),
@@ -211,8 +219,14 @@ class FullFinetune:
             log.close("done")
 
     def next_batches(self) -> StepBatches:
-        """This rank's micro-batches of the next step, on the device."""
-        return make_step(self.rows, self.cfg, self.world, self.step, self.tokenizer.pad_id).to(self.device)
+        """This rank's micro-batches of the next step, on the device; its rows are the same for any number of ranks."""
+        cfg, world = self.cfg, self.world
+        epoch, step = divmod(self.step, self.epoch_steps)
+        seed = derive_seed(cfg.seed, "data")
+        rows = global_rows(len(self.rows), seed, epoch, step, self.rows_per_step, cfg.data.shuffle)
+        accumulation, pad_id = cfg.gradient_accumulation_steps, self.tokenizer.pad_id
+        batches = make_step(self.rows, rows, world.data_rank, world.data_ranks, cfg.batch_size, accumulation, pad_id)
+        return batches.to(self.device)
 
     def is_due(self, every: int) -> bool:
         """True at each `every`-th step and at the last one."""
@@ -256,7 +270,7 @@ def main(argv: list[str] | None = None) -> int | None:
         recipe.setup_model()
         recipe.load_weights()
         recipe.setup_optimizer()
-        for line in derived_numbers(cfg, world, recipe.model, recipe.rows, recipe.epoch_steps):
+        for line in [*recipe.rows.report.lines(), *derived_numbers(cfg, world, recipe.model, recipe.rows, recipe.epoch_steps)]:
             get_logger().info(line)
         recipe.resume()
         recipe.train()

@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """(torchrun's flags, RECIPE, the recipe's arguments). RECIPE: the first word that is no flag and no flag's value."""
+    """(torchrun's flags, RECIPE, its arguments). RECIPE is the first word that is no flag and no flag's value."""
     position = 0
     while position < len(words):
         word = words[position]

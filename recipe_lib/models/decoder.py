@@ -53,15 +53,14 @@ class ScaledEmbedding(nn.Embedding):
         return hidden * hidden.new_full((), self.scale)
 
 
-class Rotary(nn.Module):
-    """Cosines and sines of positions; it has no parameters and no buffers."""
+class Rotary:
+    """Cosines and sines of positions; not a module, as it has no parameters and no buffers."""
 
     def __init__(self, rope: RopeSpec) -> None:
-        super().__init__()
         self.frequencies = partial(FREQUENCIES[rope.kind], rope.width, rope.base, **rope.numbers)
         self.factor = rope.attention_factor
 
-    def forward(self, positions: Tensor) -> Rotation:
+    def __call__(self, positions: Tensor) -> Rotation:
         """Positions `[b, s]` to cosines and sines, each fp32 `[b, s, 1, width / 2]`."""
         return rotation(positions, self.frequencies(positions), self.factor)
 
@@ -156,7 +155,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
         # Layers with a window may turn at another rate: each layer has the number of its rotary embedding.
-        self.rotary = nn.ModuleList(Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None)
+        self.rotary = [Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None]
         self.rotary_of_layer = [int(spec.local_rope is not None and window is not None) for window in spec.windows]
         self.prepare = partial(
             prepare_attention,
@@ -185,6 +184,10 @@ class Trunk(nn.Module):
         return self.norm(hidden)
 
 
+def _squash(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap)
+
+
 class OutputHead(nn.Module):
     """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without logits of all tokens."""
 
@@ -192,6 +195,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width))
         self.softcap = spec.logit_softcap
+        self.finish = nn.Identity() if spec.logit_softcap is None else partial(_squash, cap=spec.logit_softcap)
 
     def forward(
         self,
@@ -202,8 +206,7 @@ class OutputHead(nn.Module):
     ) -> Tensor:
         """Logits, or with labels `[b, s]` the sum of token losses in `chunks` pieces (`loss`: a custom one)."""
         if labels is None:
-            logits = F.linear(hidden, self.weight)
-            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            return self.finish(F.linear(hidden, self.weight))
         return linear_cross_entropy(
             hidden.flatten(0, 1), self.weight, labels.flatten(), chunks=chunks, softcap=self.softcap, loss=loss
         )

@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recipe_lib.parallel.apply import compile_layers, materialize, shard_model
+    from recipe_lib.parallel.apply import DTYPES, compile_layers, materialize, shard_model
     from recipe_lib.parallel.world import World, start_world
     from recipe_lib.parallel.wrapping import Unit, describe_units, resolve_wrapping
 
 __all__ = [
+    "DTYPES",
     "Unit",
     "World",
     "compile_layers",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DTYPES": "apply",
     "Unit": "wrapping",
     "World": "world",
     "compile_layers": "apply",

@@ -26,15 +26,16 @@ from recipe_lib.models.layers import layer_names
 from recipe_lib.parallel.world import World
 from recipe_lib.parallel.wrapping import Unit, resolve_wrapping
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_EMBEDDINGS = (nn.Embedding, ScaledEmbedding)  # modules whose backward reads tokens, not the weight
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def compile_layers(model: nn.Module) -> None:
-    """torch.compile on each layer's forward, so that alike layers share one compilation and hooks stay outside."""
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay outside of it."""
     modules = dict(model.named_modules())
     for name in layer_names(model):
         layer = modules[name]
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, backend=backend)
 
 
 def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> list[Unit]:
@@ -57,18 +58,18 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
         "offload_policy": offload,
     }
     modules = dict(model.named_modules())
-    needs_no_gather = [module for module in modules.values() if type(module) in (nn.Embedding, ScaledEmbedding)]
+    embeddings = [module for module in modules.values() if type(module) in _EMBEDDINGS]
     retie: list[Callable[[], None]] = []
     for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):  # innermost first
         members = [modules[name] for name in unit.names]
         if _is_tied_pair(members):
             retie.append(_shard_tied_pair(*members, parallel.reshard_after_forward, options))
         else:
-            target = members[0] if len(members) == 1 else members
+            target, kind = (members[0], type(members[0])) if len(members) == 1 else (members, list)
             fully_shard(target, reshard_after_forward=parallel.reshard_after_forward, **options)
-            if isinstance(target, OutputHead):
+            if kind is OutputHead:  # not a class derived from it, whose backward might read what was freed: a crash
                 target.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
-            if isinstance(target, (nn.Embedding, OutputHead)):
+            if kind in _EMBEDDINGS or kind is OutputHead:
                 target.register_forward_pre_hook(_gather_now, prepend=True)
     fully_shard(model, **options)
     model.register_forward_hook(_free_after_evaluation)
@@ -78,7 +79,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: what every backend has, and exact
-    for module in needs_no_gather:
+    for module in embeddings:
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # its gradient needs the tokens alone
     return units
@@ -125,7 +126,7 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
 
 def _is_tied_pair(members: list[nn.Module]) -> bool:
     """An embedding and the output head that uses the same matrix, and nothing else."""
-    if len(members) != 2 or not isinstance(members[0], nn.Embedding) or not isinstance(members[1], OutputHead):
+    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) is not OutputHead:
         return False
     held = {id(parameter) for member in members for parameter in member.parameters()}
     return held == {id(members[0].weight)}

@@ -1,6 +1,6 @@
 """The derived numbers of a run, said at its start: what the config means on these devices with this data."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -9,6 +9,7 @@ from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from recipe_lib.data.dataset import Dataset
     from recipe_lib.parallel.world import World
 
 
@@ -18,18 +19,8 @@ def total_steps(steps_per_epoch: int, epochs: int, max_steps: int | None) -> int
     return steps if max_steps is None else min(steps, max_steps)
 
 
-class Rows(Protocol):
-    """The training rows; tokens are those of one pass, without padding, a trained one being one with a label."""
-
-    total_tokens: int
-    trained_tokens: int
-
-    def __len__(self) -> int:
-        """Rows of one pass."""
-
-
 def derived_numbers(
-    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: Rows, steps_per_epoch: int
+    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", steps_per_epoch: int
 ) -> list[str]:
     """Lines for the log, each number with its unit and how it comes about. model: as it will be trained, or sharded."""
     return [
@@ -50,11 +41,11 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     )
 
 
-def _batch(cfg: FullFinetuneConfig, world: "World", rows: Rows) -> list[str]:
+def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset") -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
     global_rows = cfg.batch_size * accumulation * world.data_ranks
-    share = rows.trained_tokens / max(1, rows.total_tokens)
-    step_tokens = rows.total_tokens / max(1, len(rows)) * global_rows
+    share = rows.report.trained_share
+    step_tokens = rows.report.tokens / max(1, len(rows)) * global_rows
     return [
         f"global batch: {global_rows} rows = batch_size {cfg.batch_size} x gradient_accumulation_steps {accumulation} "
         f"x data ranks {world.data_ranks}",
@@ -76,7 +67,8 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     start = f"warm-up over {schedule.warmup_steps} steps to " if schedule.warmup_steps else ""
     after = steps - schedule.warmup_steps
     if after <= 0:
-        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, not reached: the run has {steps} steps"
+        reached = "reached at the last step" if after == 0 else f"not reached: the run has {steps} steps"
+        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
     if schedule.kind == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
     final = schedule.final_share * cfg.optimizer.lr

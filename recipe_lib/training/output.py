@@ -79,10 +79,10 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"{path}: was saved with seed={saved['seed']}, found seed={now['seed']}; the order of the rows follows "
             f"from it: set seed={saved['seed']}"
         )
-    if saved["global_rows"] != now["global_rows"]:
+    if saved["rows_per_step"] != now["rows_per_step"]:
         raise CheckpointError(
-            f"{path}: was saved with a global batch of {saved['global_rows']} rows, found {now['global_rows']}; make "
-            f"batch_size x gradient_accumulation_steps x ranks {saved['global_rows']} again"
+            f"{path}: was saved with a global batch of {saved['rows_per_step']} rows, found {now['rows_per_step']}; make "
+            f"batch_size x gradient_accumulation_steps x ranks {saved['rows_per_step']} again"
         )
     if saved["data"] != now["data"]:
         raise CheckpointError(

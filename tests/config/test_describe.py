@@ -101,8 +101,8 @@ def test_yaml_of_any_text_reads_back(write, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "null"), (True, "true"), (1e-5, "1e-05"), ([0.9, 1], "[0.9, 1]"), ({"a": "1"}, '{a: "1"}'), ("none", "none"),
-     (Path("/a/b"), "/a/b"), ("a b", '"a b"'), ([], "[]"), ({}, "{}")],
+    [(None, "null"), (True, "true"), (1e-5, "1e-05"), ([0.9, 1], "[0.9, 1]"), ({"a": "1"}, '{a: "1"}'),
+     ("none", "none"), (Path("/a/b"), "/a/b"), ("a b", '"a b"'), ([], "[]"), ({}, "{}")],
 )  # fmt: skip
 def test_value_text(value, text):
     assert value_text(value) == text

@@ -106,7 +106,7 @@ def run(count: int):
     )
 
 
-@run(600)
+@run(300)
 @given(text=mutated())
 def test_mutated_files(path, text):
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -116,21 +116,21 @@ def test_mutated_files(path, text):
         assert load_config(path) == cfg
 
 
-@run(150)
+@run(80)
 @given(data=st.binary(max_size=200))
 def test_any_bytes(path, data):
     path.write_bytes(data)
     outcome(path, [])
 
 
-@run(500)
+@run(250)
 @given(name=NAMES, value=VALUES)
 def test_any_override(path, name, value):
     path.write_text(BASE)
     outcome(path, [f"{name}={value}"])
 
 
-@run(100)
+@run(40)
 @given(words=st.lists(st.text(max_size=20), max_size=4))
 def test_any_words(path, words):
     path.write_text(BASE)

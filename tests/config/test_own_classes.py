@@ -131,7 +131,13 @@ def test_a_class_that_checks_itself(write):
 
 @pytest.mark.parametrize(
     ("annotation", "named"),
-    [(set[int], "set"), (list[list[int]], "list"), (dict[int, str], "dict"), (bytes, "bytes"), (tuple[int, int], "tuple")],
+    [
+        (set[int], "set"),
+        (list[list[int]], "list"),
+        (dict[int, str], "dict"),
+        (bytes, "bytes"),
+        (tuple[int, int], "tuple"),
+    ],
 )
 def test_a_type_that_yaml_cannot_hold(write, annotation, named):
     Odd = dataclass(type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": annotation}, "odd": None}))  # noqa: N806

@@ -129,3 +129,15 @@ def test_a_real_checkpoint(realdata: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     inputs = torch.randint(0, 512, (2, 300), generator=torch.Generator().manual_seed(1))
     assert_close(load_ours(folder)(inputs), theirs(inputs).logits)
+
+
+@pytest.mark.parametrize("case", ["llama3.1", "gemma2"])
+def test_a_compiled_layer_is_one_graph(case: str, folders: dict[str, Path]) -> None:
+    plain, compiled = load_ours(saved(case, folders)), load_ours(saved(case, folders))
+    for layer in compiled.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    losses = [model(tokens(), labels=tokens().roll(-1, dims=1), loss_chunks=2) for model in (plain, compiled)]
+    torch.autograd.backward(losses)
+    assert torch.equal(*losses)
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

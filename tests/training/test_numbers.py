@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data.report import DataReport
 from recipe_lib.training.numbers import derived_numbers, total_steps
 from tests.distributed.ranks import run_ranks
 
@@ -13,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Rows:
-    total_tokens, trained_tokens = 1000, 250
+    report = DataReport("rows.json", "alpaca", 512, tokens=1000, trained_tokens=250)
 
     def __len__(self) -> int:
         return 20
@@ -62,6 +63,9 @@ def test_other_settings_are_said() -> None:
     cfg.lr_schedule.warmup_steps = 9
     lines = derived_numbers(cfg, world, model(), Rows(), 2)
     assert "learning rate: warm-up over 9 steps to 2.00e-05, not reached: the run has 5 steps" in lines
+    cfg.lr_schedule.warmup_steps = 5
+    lines = derived_numbers(cfg, world, model(), Rows(), 2)
+    assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
 
 
 def test_total_steps() -> None:

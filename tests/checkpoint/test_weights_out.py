@@ -1,0 +1,222 @@
+"""The exported folder: equal tensors, equal logits in transformers, no warning, bounded memory, whole or not there."""
+
+import gc
+import json
+import logging
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from recipe_lib.checkpoint import files, weights_out
+from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
+from recipe_lib.errors import CheckpointError, StorageError
+from recipe_lib.models import build_meta, read_config, spec_from_config
+from tests.checkpoint.tiny import CONFIG, tiny_model, tiny_spec, tiny_world, train, tree
+from tests.distributed.ranks import run_ranks
+from tests.models.reference import reference_model
+
+LARGE = 2**30
+
+
+def load_source(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, dict[str, Any]]:
+    """Our model with the folder's weights, its spec, its config."""
+    config = read_config(folder)
+    spec = spec_from_config(config, str(folder))
+    model = build_meta(spec, dtype)
+    model.to_empty(device="cpu")
+    load_weights(model, spec, folder)
+    return model, spec, config
+
+
+def export(model: Any, spec: Any, config: dict[str, Any], out: Path, **options: Any) -> None:
+    """In this process's world, with defaults."""
+    with tiny_world() as world:
+        arguments = {"tokenizer_folder": None, "max_shard_bytes": LARGE} | options
+        export_model(model, spec, config, out, world=world, **arguments)
+
+
+def open_in_transformers(folder: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> Any:
+    """The model as transformers reads it; fails on any warning, and on any name that is missing or unexpected."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with warnings.catch_warnings(record=True) as seen, caplog.at_level(logging.WARNING):
+            warnings.simplefilter("always")
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True, attn_implementation="eager", **options
+            )
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [str(warning.message) for warning in seen] == []
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("transformers")] == []
+    assert not any(report.values()), report
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", ["llama2", "llama3.1", "qwen2.5", "qwen3", "gemma2", "gemma3", "phi3", "mistral-window"])
+@pytest.mark.parametrize("shard_bytes", [LARGE, 40_000])
+def test_transformers_opens_it_with_equal_tensors_and_logits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str, shard_bytes: int
+) -> None:
+    original = reference_model(case)
+    original.save_pretrained(tmp_path / "source")
+    model, spec, config = load_source(tmp_path / "source")
+    export(model, spec, config, tmp_path / "out", max_shard_bytes=shard_bytes)
+    check_weights(spec, tmp_path / "out")
+    reopened = open_in_transformers(tmp_path / "out", caplog)
+    assert reopened.dtype == torch.float32 and type(reopened) is type(original)
+    for name, value in original.state_dict().items():
+        assert torch.equal(reopened.state_dict()[name], value), name
+    tokens = torch.arange(1, 14).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(reopened(tokens).logits, model(tokens), rtol=0, atol=1e-5)
+    weights = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    if shard_bytes == LARGE:
+        assert weights == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert weights == sorted(set(index["weight_map"].values())) and len(weights) > 2
+        tensors = {name: value for file in weights for name, value in load_file(tmp_path / "out" / file).items()}
+        assert index["metadata"]["total_size"] == sum(value.numel() * 4 for value in tensors.values())
+        assert index["weight_map"].keys() == tensors.keys()
+        assert ("lm_head.weight" in tensors) == (not spec.tied)
+
+
+def test_the_type_is_that_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference_model("llama3").save_pretrained(tmp_path / "source")
+    model, spec, config = load_source(tmp_path / "source", torch.bfloat16)
+    export(model, spec, config, tmp_path / "out")
+    assert read_config(tmp_path / "out")["torch_dtype"] == "bfloat16"
+    assert open_in_transformers(tmp_path / "out", caplog).dtype == torch.bfloat16
+
+
+def test_what_another_program_must_not_run_or_look_for_is_left_out() -> None:
+    config = CONFIG | {"auto_map": {"AutoModel": "evil.Model"}, "quantization_config": {}, "_name_or_path": "/home/me"}
+    exported = weights_out.export_config(config, tiny_spec(), torch.bfloat16)
+    assert exported == CONFIG | {"torch_dtype": "bfloat16"}
+
+
+def test_a_multimodal_config_becomes_that_of_its_text_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference_model("gemma3").save_pretrained(tmp_path / "source")
+    model, spec, config = load_source(tmp_path / "source")
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
+    export(model, spec, outer, tmp_path / "out")
+    assert type(open_in_transformers(tmp_path / "out", caplog)).__name__ == "Gemma3ForCausalLM"
+
+
+def test_tokenizer_files_alone_are_copied(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        (source / name).write_text(name)
+    for name in ("modeling_evil.py", "model.safetensors", "pytorch_model.bin", "README.md", "config.json", ".env"):
+        (source / name).write_text("not this")
+    with tiny_world() as world:
+        model = tiny_model(world)
+    export(model, tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=source)
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"chat_template.jinja"}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
+    export(model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=source / "tokenizer.json")
+    assert {path.name for path in (tmp_path / "out2").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tmp_path: Path) -> None:
+    spec = tiny_spec(tie_word_embeddings=True)
+
+    def export_sharded(out: Path, replicate: int) -> int:
+        alive: list[weakref.ref] = []
+        most = 0
+        real = weights_out._whole
+
+        def count(parameter: torch.Tensor) -> torch.Tensor:
+            nonlocal most
+            gc.collect()
+            most = max(most, 1 + sum(reference() is not None for reference in alive))
+            whole = real(parameter)
+            alive.append(weakref.ref(whole))
+            return whole
+
+        weights_out._whole = count
+        with tiny_world(replicate) as world:
+            model = tiny_model(world, spec=spec)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            train(model, optimizer, 1)
+            with torch.no_grad():
+                model(torch.zeros(1, 3, dtype=torch.int64))  # leaves the root gathered
+            export_model(model, spec, CONFIG, out, tokenizer_folder=None, max_shard_bytes=700, world=world)
+        return most
+
+    with tiny_world() as world:
+        model = tiny_model(world, spec=spec)
+    export(model, spec, CONFIG, tmp_path / "1", max_shard_bytes=700)
+    assert run_ranks(export_sharded, 2, tmp_path / "2", 1) == [1, 1]
+    assert run_ranks(export_sharded, 4, tmp_path / "4", 2) == [1, 1, 1, 1]
+    assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(tmp_path / "4")
+
+
+def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> None:
+    with tiny_world() as world:
+        first, second = tiny_model(world, 0), tiny_model(world, 1)
+    out = tmp_path / "model"
+    export(first, tiny_spec(), CONFIG, out, max_shard_bytes=700)
+    export(second, tiny_spec(), CONFIG, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], second.lm_head.weight)
+    assert not list(out.glob("model-*"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(CheckpointError) as raised:
+        export(first, tiny_spec(), CONFIG, tmp_path / "mine")
+    assert str(raised.value) == (
+        f"{tmp_path / 'mine'}: exists and is not a model folder; move it away, or choose another output_dir"
+    )
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
+    def export_failing() -> str:
+        def fail(operation: str, path: Path) -> None:
+            if path.name.startswith("model-00002") and operation == "write":
+                raise OSError(28, "No space left on device", str(path))
+
+        files.before_operation = fail
+        with tiny_world() as world, pytest.raises(StorageError) as raised:
+            model = tiny_model(world)
+            export_model(
+                model, tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=None, max_shard_bytes=700, world=world
+            )
+        return str(raised.value)
+
+    messages = run_ranks(export_failing, 2)
+    assert "model-00002-of-" in messages[0] and "No space left on device" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_world() as world:
+        model = tiny_model(world)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5})())
+    with pytest.raises(StorageError, match="the model needs 64.01 MiB, 5 B are free; free some space"):
+        export(model, tiny_spec(), CONFIG, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_real_weights_survive_the_round_trip(realdata: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = realdata / "stories260K-hf"
+    model, spec, config = load_source(source)
+    export(model, spec, config, tmp_path / "out", tokenizer_folder=source)
+    tokens = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    again = open_in_transformers(tmp_path / "out", caplog)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs.eval()(tokens).logits) or torch.allclose(
+            again(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5
+        )
+        torch.testing.assert_close(model(tokens), again(tokens).logits, rtol=0, atol=1e-5)

@@ -1,0 +1,137 @@
+"""`tune ls`, `tune cat`, `tune validate`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.cli.main import main
+from recipe_lib.config import FullFinetuneConfig
+from recipe_lib.config.places import find_config, find_recipe, list_configs, list_recipes
+
+CONFIG = "llama3/8B_full"
+RECIPE = "full_finetune_distributed"
+
+
+def run(capsys: pytest.CaptureFixture, *words: object) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)"""
+    code = main([str(word) for word in words])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_ls_shows_recipes_with_their_configs(capsys: pytest.CaptureFixture):
+    code, out, err = run(capsys, "ls")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    for name in list_recipes():
+        docstring = ast.get_docstring(ast.parse(find_recipe(name).read_text()))
+        start = lines.index(f"{name}: {docstring.splitlines()[0]}")
+        configs = list_configs()[name]
+        assert lines[start + 1 : start + 1 + len(configs)] == [f"  {config}" for config in configs]
+
+
+def test_ls_of_one_recipe(capsys: pytest.CaptureFixture):
+    code, out, _ = run(capsys, "ls", RECIPE)
+    assert code == 0
+    assert out.startswith(f"{RECIPE}: ")
+    assert f"  {CONFIG}\n" in out
+
+
+def test_ls_of_no_recipe(capsys: pytest.CaptureFixture):
+    assert run(capsys, "ls", "full_finetun") == (2, "", f"error: full_finetun: no such recipe; did you mean {RECIPE}?\n")
+    assert run(capsys, "ls", "zzz")[2].startswith(f"error: zzz: no such recipe; one of: {RECIPE}")
+
+
+def test_cat_is_the_file(capsys: pytest.CaptureFixture):
+    assert run(capsys, "cat", CONFIG) == (0, find_config(CONFIG).read_text(), "")
+
+
+def test_cat_resolved_has_every_value_and_its_place(capsys: pytest.CaptureFixture):
+    code, out, err = run(capsys, "cat", CONFIG, "--resolved", "optimizer.lr=3e-6", "data.source=a=b.json")
+    assert (code, err) == (0, "")
+    rows = {line.split(": ", 1)[0]: line.split(": ", 1)[1].split() for line in out.splitlines()}
+    assert rows["optimizer.lr"] == ["3e-06", "#", "command", "line"]
+    assert rows["data.source"][1:] == ["#", "command", "line"]
+    assert "a=b.json" in rows["data.source"][0]
+    assert rows["model.path"][1:] == ["#", f"configs/{CONFIG}.yaml:9"]
+    assert rows["seed"] == ["42", "#", "default"]
+    assert set(FullFinetuneConfig.__dataclass_fields__) == {key.split(".")[0] for key in rows}
+
+
+def test_cat_describes_every_key(capsys: pytest.CaptureFixture):
+    code, out, err = run(capsys, "cat", CONFIG, "--describe")
+    assert (code, err) == (0, "")
+    for key in ("optimizer.lr", "memory.activation_checkpointing", "Peak learning rate."):
+        assert key in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["cat", "llama3/8B_ful"], "error: llama3/8B_ful: no such config; did you mean llama3/8B_full?"),
+        (["cat", RECIPE], f"error: {RECIPE}: is a recipe, not a config; `tune ls {RECIPE}` lists its configs"),
+        (["cat", CONFIG, "seed=1"], "error: tune cat: overrides change the resolved values only; add --resolved"),
+        (
+            ["cat", CONFIG, "--resolved", "--describe"],
+            "error: tune cat: --resolved and --describe are two different views; give one of them",
+        ),
+    ],
+)
+def test_cat_mistakes(words: list[str], line: str, capsys: pytest.CaptureFixture):
+    assert run(capsys, *words) == (2, "", line + "\n")
+
+
+def test_cat_of_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "x.yaml"
+    file.write_bytes(b"seed: \xff\n")
+    assert run(capsys, "cat", file) == (2, "", f"error: {file}: is not UTF-8 text (byte 6)\n")
+
+
+def test_validate_says_for_which_recipe(capsys: pytest.CaptureFixture):
+    assert run(capsys, "validate", CONFIG) == (0, f"{CONFIG}: a valid config of {RECIPE}\n", "")
+    assert run(capsys, "validate", "--recipe", RECIPE, CONFIG, "seed=1")[0] == 0
+
+
+def test_validate_reports_all_faults_at_once(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "x.yaml"
+    file.write_text(f"recipe: {RECIPE}\nmodel:\n  pth: m\nbatch_size: 0\n")
+    code, out, err = run(capsys, "validate", file, "optimizer.lrr=1", "seed=-1")
+    assert (code, out) == (2, "")
+    lines = err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    for part in (f"{file}:3: model.pth", f"{file}:4: batch_size", "command line: optimizer.lrr", "command line: seed"):
+        assert any(part in line for line in lines), part
+
+
+def test_validate_against_a_recipe_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture):
+    recipe = tmp_path / "mine_validated.py"
+    recipe.write_text(
+        '"""Mine."""\n'
+        "from dataclasses import dataclass\n"
+        "from recipe_lib.config import FullFinetuneConfig\n"
+        "from recipe_lib.config.schema import key\n\n"
+        "@dataclass\nclass Config(FullFinetuneConfig):\n    sparkle: int = key(1, 'How much.', minimum=0)\n"
+    )
+    code, out, err = run(capsys, "validate", CONFIG, "--recipe", recipe, "sparkle=3")
+    assert (code, out, err) == (0, f"{CONFIG}: a valid config of mine_validated\n", "")
+    code, _, err = run(capsys, "validate", CONFIG, "--recipe", recipe, "sparkle=-3")
+    assert code == 2
+    assert "sparkle" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("def main(argv):\n    pass\n", "has no class `Config`; expected one, like the shipped recipes"),
+        ("def main(argv:\n", "invalid syntax"),
+    ],
+)
+def test_validate_against_a_recipe_that_is_none(text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    recipe = tmp_path / f"broken_{len(text)}.py"
+    recipe.write_text(text)
+    code, out, err = run(capsys, "validate", CONFIG, "--recipe", recipe)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {recipe}:")
+    assert line in err or "was never closed" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,118 @@
+"""The entry point: help, mistakes, and how little a verb costs that needs no torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from recipe_lib.cli.main import VERBS, main
+from recipe_lib.config.places import list_configs
+from tests.cli.commands import ROOT, TUNE, environment, tune
+
+CONFIG = "llama3/8B_full"
+CHEAP = [
+    [],
+    ["--help"],
+    ["ls"],
+    ["ls", "--help"],
+    ["cat", CONFIG],
+    ["cat", CONFIG, "--resolved", "batch_size=3"],
+    ["cat", CONFIG, "--describe"],
+    ["validate", CONFIG],
+    ["validate", CONFIG, "batch_sice=3"],
+    ["cp", CONFIG, "--help"],
+    ["run", "--help"],
+    ["run", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
+    ["run", "--nproc_per_node", "4", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
+    ["run", "--nproc_per_node", "four", "full_finetune_distributed", "--config", CONFIG],
+    ["generate", "--help"],
+    ["generate", "nowhere", "--prompt", "a", "--top-k", "0"],
+    ["download", "--help"],
+    ["frobnicate"],
+]
+
+# Runs a command line in a fresh interpreter and reports what it imported and how long its CPU worked.
+PROBE = """
+import json, os, sys
+from recipe_lib.cli.main import main
+code = main(sys.argv[1:])
+sys.stdout.flush()
+heavy = sorted({"torch", "torchao", "transformers", "huggingface_hub", "tokenizers", "numpy"} & set(sys.modules))
+times = os.times()
+json.dump({"code": code, "heavy": heavy, "seconds": times.user + times.system}, open(3, "w"))
+"""
+
+
+@pytest.mark.parametrize("words", CHEAP, ids=" ".join)
+def test_no_torch_and_little_time(words: list[str], tmp_path, record_property):
+    with open(tmp_path / "report", "w") as report:
+        result = subprocess.run(
+            ["bash", "-c", f'exec "$@" 3> {tmp_path / "report"}', "-", sys.executable, "-c", PROBE, *words],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            pass_fds=[report.fileno()],
+        )
+    found = json.loads((tmp_path / "report").read_text())
+    print(f"tune {' '.join(words)}: {found['seconds']:.2f} s of CPU")
+    record_property("cpu_seconds", found["seconds"])
+    assert found["heavy"] == []
+    assert "Traceback" not in result.stderr
+    assert found["code"] in (0, 2)
+    # 0.3 s is the promise on a quiet machine; a loaded one may take three times as long, importing torch ten times.
+    assert found["seconds"] < 0.9
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_names_every_verb(words: list[str], capsys: pytest.CaptureFixture):
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert all(f"  {verb} " in printed.out for verb in VERBS)
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
+    assert main([verb, "--help"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"usage: tune {verb} ")
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["lss"], "error: tune: unknown verb 'lss'; did you mean ls?"),
+        (["generat", "x"], "error: tune: unknown verb 'generat'; did you mean generate?"),
+        (["zzz"], "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, run, generate"),
+        (["--verbose"], "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, run, generate"),
+        (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
+        (["ls", "--all"], "error: tune ls: unknown option --all; see `tune ls --help`"),
+        (["cat"], "error: tune cat: the following arguments are required: CONFIG; see `tune cat --help`"),
+        (["cp", "a", "b", "c"], "error: tune cp: unexpected argument c; see `tune cp --help`"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture):
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.err == line + "\n"
+    assert printed.out == ""
+
+
+def test_a_closed_pipe_is_no_traceback():
+    script = f"{' '.join(TUNE)} cat {CONFIG} --describe | head -n 1; echo ${{PIPESTATUS[0]}}"
+    for _ in range(3):
+        result = subprocess.run(
+            ["bash", "-c", script], cwd=ROOT, env=environment(PYTHONUNBUFFERED="1"), capture_output=True, text=True
+        )
+        assert result.stderr == ""
+        assert result.stdout.splitlines()[-1] == "141"
+
+
+def test_it_runs_as_a_process():
+    result = tune("ls")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert list_configs()["full_finetune_distributed"][0] in result.stdout
