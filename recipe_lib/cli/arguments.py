@@ -46,4 +46,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
-        raise ConfigError(f"{self.prog}: {message.replace(chr(10), ' ')}; see `{self.prog} --help`")
+        said, required, names = message.replace("\n", " ").partition("the following arguments are required: ")
+        if required:  # argparse counts positional arguments that may be absent when options stand between others
+            optional = {action.metavar for action in self._actions if action.nargs == "*"}
+            missing = [name for name in names.split(", ") if name not in optional]
+            said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        raise ConfigError(f"{self.prog}: {said}; see `{self.prog} --help`")

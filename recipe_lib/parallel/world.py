@@ -241,7 +241,7 @@ def _check_device_count(device_type: str, local_rank: int) -> None:
 
 def _join_group(device_type: str, rank: int, size: int) -> dist.Store:
     """Joins the default process group; returns the store the ranks meet at."""
-    backend = "cpu:gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
     if size == 1:
         store: dist.Store = dist.HashStore()
     else:

@@ -23,24 +23,25 @@ SHARD, RNG, SETTINGS = "shard-00001-of-00001.safetensors", "rng-00001.safetensor
 FILES = (SHARD, RNG, SETTINGS, MANIFEST)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def world() -> Iterator[World]:
     with tiny_world() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, world: World) -> tuple[Path, str]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with step_1 and step_2, and the fingerprint of step_1."""
     root = tmp_path_factory.mktemp("saved")
-    model = tiny_model(world)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, 1)
-    save_state(root, 1, model, optimizer, {"step": 1}, world, keep=2)
-    first = fingerprint(model, optimizer)
-    train(model, optimizer, 1, 1)
-    save_state(root, 2, model, optimizer, {"step": 2}, world, keep=2)
-    return root, first
+    with tiny_world() as world:
+        model = tiny_model(world)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        train(model, optimizer, 1)
+        save_state(root, 1, model, optimizer, {"step": 1}, world, keep=2)
+        first = fingerprint(model, optimizer)
+        train(model, optimizer, 1, 1)
+        save_state(root, 2, model, optimizer, {"step": 2}, world, keep=2)
+        return root, first
 
 
 @pytest.fixture

@@ -90,7 +90,9 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (["--verbose"], "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, run, generate"),
         (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
         (["ls", "--all"], "error: tune ls: unknown option --all; see `tune ls --help`"),
-        (["cat"], "error: tune cat: the following arguments are required: CONFIG; see `tune cat --help`"),
+        (["cat"], "error: tune cat: CONFIG is missing; see `tune cat --help`"),
+        (["cp"], "error: tune cp: RECIPE|CONFIG and DEST are missing; see `tune cp --help`"),
+        (["generate", "x", "--prompt"], "error: tune generate: argument --prompt: expected one argument; see `tune generate --help`"),
         (["cp", "a", "b", "c"], "error: tune cp: unexpected argument c; see `tune cp --help`"),
     ],
 )
@@ -102,13 +104,13 @@ def test_a_mistake_is_one_line(words: list[str], line: str, capsys: pytest.Captu
 
 
 def test_a_closed_pipe_is_no_traceback():
-    script = f"{' '.join(TUNE)} cat {CONFIG} --describe | head -n 1; echo ${{PIPESTATUS[0]}}"
+    script = f"{' '.join(TUNE)} cat {CONFIG} --describe | true; echo ${{PIPESTATUS[0]}}"
     for _ in range(3):
         result = subprocess.run(
             ["bash", "-c", script], cwd=ROOT, env=environment(PYTHONUNBUFFERED="1"), capture_output=True, text=True
         )
         assert result.stderr == ""
-        assert result.stdout.splitlines()[-1] == "141"
+        assert result.stdout == "141\n"
 
 
 def test_it_runs_as_a_process():

@@ -1,0 +1,148 @@
+"""A Hugging Face hub on 127.0.0.1, as much of it as a download asks for."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+COMMIT = "c0ffee" + "0" * 34
+SAFE = {
+    "config.json": b'{"model_type": "llama"}',
+    "generation_config.json": b"{}",
+    "model-00001-of-00002.safetensors": b"first" * 100,
+    "model-00002-of-00002.safetensors": b"second" * 100,
+    "model.safetensors.index.json": b"{}",
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
+    "tokenizer.model": b"sentencepiece",
+    "special_tokens_map.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+}
+UNSAFE = {
+    "modeling_own.py": b"print('code ran')",
+    "tokenizer_own.py": b"print('code ran')",
+    "pytorch_model.bin": b"pickle",
+    "training_args.bin": b"pickle",
+    "consolidated.00.pth": b"pickle",
+    "consolidated.safetensors": b"the same weights again",
+    "original/tokenizer.model": b"again",
+    "onnx/model.safetensors": b"other",
+    "README.md": b"# words",
+    "model.gguf": b"other",
+}
+REPOSITORIES = {
+    "owner/good": SAFE | UNSAFE,
+    "owner/gated": SAFE,
+    "owner/bins": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
+    "owner/gguf": {"model.gguf": b"x"},
+    "owner/words": {"README.md": b"x"},
+    "owner/large": {"model.safetensors": b"x", "config.json": b"{}"},
+    "owner/broken": SAFE,
+}
+LARGE = 10**18
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers the API for a model's information and its tree, and the address of a file."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(status, b"{}", X_Error_Code=code, X_Error_Message=code)
+
+    def _answer(self) -> None:
+        address = urlsplit(self.path)
+        path = unquote(address.path)
+        self.server.asked.append(path)
+        if path.startswith("/api/models/"):
+            name, _, rest = path.removeprefix("/api/models/").partition("/revision/")
+            name, _, tree = name.partition("/tree/")
+            self._api(name, rest or "main", bool(tree), parse_qs(address.query))
+        else:
+            name, _, rest = path[1:].partition("/resolve/")
+            self._file(name, rest.partition("/")[2])
+
+    def _api(self, name: str, revision: str, tree: bool, query: dict[str, list[str]]) -> None:
+        if name == "owner/broken":
+            return self._send(500)
+        if self.headers.get("Authorization") == "Bearer hf_expired_token":
+            return self._send(401, b"{}")
+        if name not in REPOSITORIES:
+            return self._refuse(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
+        if revision not in ("main", "v2", COMMIT):
+            return self._refuse(404, "RevisionNotFound")
+        sizes = {
+            file: LARGE if name == "owner/large" and file.endswith("safetensors") else len(content)
+            for file, content in REPOSITORIES[name].items()
+        }
+        if tree:
+            body: object = [
+                {"type": "file", "path": file, "size": size, "oid": _etag(REPOSITORIES[name][file])}
+                for file, size in sizes.items()
+            ]
+        else:
+            siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
+            body = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False, "downloads": 0}
+        self._send(200, json.dumps(body).encode(), Content_Type="application/json")
+
+    def _file(self, name: str, file: str) -> None:
+        if name == "owner/gated":
+            allowed = self.headers.get("Authorization") == "Bearer hf_allowed_token"
+            if not allowed:
+                return self._refuse(403 if self.headers.get("Authorization") else 401, "GatedRepo")
+        content = REPOSITORIES.get(name, {}).get(file)
+        if content is None:
+            return self._refuse(404, "EntryNotFound")
+        self._send(200, content, ETag=f'"{_etag(content)}"', X_Repo_Commit=COMMIT)
+
+
+def _etag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+class Hub(ThreadingHTTPServer):
+    """The server; `asked` are the paths that were requested."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Hub)
+        self.asked: list[str] = []
+
+    @property
+    def address(self) -> str:
+        """For HF_ENDPOINT."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    """A hub while the block runs."""
+    hub = Hub()
+    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+        thread.join()
