@@ -24,7 +24,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("case", sorted(path.parent for path in CASES.glob("*/*/command")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def name_of(case: Path) -> str:
+    return f"{case.parent.name}/{case.name}"
+
+
+@pytest.mark.parametrize("case", sorted(path.parent for path in CASES.glob("*/*/command")), ids=name_of)
 def test_one_clean_line(case: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     name = str(case.relative_to(ROOT))

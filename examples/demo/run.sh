@@ -11,7 +11,7 @@ echo "== tune run full_finetune_distributed --config demo/full"
 tune run full_finetune_distributed --config demo/full output_dir="$output" overwrite=true
 
 echo "== after training"
-python examples/demo/score.py "$output/model" --show 5
+python examples/demo/score.py "$output/model" --show 5 --at-least 80
 
 echo "== tune generate $output/model --prompt 'Write 4072 in words.'"
 tune generate "$output/model" --prompt "Write 4072 in words."

@@ -78,18 +78,24 @@ def answer(model: Decoder, spec: DecoderSpec, tokenizer: Tokenizer, row: dict[st
     return Answer(row["instruction"], row["output"], said)
 
 
-def main() -> None:
-    """Prints the share, and with --show some questions with their answers."""
+def main() -> int:
+    """Prints the share, and with --show some questions with their answers; returns 1 below --at-least."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", help="model folder; without it: the untrained model")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="also print the first N answers")
+    parser.add_argument("--at-least", type=float, default=0, metavar="PERCENT", help="exit code 1 below this share")
     arguments = parser.parse_args()
     model, spec, tokenizer = load_model(arguments.checkpoint)
     answers = [answer(model, spec, tokenizer, row) for row in read_heldout()]
     for shown in answers[: arguments.show]:
         print(f"  {'right' if shown.right else 'wrong'}: {shown.question}  ->  {shown.said}")
     right = sum(shown.right for shown in answers)
-    print(f"{right} of {len(answers)} held-out questions answered exactly ({100 * right / len(answers):.1f} %)")
+    percent = 100 * right / len(answers)
+    print(f"{right} of {len(answers)} held-out questions answered exactly ({percent:.1f} %)")
+    if percent < arguments.at_least:
+        print(f"error: expected at least {arguments.at_least:g} %", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

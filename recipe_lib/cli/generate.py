@@ -97,13 +97,13 @@ def check(arguments: argparse.Namespace) -> None:
 def prompt_tokens(tokenizer: "Tokenizer", prompt: str, raw: bool) -> list[int]:
     """The ids that the model reads first."""
     if raw:
-        tokens = tokenizer.encode(prompt, add_bos=True)
+        tokens = tokenizer.encode(prompt, add_bos=tokenizer.add_bos_by_default or not prompt)
         if not tokens:
             raise ConfigError("--prompt: is empty and the tokenizer has no BOS token to begin from; give a text")
         return tokens
-    from recipe_lib.data import encode_prompt
+    from recipe_lib.data import render_prompt
 
-    return encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
+    return render_prompt(tokenizer, [{"role": "user", "content": prompt}])
 
 
 def complete(

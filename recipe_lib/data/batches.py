@@ -30,9 +30,7 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same on another device."""
         moved = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in vars(self).items()
-            if value is not None
+            name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items() if value is not None
         }
         return replace(self, **moved)
 

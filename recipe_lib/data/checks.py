@@ -10,16 +10,17 @@ def check_vocabulary(tokenizer: TextTokenizer, model_vocab_size: int, *datasets:
 
     A special token beyond the model's vocabulary is let pass while no row uses it: real checkpoints list some.
     """
+    place = tokenizer.place
     needed = max([tokenizer.ordinary_size - 1, *(i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None)])
     if needed >= model_vocab_size:
         raise DataError(
-            f"{tokenizer.place}: found {needed + 1} tokens, expected at most the model's vocab_size={model_vocab_size}; "
+            f"{place}: found {needed + 1} tokens, expected at most the model's vocab_size={model_vocab_size}; "
             "set tokenizer.path to the tokenizer of this model"
         )
     for dataset in datasets:
         if dataset is not None and dataset.largest_id >= model_vocab_size:
             token = tokenizer.token_bytes(dataset.largest_id).decode(errors="replace")
             raise DataError(
-                f"{dataset.report.source}: found the token {token!r} with the id {dataset.largest_id}, expected ids below "
-                f"the model's vocab_size={model_vocab_size}; use a chat template whose tokens the model has"
+                f"{dataset.report.source}: found the token {token!r} with the id {dataset.largest_id}, expected ids "
+                f"below the model's vocab_size={model_vocab_size}; use a chat template whose tokens the model has"
             )

@@ -13,7 +13,7 @@ from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.report import DataReport
-from recipe_lib.data.samples import Document, RowFault, Sample, TextTokenizer
+from recipe_lib.data.samples import Conversation, Document, RowFault, Sample, TextTokenizer
 from recipe_lib.data.sources import Located, read_rows
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError
@@ -36,8 +36,15 @@ class Dataset:
     `[rows]`, tokens and trained targets of each row. fingerprint: SHA-256 of rows and settings, in hex.
     """
 
-    def __init__(self, ids: np.ndarray, offsets: np.ndarray, trained: np.ndarray, report: DataReport, settings: Any) -> None:
-        """ids: int32 `[n]`; offsets: int64 `[rows + 1]`; trained: uint8 `[n]`."""
+    def __init__(
+        self,
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        trained: np.ndarray,
+        report: DataReport,
+        settings: Mapping[str, Any],
+    ) -> None:
+        """ids: int32 `[n]`; offsets: int64 `[rows + 1]`; trained: uint8 `[n]`. settings: enter the fingerprint."""
         self._ids, self._offsets, self._trained = ids, offsets, trained
         self.report = report
         self.lengths = np.diff(offsets) - 1
@@ -107,7 +114,13 @@ class _Builder:
     """One pass over a source."""
 
     def __init__(
-        self, cfg: DataConfig, tokenizer: TextTokenizer, max_seq_len: int, source: str, format: str, max_rows: int | None
+        self,
+        cfg: DataConfig,
+        tokenizer: TextTokenizer,
+        max_seq_len: int,
+        source: str,
+        format: str,
+        max_rows: int | None,
     ) -> None:
         self.cfg, self.tokenizer, self.max_seq_len = cfg, tokenizer, max_seq_len
         self.source, self.format, self.max_rows = source, format, max_rows
@@ -125,7 +138,6 @@ class _Builder:
             source,
             format,
             max_seq_len,
-            template="none" if format in ("text", "prompt_completion") else self.encoder.template,
             train_on=cfg.train_on,
             adds_bos=self.encoder.add_bos,
         )
@@ -139,17 +151,16 @@ class _Builder:
                 self._bad(place, fault)
         report = self.report
         report.rows, report.tokens = len(self.offsets) - 1, len(self.ids) - len(self.offsets) + 1
-        report.trained_tokens = sum(self.trained)
+        report.trained_tokens = self.trained.count(1)
         if not report.rows:
             raise DataError(self._nothing_left())
-        dataset = Dataset(
+        return Dataset(
             np.frombuffer(self.ids, dtype=np.int32),
             np.frombuffer(self.offsets, dtype=np.int64),
             np.frombuffer(self.trained, dtype=np.uint8),
             report,
             self._settings(),
         )
-        return dataset
 
     def _samples(self) -> Iterator[tuple[str, Sample]]:
         for place, row in self._limited():
@@ -199,6 +210,8 @@ class _Builder:
         if isinstance(sample, Document):
             self._add_document(sample.text)
             return
+        if isinstance(sample, Conversation):
+            self.report.template = self.encoder.template
         encoded = self.encoder.encode(sample)
         self.report.apart_rows += encoded.apart
         room = self.max_seq_len + 1

@@ -60,7 +60,8 @@ def read_sharegpt(row: Row) -> Conversation:
         speaker, text = ("from", "value") if "from" in turn else ("role", "content")
         role = turn.get(speaker)
         if role not in SHAREGPT_ROLES:
-            raise RowFault("unknown role", f"{where}: found the {speaker} {role!r}, expected human, gpt, system or tool")
+            known = "human, gpt, system or tool"
+            raise RowFault("unknown role", f"{where}: found the {speaker} {role!r}, expected {known}")
         messages.append({"role": SHAREGPT_ROLES[role], "content": text_of(turn, text, where=where)})
     return conversation(messages)
 
@@ -145,8 +146,9 @@ def conversation(messages: Sequence[Message], tools: Sequence[Row] | None = None
         allowed = {"system": ("the start",), "user": ("the start", "system", "assistant")}.get(role)
         allowed = allowed or {"assistant": ("user", "tool"), "tool": ("assistant", "tool")}[role]
         if before not in allowed:
+            after = " or ".join(allowed)
             raise RowFault(
-                "wrong role order", f"message {number}: found {role} after {before}, expected it after {' or '.join(allowed)}"
+                "wrong role order", f"message {number}: found {role} after {before}, expected it after {after}"
             )
         before = role
     answers = [message for message in messages if message["role"] == "assistant"]

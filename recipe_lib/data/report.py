@@ -36,8 +36,8 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report as log lines."""
-        what = "whole rows" if self.train_on == "all" else "answers with their end-of-turn token"
-        what = "all tokens" if self.format == "text" else what
+        everything = self.train_on == "all" or self.format == "text"
+        what = "all tokens" if everything else "answers with their end-of-turn token"
         lines = [
             f"data: {self.rows} rows of {self.rows_read} read from {self.source} (format {self.format}, template "
             f"{self.template}), {self.tokens} tokens; the loss counts {what}: {_percent(self.trained_share)} of them",

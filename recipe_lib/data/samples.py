@@ -36,13 +36,13 @@ Sample = Conversation | Completion | Document
 class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned into a DataError or a count)
     """A row that cannot be used. cause: a few words to count by; str(): what was found and expected."""
 
-    def __init__(self, cause: str, detail: str):
+    def __init__(self, cause: str, detail: str) -> None:
         self.cause = cause
         super().__init__(detail)
 
 
 class TextTokenizer(Protocol):
-    """What this folder asks of a tokenizer; `recipe_lib.tokenizers.Tokenizer` is one."""
+    """What this folder asks of a tokenizer; `recipe_lib.tokenizers.Tokenizer` is one and says more."""
 
     place: str
     vocab_size: int
@@ -52,29 +52,28 @@ class TextTokenizer(Protocol):
     add_bos_by_default: bool
 
     @property
-    def chat_template(self) -> str | None: ...
+    def chat_template(self) -> str | None:
+        """Jinja source of the chat template, if there is one."""
 
     @property
-    def special_texts(self) -> tuple[str, ...]: ...
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens as text."""
 
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    def is_special(self, token: int) -> bool: ...
-
-    def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]: ...
+    def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:
+        """Ids of a text."""
 
     def encode_pieces(
         self, pieces: Sequence[str], *, allow_special: bool = True, literal: str | None = None
-    ) -> list[list[int]]: ...
+    ) -> list[list[int]]:
+        """Ids of each piece of a text; special tokens that hold the letter `literal` are text without it."""
 
-    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
+    def token_bytes(self, token: int) -> bytes:
+        """What an id stands for."""
 
     def render_chat(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str: ...
+    ) -> str:
+        """The conversation as the chat template writes it."""

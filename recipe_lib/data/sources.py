@@ -4,7 +4,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from recipe_lib.data.samples import RowFault
 from recipe_lib.errors import DataError
@@ -35,7 +35,8 @@ def find_files(source: str) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
         if not files:
-            raise DataError(f"{source}: found no {', '.join(SUFFIXES)} file in the folder; set data.source to one that has")
+            kinds = ", ".join(SUFFIXES)
+            raise DataError(f"{source}: found no {kinds} file in the folder; set data.source to one with data")
         return files
     if not path.exists():
         raise DataError(
@@ -51,12 +52,16 @@ def _text_rows(path: Path) -> Iterator[Located]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Located]:
-    with path.open("rb") as file:
+    found = False
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
+                found = True
                 yield f"{path}:{number}", _parse_line(line)
+    if not found:
+        raise DataError(f"{path}: the file is empty, expected rows")
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | RowFault:
@@ -127,16 +132,16 @@ def _decode(path: Path, text: str, decoder: json.JSONDecoder) -> Any:
         return decoder.decode(text)
     except json.JSONDecodeError as error:
         remedy = "; if every line is an object of its own, name the file .jsonl" if error.msg == "Extra data" else ""
-        raise DataError(
-            f"{path}:{error.lineno}: column {error.colno}: invalid JSON ({error.msg}), expected a list of objects{remedy}"
-        ) from None
+        at = f"{path}:{error.lineno}: column {error.colno}"
+        raise DataError(f"{at}: invalid JSON ({error.msg}), expected a list of objects{remedy}") from None
     except RecursionError:
         raise DataError(f"{path}: JSON nested too deep, expected a list of objects") from None
 
 
 def _read_text(path: Path) -> str:
     """The file as text, its line ends as they are. Raises DataError with the line of a byte that is not UTF-8."""
-    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    with _opened(path) as file:
+        content = file.read().removeprefix(codecs.BOM_UTF8)
     if not content.strip():
         raise DataError(f"{path}: the file is empty, expected rows or text")
     try:
@@ -146,6 +151,13 @@ def _read_text(path: Path) -> str:
         raise DataError(
             f"{path}:{line}: found the byte 0x{content[error.start]:02x}, expected UTF-8; convert the file"
         ) from None
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be opened ({error.strerror}); check its permissions") from None
 
 
 def _hub_rows(source: str, split: str) -> Iterator[Located]:

@@ -6,7 +6,7 @@ beginning of the whole rendering, or the row is refused with the first differenc
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,7 @@ class Encoder:
 
         Rendering puts the template's own special tokens between; these are found, the others are not.
         """
-        texts: list[str] = []
-        _walk(content, lambda text: texts.append(text) or text)
+        texts = list(_texts(content))
         if self._special is None or not any(self._special.search(text) for text in texts):
             return content, None
         taken = {letter for text in [*texts, self.tokenizer.chat_template or ""] for letter in text}
@@ -139,7 +138,8 @@ class Encoder:
     def _mark(self, whole: str, spans: list[tuple[int, int]], literal: str | None, add_bos: bool) -> Encoded:
         """Ids of the whole text with the answers' ids marked."""
         cuts = [0, *(at for span in spans for at in span), len(whole)]
-        pieces = self.tokenizer.encode_pieces([whole[a:b] for a, b in zip(cuts, cuts[1:])], literal=literal)
+        parts = [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        pieces = self.tokenizer.encode_pieces(parts, literal=literal)
         together = self.tokenizer.encode_pieces([whole], literal=literal)[0]
         ids, lengths = [i for piece in pieces for i in piece], [len(piece) for piece in pieces]
         apart = False
@@ -171,7 +171,7 @@ class Encoder:
             if together[: len(before)] != before:
                 return None
             ends.append(len(before))
-        return [b - a for a, b in zip(ends, ends[1:])]
+        return [b - a for a, b in zip(ends, ends[1:], strict=False)]
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_id
@@ -208,6 +208,18 @@ def _walk(content: Any, change: Callable[[str], str]) -> Any:
     if isinstance(content, dict):
         return {key: value if key == "role" else _walk(value, change) for key, value in content.items()}
     return content
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Every text that `_walk` would change."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for item in content:
+            yield from _texts(item)
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield from _texts(value) if key != "role" else ()
 
 
 def _common(left: str, right: str) -> int:

@@ -90,10 +90,8 @@ class ChatTemplate:
         room = SPARE_CHARACTERS + 16 * len(self.source) + 16 * len(json.dumps([messages, tools], default=str))
         parts, length = [], 0
         try:
-            stream = self._template.generate(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None, **self._tokens
-            )
-            for part in stream:
+            given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
+            for part in self._template.generate(**self._tokens, **given, documents=None):
                 parts.append(part)
                 length += len(part)
                 if length > room:

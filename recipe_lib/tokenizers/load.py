@@ -101,5 +101,6 @@ def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file:
     for offset in range(256):
         name = named.get(offset) or f"reserved_special_token_{next(reserved)}"
         settings.added[f"<|{name}|>"] = AddedToken(f"<|{name}|>", LLAMA3_SIZE + offset)
-    settings.roles = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"} | settings.roles
+    settings.roles.setdefault("bos_token", "<|begin_of_text|>")
+    settings.roles.setdefault("eos_token", "<|end_of_text|>")
     settings.stop_ids |= {LLAMA3_SIZE + 1, LLAMA3_SIZE + 8, LLAMA3_SIZE + 9}

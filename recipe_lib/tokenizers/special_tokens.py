@@ -39,9 +39,14 @@ class AddedToken:
 
 @dataclass
 class Settings:
-    """What the JSON files in a tokenizer's folder say. roles: `bos_token` etc. -> its text; None: said to have none."""
+    """What the JSON files in a tokenizer's folder say.
+
+    roles: `bos_token` etc. -> its text; None: said to have none. added: token -> itself; listed: the same from
+    added_tokens.json, which knows no more than ids.
+    """
 
     roles: dict[str, str | None] = field(default_factory=dict)
+    listed: dict[str, AddedToken] = field(default_factory=dict)
     added: dict[str, AddedToken] = field(default_factory=dict)
     add_bos: bool | None = None
     legacy: bool = True
@@ -73,7 +78,7 @@ def read_settings(folder: Path) -> Settings:
     config = _read_object(folder / "tokenizer_config.json")
     where = str(folder / "tokenizer_config.json")
     for content, number in _read_object(folder / "added_tokens.json").items():
-        settings.added[content] = AddedToken.read({"content": content}, str(folder / "added_tokens.json"), number)
+        settings.listed[content] = AddedToken.read({"content": content}, str(folder / "added_tokens.json"), number)
     for number, entry in (config.get("added_tokens_decoder") or {}).items():
         token = AddedToken.read(entry, where, int(number) if str(number).isdigit() else None)
         settings.added[token.content] = token
@@ -138,4 +143,4 @@ def read_template(path: Path) -> str:
     except OSError:
         raise DataError(f"{path}: no such file; set tokenizer.chat_template to a Jinja file") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}, expected a Jinja text file") from None
+        raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}, expected a Jinja text") from None

@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.chat import ChatTemplate
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
-from recipe_lib.tokenizers.vocabulary import Place, Vocabulary
+from recipe_lib.tokenizers.vocabulary import Place, Vocabulary, alternation
 
 
 class Tokenizer:
@@ -23,7 +23,7 @@ class Tokenizer:
         self.place = place
         self._vocabulary = vocabulary
         self._template = template
-        self._added = {token.content: token for token in vocabulary.added} | settings.added
+        self._added = settings.listed | {token.content: token for token in vocabulary.added} | settings.added
         self._by_id = {token.id: token for token in self._added.values()}
         self.bos_id = self._role(settings, "bos_token", settings.bos_id)
         self.eos_id = self._role(settings, "eos_token", settings.eos_id)
@@ -34,16 +34,15 @@ class Tokenizer:
                 self._by_id[role] = self._added[content] = AddedToken(content, role)
         self.vocab_size = max([vocabulary.size, *(i + 1 for i in self._by_id)])
         self.ordinary_size = max([vocabulary.size, *(t.id + 1 for t in self._added.values() if not t.special)])
-        begins = getattr(vocabulary, "begins_with", self.bos_id) == self.bos_id
         self.add_bos_by_default = self.bos_id is not None and (
-            settings.add_bos if isinstance(settings.add_bos, bool) else begins
+            settings.add_bos if isinstance(settings.add_bos, bool) else vocabulary.begins_with(self.bos_id)
         )
         self._declared_stops = frozenset(settings.stop_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
-        always = {} if vocabulary.matches_added else {
+        always = {
             content: token
             for content, token in self._added.items()
-            if not token.special and token.id >= vocabulary.size
+            if not token.special and token.id >= vocabulary.size and not vocabulary.matches_added
         }
         specials = {content: token for content, token in self._added.items() if token.special}
         self._split_ordinary = _splitter(always)
@@ -117,11 +116,12 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that an id stands for, special tokens as they are written. Raises DataError for no id of ours."""
-        if token in self._by_id:
-            return self._by_id[token].content.encode()
-        if not 0 <= token < self._vocabulary.size:
+        added, vocabulary = self._by_id.get(token), self._vocabulary
+        if added is not None and (added.special or not (vocabulary.matches_added or token < vocabulary.size)):
+            return added.content.encode()
+        if added is None and not 0 <= token < vocabulary.size:
             raise DataError(f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}")
-        return self._vocabulary.token_bytes(token)
+        return vocabulary.token_bytes(token)
 
     def render_chat(
         self,
@@ -157,7 +157,7 @@ class Tokenizer:
             if content not in self._added:
                 self._added[content] = self._by_id[found] = AddedToken(content, found)
             return found
-        own = getattr(self._vocabulary, role.replace("_token", "_id"), None)
+        own = {"bos_token": self._vocabulary.bos_id, "eos_token": self._vocabulary.eos_id}.get(role)
         return number if own is None else own
 
 
@@ -194,8 +194,7 @@ class StreamDecoder:
 
 
 def _splitter(tokens: Mapping[str, AddedToken]) -> tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]:
-    ordered = sorted(tokens, key=lambda s: (-len(s), s))
-    return (re.compile("|".join(map(re.escape, ordered))) if ordered else None), tokens
+    return alternation(tokens), tokens
 
 
 def _split(

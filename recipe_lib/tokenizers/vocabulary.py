@@ -32,12 +32,20 @@ class Vocabulary(Protocol):
     matches_added: bool  # encode() finds added tokens that are not special by itself
     eats_first_space: bool  # encode() begins a text with a space that is not in it
     eats_space_after_special: bool  # and also after a special token
+    bos_id: int | None  # what the file itself says
+    eos_id: int | None
 
-    def encode(self, text: str, place: Place) -> list[int]: ...
+    def encode(self, text: str, place: Place) -> list[int]:
+        """Ids of a piece of ordinary text."""
 
-    def token_bytes(self, token: int) -> bytes: ...
+    def token_bytes(self, token: int) -> bytes:
+        """What an id stands for; part of a character for some."""
 
-    def find(self, piece: str) -> int | None: ...
+    def find(self, piece: str) -> int | None:
+        """The id of a token as the file spells it; None: there is none."""
+
+    def begins_with(self, bos_id: int) -> bool:
+        """Whether this kind of tokenizer puts BOS before a text unless told otherwise."""
 
 
 class SentencePieceVocabulary:
@@ -48,7 +56,6 @@ class SentencePieceVocabulary:
     NO_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
 
     matches_added = False
-    added: tuple[AddedToken, ...] = ()
 
     def __init__(self, path: Path, legacy: bool, special: Iterable[str]) -> None:
         """legacy: text after a special token begins like a new text (the Llama-2 convention of Hugging Face).
@@ -62,18 +69,22 @@ class SentencePieceVocabulary:
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
-            raise DataError(f"{path}: found no sentencepiece model ({_first_line(error)}); copy the file again") from None
+            said = _first_line(error)
+            raise DataError(f"{path}: found no sentencepiece model ({said}); copy the file again") from None
         self.size = len(self._first)
         self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._first.bos_id(), self._first.eos_id()))
+        control = [i for i in range(self.size) if self._first.is_control(i)]
+        self.added = tuple(AddedToken(self._first.id_to_piece(i), i) for i in control)
         pieces = self._first.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
         self.eats_space_after_special = self.eats_first_space and legacy
         self._collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
         greedy = [s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)]
-        self._breakable = _alternation(greedy)
+        self._breakable = alternation(greedy)
         self._bytes = [self._piece_bytes(i) for i in range(self.size)]
 
     def encode(self, text: str, place: Place) -> list[int]:
+        """Ids of a piece of ordinary text."""
         ids: list[int] = []
         for part in _broken(text, self._breakable):
             if place is Place.START or (place is Place.AFTER_SPECIAL and self.eats_space_after_special):
@@ -84,11 +95,17 @@ class SentencePieceVocabulary:
         return ids
 
     def token_bytes(self, token: int) -> bytes:
+        """What an id stands for; one byte for the byte pieces."""
         return self._bytes[token]
 
     def find(self, piece: str) -> int | None:
+        """The id of a piece; None: there is none."""
         token = self._first.piece_to_id(piece)
         return token if self._first.id_to_piece(token) == piece else None
+
+    def begins_with(self, bos_id: int) -> bool:
+        """Models with a sentencepiece tokenizer are trained with BOS."""
+        return True
 
     def _piece_bytes(self, token: int) -> bytes:
         piece = self._first.id_to_piece(token)
@@ -106,9 +123,13 @@ class TiktokenVocabulary:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
+    # The library gives up on white space that is longer than a million characters.
+    LONG_SPACE = re.compile(r"\s{500000}")
+
     matches_added = eats_first_space = eats_space_after_special = False
     added: tuple[AddedToken, ...] = ()
-    bos_id = eos_id = None
+    bos_id: int | None = None
+    eos_id: int | None = None
 
     def __init__(self, path: Path) -> None:
         import tiktoken
@@ -122,19 +143,29 @@ class TiktokenVocabulary:
         )
 
     def encode(self, text: str, place: Place) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        """Ids of a piece of ordinary text."""
+        cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
+        return [i for a, b in zip(cuts, cuts[1:], strict=False) for i in self._encoding.encode_ordinary(text[a:b])]
 
     def token_bytes(self, token: int) -> bytes:
+        """What an id stands for; part of a character for some."""
         return self._bytes[token]
 
     def find(self, piece: str) -> int | None:
+        """The id of a piece; None: there is none."""
         return self._ids.get(piece.encode())
+
+    def begins_with(self, bos_id: int) -> bool:
+        """Llama 3 is trained with BOS."""
+        return True
 
 
 class JsonVocabulary:
     """A tokenizer.json, encoded by the tokenizers library."""
 
     matches_added = True
+    bos_id: int | None = None
+    eos_id: int | None = None
 
     def __init__(self, path: Path) -> None:
         import tokenizers
@@ -142,7 +173,7 @@ class JsonVocabulary:
         text = path.read_bytes().decode("utf-8", errors="replace")
         try:
             self._first = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
             raise DataError(f"{path}: found no tokenizer ({_first_line(error)}); copy the file again") from None
         content = json.loads(text)
         self.added = tuple(AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or [])
@@ -151,31 +182,37 @@ class JsonVocabulary:
         self._first.encode_special_tokens = True  # special tokens in ordinary text stay text
         self._after_special = self._variant(content, keep_always=True)
         self._inner = self._variant(content, keep_always=False)
-        self.size = self._first.get_vocab_size(with_added_tokens=False)
-        added = [token.id for token in self.added if token.id < self.size]
-        self.size = max(self.size, *added) if added else self.size
+        pieces = content["model"]["vocab"]
+        self.size = max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
         self.eats_first_space = _eats_first_space(content.get("decoder"))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
-        processed = self._first.encode("", add_special_tokens=True).ids
-        self.begins_with = processed[0] if processed else None
+        self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
         self._to_bytes = _bytes_of_pieces(content.get("decoder"))
 
     def encode(self, text: str, place: Place) -> list[int]:
+        """Ids of a piece of ordinary text; added tokens that are not special are found in it."""
         chosen = {Place.START: self._first, Place.AFTER_SPECIAL: self._after_special, Place.INSIDE: self._inner}[place]
         return chosen.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token: int) -> bytes:
+        """What an id stands for; part of a character for some, nothing for ids that are not used."""
         piece = self._first.id_to_token(token)
         return b"" if piece is None else self._to_bytes(piece)
 
     def find(self, piece: str) -> int | None:
+        """The id of a token as the file spells it; None: there is none."""
         return self._first.token_to_id(piece)
+
+    def begins_with(self, bos_id: int) -> bool:
+        """Whether the file's own post-processor puts BOS before a text."""
+        return self._puts_first == [bos_id]
 
     def _variant(self, content: dict[str, Any], keep_always: bool) -> Any:
         """The same tokenizer without the space that it puts before a text; `keep_always`: only where it is put once."""
         import tokenizers
 
-        changed = json.loads(json.dumps(content))
+        parts = {name: content.get(name) for name in ("normalizer", "pre_tokenizer")}
+        changed = content | json.loads(json.dumps(parts))
         if not _drop_prefix(changed, keep_always):
             return self._first
         variant = tokenizers.Tokenizer.from_str(json.dumps(changed))
@@ -231,9 +268,8 @@ def _bytes_of_pieces(decoder: dict[str, Any] | None) -> Any:
     if "ByteLevel" in kinds:
         table = _byte_level_table()
         return lambda piece: bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
-    spaces = bool(kinds & {"Metaspace"}) or any(
-        part.get("type") == "Replace" and (part.get("pattern") or {}).get("String") == "▁" for part in _decoders(decoder)
-    )
+    replaced = [part.get("pattern") or {} for part in _decoders(decoder) if part.get("type") == "Replace"]
+    spaces = "Metaspace" in kinds or any(pattern.get("String") == "▁" for pattern in replaced)
     by_byte = "ByteFallback" in kinds
 
     def to_bytes(piece: str) -> bytes:
@@ -273,7 +309,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
+def alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
     """A pattern that matches any of the strings, the longest first; None for none."""
     ordered = sorted(set(strings), key=lambda s: (-len(s), s))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None

@@ -58,7 +58,7 @@ def open_output(cfg: FullFinetuneConfig) -> None:
 
 
 def _remove_earlier_run(folder: Path) -> None:
-    for name in (STATE_FOLDER, MODEL_FOLDER):
+    for name in (STATE_FOLDER, MODEL_FOLDER, "trackers"):
         if (folder / name).exists():
             files.remove_folder(folder / name)
     for name in (METRICS_FILE, SUMMARY_FILE, REPORT_FILE, CONFIG_FILE):

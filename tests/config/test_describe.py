@@ -79,7 +79,8 @@ def test_yaml_of_a_shipped_config_reads_back(write, name):
     assert load_config(write(to_yaml(cfg))) == cfg
 
 
-TEXTS = ["a", "1", "1e-5", "true", "null", "none", "None", "~", "on", "a: b", "a #b", "[x]", "{x}", "'x'", '"x"', "é",
+TEXTS = ["a", "1", "1e-5", "true", "null", "none", "None", "~", "on", "off", "Yes", "no",
+         "a: b", "a #b", "[x]", "{x}", "'x'", '"x"', "é",
          "日本", "-", "- a", "@x", "x=y", "a\\b", "%a", "😀", "2024-01-01", "hub:owner/name", "0x1", ".5", "a,b",
          "?", "*x", "&x", "!x", "|", ">", "`", " x ", "=", "<<"]  # fmt: skip
 

@@ -140,7 +140,7 @@ def test_a_class_that_checks_itself(write):
     ],
 )
 def test_a_type_that_yaml_cannot_hold(write, annotation, named):
-    Odd = dataclass(type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": annotation}, "odd": None}))  # noqa: N806
+    Odd = dataclass(type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": annotation}, "odd": None}))
     with pytest.raises(ConfigError, match=rf"^Odd\.odd: a config cannot hold the type {named}; use bool, int, "):
         load_config(write(""), (), Odd)
 
@@ -151,7 +151,7 @@ def test_a_schema_that_is_no_dataclass(write):
 
 
 def test_an_unknown_annotation(write):
-    Odd = dataclass(type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": "Nowhere"}, "odd": None}))  # noqa: N806
+    Odd = dataclass(type("Odd", (FullFinetuneConfig,), {"__annotations__": {"odd": "Nowhere"}, "odd": None}))
     with pytest.raises(ConfigError, match="^Odd: a type of its keys is unknown"):
         load_config(write(""), (), Odd)
 

@@ -145,8 +145,10 @@ def test_a_config_imports_nothing(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_plugin(tmp_path, "open('ran', 'w')\n", "evil.py")
     before = set(sys.modules)
-    for name in ("os.system", "torch.hub.load", "evil", "evil.run", "./evil.py", "recipe_lib.config.registry.register",
-                 "logging.os.system", "functools.partial", "__import__('os')", "сross_entropy", "builtins.eval"):  # fmt: skip
+    paths = ["os.system", "torch.hub.load", "evil", "evil.run", "./evil.py", "recipe_lib.config.registry.register",
+             "logging.os.system", "functools.partial", "__import__('os')", "builtins.eval",
+             "\N{CYRILLIC SMALL LETTER ES}ross_entropy"]  # fmt: skip
+    for name in paths:
         for text in (f"loss: {name!r}\n", f"optimizer: {{name: {name!r}}}\n", f"log: {{trackers: [{name!r}]}}\n"):
             with pytest.raises(ConfigError, match="expected "):
                 load_config(write(GOOD + text))

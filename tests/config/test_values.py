@@ -103,7 +103,8 @@ WRONG_IN_SECTIONS = [
     (
         "parallel",
         "wrapping: []",
-        "parallel.wrapping: found a list of 0, expected one of auto, layers, memory_efficient, or a list [...] of texts",
+        "parallel.wrapping: found a list of 0, expected one of auto, layers, memory_efficient, or a list [...] of "
+        "texts",
     ),
     (
         "parallel",

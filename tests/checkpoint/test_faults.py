@@ -1,0 +1,261 @@
+"""A save that stops, by an error or by the end of the process, at each of its operations on the disk."""
+
+import errno
+import gc
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipe_lib.checkpoint import files
+from recipe_lib.checkpoint.huggingface import check_weights, export_model
+from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.errors import StorageError
+from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train, tree
+
+Operation = tuple[str, str]
+
+
+def build(step: int, world: object) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model and optimizer after `step` steps."""
+    model = tiny_model(world)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, step)
+    return model, optimizer
+
+
+def save(root: Path, step: int, keep: int = 1) -> None:
+    """Trains to `step` and saves."""
+    with tiny_world() as world:
+        model, optimizer = build(step, world)
+        save_state(root, step, model, optimizer, {"step": step}, world, keep)
+
+
+def expected(step: int) -> str:
+    with tiny_world() as world:
+        return fingerprint(*build(step, world))
+
+
+def latest(root: Path) -> tuple[int, str]:
+    """Step and fingerprint of what a resumed run would get."""
+    with tiny_world() as world:
+        found = find_state(root, "latest", world)
+        assert found is not None, "no state is left"
+        model = tiny_model(world, seed=None)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        step = load_state(found, model, optimizer, world)["step"]
+        return step, fingerprint(model, optimizer)
+
+
+def operations_of(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
+    """Every operation that the action does on the disk."""
+    seen: list[Operation] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "before_operation", lambda operation, path: seen.append((operation, path.name)))
+        action()
+    return seen
+
+
+def stop_at(count: int, how: Callable[[str, Path], None]) -> Callable[[str, Path], None]:
+    """A hook that does `how` at the operation with this number."""
+    left = count
+
+    def hook(operation: str, path: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            how(operation, path)
+
+    return hook
+
+
+def no_space(operation: str, path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def end_process(operation: str, path: Path) -> None:
+    os._exit(9)
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """Runs the action in a fork; returns its exit code. The parent has imported everything, and holds no group."""
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the state of step 1."""
+    root = tmp_path_factory.mktemp("first")
+    save(root, 1)
+    return root
+
+
+def test_the_order_of_a_save(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files before the manifest, the manifest before the name, the name before anything old goes."""
+    root = tmp_path / "state"
+    shutil.copytree(first, root)
+    seen = operations_of(lambda: save(root, 2), monkeypatch)
+    flushed = [name for operation, name in seen if operation == "flush"]
+    temporary = next(name for operation, name in seen if operation == "make")
+    assert flushed[:4] == ["shard-00001-of-00001.safetensors", "rng-00001.safetensors", "state.json", "manifest.json"]
+    assert flushed[4:6] == [temporary, "state"]
+    assert [step[0] for step in seen[seen.index(("flush", temporary)) :]] == [
+        "flush", "rename", "flush", "rename", "flush", "remove",
+    ]  # fmt: skip
+    assert seen[-1][0] == "remove" and seen[-1][1].startswith(".step_1.")
+    assert all(name in flushed for operation, name in seen if operation == "open")
+
+
+def test_a_full_disk_at_every_operation(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {1: expected(1), 2: expected(2)}
+    shutil.copytree(first, tmp_path / "count")
+    count = len(operations_of(lambda: save(tmp_path / "count", 2), monkeypatch))
+    assert count > 15
+    for number in range(count):
+        root = tmp_path / f"state{number}"
+        shutil.copytree(first, root)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "before_operation", stop_at(number, no_space))
+            try:
+                save(root, 2)
+            except StorageError as error:
+                assert "No space left on device" in str(error) and "\n" not in str(error)
+                assert "free some space, or choose another output_dir" in str(error)
+        step, found = latest(root)
+        assert found == good[step]
+        assert not list(root.glob(".*")), "a temporary folder is left"
+        save(root, 2)
+        assert latest(root) == (2, good[2])
+
+
+def test_the_end_of_the_process_at_every_operation(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {1: expected(1), 2: expected(2)}
+    shutil.copytree(first, tmp_path / "count")
+    count = len(operations_of(lambda: save(tmp_path / "count", 2), monkeypatch))
+    steps = []
+    for number in range(count):
+        root = tmp_path / f"state{number}"
+        shutil.copytree(first, root)
+
+        def save_and_end(number: int = number, root: Path = root) -> None:
+            files.before_operation = stop_at(number, end_process)
+            save(root, 2)
+
+        assert in_child(save_and_end) == 9
+        step, found = latest(root)
+        assert found == good[step]
+        assert all(path.name in ("step_1", "step_2") for path in root.iterdir()), "leftovers outlive the next start"
+        steps.append(step)
+    assert steps == sorted(steps) and set(steps) == {1, 2}
+
+
+def naive_save(root: Path, step: int) -> None:
+    """What is not done here: tensors written over the last ones, no manifest, no new name."""
+    with tiny_world() as world:
+        model, _ = build(step, world)
+        for name, value in model.state_dict().items():
+            files.before_operation("write", root / name)
+            (root / name).write_bytes(value.numpy().tobytes())
+
+
+def test_a_naive_save_fails_the_same_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the harness sees a writer that loses its only state."""
+    naive_save(tmp_path, 1)
+    good = [tree(tmp_path)]
+    count = len(operations_of(lambda: naive_save(tmp_path, 2), monkeypatch))
+    good.append(tree(tmp_path))
+    lost = 0
+    for number in range(count):
+        naive_save(tmp_path, 1)
+
+        def save_and_end(number: int = number) -> None:
+            files.before_operation = stop_at(number, end_process)
+            naive_save(tmp_path, 2)
+
+        assert in_child(save_and_end) == 9
+        lost += tree(tmp_path) not in good
+    assert lost >= count // 2
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_an_export_that_ends_at_every_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool
+) -> None:
+    def export(seed: int, root: Path) -> None:
+        with tiny_world() as world:
+            model = tiny_model(world, seed)
+            options = {"tokenizer_folder": None, "max_shard_bytes": 700, "world": world}
+            export_model(model, tiny_spec(), CONFIG, root / "model", **options)
+
+    source = tmp_path / "source"
+    source.mkdir()
+    whole = [{}]
+    if replacing:
+        export(0, source)
+        whole = [tree(source / "model")]
+    shutil.copytree(source, tmp_path / "count")
+    count = len(operations_of(lambda: export(1, tmp_path / "count"), monkeypatch))
+    whole.append(tree(tmp_path / "count" / "model"))
+    for number in range(count):
+        root = tmp_path / f"out{number}"
+        shutil.copytree(source, root)
+
+        def export_and_end(number: int = number, root: Path = root) -> None:
+            files.before_operation = stop_at(number, end_process)
+            export(1, root)
+
+        assert in_child(export_and_end) == 9
+        assert tree(root / "model") in [*whole, {}], "half a model has the final name"
+        export(1, root)
+        assert tree(root / "model") == whole[-1]
+        assert [path.name for path in root.iterdir()] == ["model"]
+        check_weights(tiny_spec(), root / "model")
+
+
+def test_the_disk_refuses_in_other_ways(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = {
+        errno.EROFS: "Read-only file system; make it writable, or choose another output_dir",
+        errno.EACCES: "Permission denied; make it writable, or choose another output_dir",
+        errno.EIO: "Input/output error; check the disk, or choose another output_dir",
+    }
+    for number, line in lines.items():
+
+        def refuse(operation: str, path: Path, number: int = number) -> None:
+            raise OSError(number, os.strerror(number), str(path))
+
+        root = tmp_path / str(number)
+        shutil.copytree(first, root)
+        monkeypatch.setattr(files, "before_operation", stop_at(3, refuse))
+        with pytest.raises(StorageError) as raised:
+            save(root, 2)
+        assert str(raised.value).endswith(f": {line}")
+        assert latest(root)[0] == 1
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    files.replace_text(path, "one: 1\n")
+    assert path.read_text() == "one: 1\n"
+    for number in range(len(operations_of(lambda: files.replace_text(path, "two: 2\n"), monkeypatch))):
+        path.write_text("one: 1\n")
+
+        def replace_and_end(number: int = number) -> None:
+            files.before_operation = stop_at(number, end_process)
+            files.replace_text(path, "two: 2\n")
+
+        assert in_child(replace_and_end) == 9
+        assert path.read_text() in ("one: 1\n", "two: 2\n")
+    files.remove_leftovers(tmp_path, "config.yaml")
+    assert [found.name for found in tmp_path.iterdir()] == ["config.yaml"]

@@ -1,0 +1,226 @@
+"""`tune run` with real ranks: exit codes come out, signals go in, nobody is left behind."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.cli.launch import judge
+from tests.cli.commands import ROOT, TUNE, environment, tune
+
+# Adds up numbers over the ranks, then does what its last argument says.
+RECIPE = '''
+"""A recipe of the user's own."""
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from recipe_lib.errors import ConfigError, DivergedError, StoppedAndSaved
+import beside
+
+
+def main(argv):
+    mode = argv[-1]
+    rank = int(os.environ.get("RANK", 0))
+    if mode == "user error":
+        raise ConfigError("mine.yaml:3: first fault", "mine.yaml:4: second fault")
+    total = 1.0
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        numbers = torch.ones(1) * (rank + 1)
+        dist.all_reduce(numbers)
+        total = numbers.item()
+    if rank == 0:
+        print("total", total, "threads", os.environ.get("OMP_NUM_THREADS"), beside.NAME, argv[:-1], flush=True)
+    if mode == "diverged":
+        raise DivergedError("step 3: the loss is nan")
+    if mode == "crash" and rank == 1:
+        raise RuntimeError("a bug")
+    if mode == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "wait":
+        wait(rank)
+    return 0
+
+
+def wait(rank):
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
+    print("ready", os.getpid(), flush=True)
+    deadline = time.monotonic() + 60
+    while not received and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if rank == 0:
+        time.sleep(1.5)
+        print("saved by rank 0", flush=True)
+    raise StoppedAndSaved("stopped by a signal; the state is saved")
+'''
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe's file, with a module of the user's beside it, in a folder that has nothing to do with ours."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    (folder / "mine.py").write_text(RECIPE)
+    return folder / "mine.py"
+
+
+def run(recipe: Path, *words: str, **changes: str | None) -> subprocess.CompletedProcess:
+    """`tune run` from the recipe's folder, where PYTHONPATH alone finds recipe_lib."""
+    return tune("run", *words, cwd=recipe.parent, **({"OMP_NUM_THREADS": None} | changes))
+
+
+def test_two_ranks(recipe: Path):
+    result = run(recipe, "--nproc_per_node", "2", "./mine.py", "--config", "x=y", "ok")
+    assert result.returncode == 0, result.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert result.stdout == f"total 3.0 threads {threads} beside ['--config', 'x=y']\n"
+    assert result.stderr == ""
+
+
+def test_own_thread_count_is_kept(recipe: Path):
+    assert "threads 7 " in run(recipe, "--nproc-per-node=1", "mine.py", "ok", OMP_NUM_THREADS="7").stdout
+
+
+def test_one_process_without_flags(recipe: Path):
+    result = run(recipe, "./mine.py", "ok")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("total 1.0 threads None beside []")
+
+
+def test_a_checkout_that_is_not_installed(recipe: Path):
+    """Ranks import recipe_lib although neither the environment nor the working folder leads to it."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from recipe_lib.cli.main import main; sys.exit(main())"
+    result = subprocess.run(
+        [TUNE[0], "-c", code, "run", "--nproc_per_node", "2", str(recipe), "ok"],
+        cwd=recipe.parent,
+        env=environment(PYTHONPATH=None),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("total 3.0 ")
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "line"),
+    [
+        ("user error", 2, "error: mine.yaml:3: first fault\nerror: mine.yaml:4: second fault\n"),
+        ("diverged", 4, "error: step 3: the loss is nan\n"),
+        ("killed", 137, "error: rank 1 was killed by SIGKILL; often the host's memory ran out: see `dmesg`\n"),
+    ],
+)
+def test_exit_codes_come_out_and_are_told_once(mode: str, code: int, line: str, recipe: Path):
+    result = run(recipe, "--nproc_per_node", "2", "mine.py", mode)
+    assert result.returncode == code
+    assert result.stderr == line
+
+
+def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
+    result = run(recipe, "--nproc_per_node", "2", "mine.py", "crash")
+    assert result.returncode == 1
+    assert "RuntimeError: a bug" in result.stderr
+    assert result.stderr.endswith("error: rank 1 failed with exit code 1; its traceback is above\n")
+    assert "ChildFailedError" not in result.stderr
+
+
+def start(recipe: Path, folder: Path, *words: str) -> subprocess.Popen:
+    """`tune run` in the background, its temporary files below `folder`, its output in `folder`/out."""
+    (folder / "tmp").mkdir()
+    with open(folder / "out", "w") as out:
+        return subprocess.Popen(
+            [*TUNE, "run", *words, "mine.py", "wait"],
+            cwd=recipe.parent,
+            env=environment(TMPDIR=str(folder / "tmp")),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def ready(folder: Path, ranks: int) -> list[int]:
+    """The ranks' process ids, once all of them wait for a signal."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        words = (folder / "out").read_text().split()
+        pids = [int(pid) for word, pid in zip(words, words[1:], strict=False) if word == "ready"]
+        if len(pids) == ranks:
+            return pids
+        time.sleep(0.05)
+    raise AssertionError((folder / "out").read_text())
+
+
+def gone(pid: int) -> bool:
+    """True when there is no such process, or only its remains that nobody has asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [
+        (signal.SIGTERM, ["--nproc_per_node", "2"]),
+        (signal.SIGINT, ["--nproc_per_node", "2"]),
+        (signal.SIGTERM, []),
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGTERM, one process"],
+)
+def test_a_signal_lets_the_ranks_save(number: int, flags: list[str], recipe: Path, tmp_path: Path):
+    process = start(recipe, tmp_path, *flags)
+    pids = ready(tmp_path, 2 if flags else 1)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 3
+    out = (tmp_path / "out").read_text()
+    assert "saved by rank 0" in out
+    assert out.count("stopped by a signal; the state is saved") == 1
+    assert "Traceback" not in out
+    assert all(map(gone, pids))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_signal_before_the_ranks_are_there(recipe: Path, tmp_path: Path):
+    process = start(recipe, tmp_path, "--nproc_per_node", "2")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "tmp").glob("tune-run-*/pids")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    out = (tmp_path / "out").read_text()
+    assert "saved by rank 0" not in out
+    assert "Traceback" not in out
+
+
+def test_ranks_end_with_a_launcher_that_was_killed(recipe: Path, tmp_path: Path):
+    process = start(recipe, tmp_path, "--nproc_per_node", "2")
+    pids = ready(tmp_path, 2)
+    process.kill()
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 10
+    while not all(map(gone, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert all(map(gone, pids))
+    assert "saved" not in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize(
+    ("codes", "stopped_by", "expected"),
+    [
+        ({0: 3, 1: 3}, signal.SIGTERM, (3, "")),
+        ({0: -15, 1: 3}, signal.SIGTERM, (3, "")),
+        ({0: 1, 1: 5}, None, (5, "")),
+        ({0: -15, 1: 2}, None, (2, "")),
+        ({0: 3, 1: 6}, signal.SIGTERM, (6, "")),
+        ({0: -15, 1: 1}, None, (1, "error: rank 1 failed with exit code 1; its traceback is above")),
+        ({0: -15, 1: -11}, None, (139, "error: rank 1 was killed by SIGSEGV")),
+        ({0: -2, 1: 143}, signal.SIGINT, (130, "stopped by SIGINT before a state was saved")),
+    ],
+)
+def test_one_code_out_of_many(codes: dict[int, int], stopped_by: int | None, expected: tuple[int, str]):
+    assert judge(codes, stopped_by) == expected

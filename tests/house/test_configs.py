@@ -1,0 +1,62 @@
+"""Every shipped config is valid as it stands, listed, and says how to be run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.config import load_config
+from recipe_lib.config.places import RECIPE_CONFIGS, list_configs
+from tests.house.files import ROOT
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+NAMES = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in CONFIGS]
+
+
+def test_there_are_configs():
+    assert "demo/full" in NAMES and "llama3/8B_full" in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_valid(name: str):
+    cfg = load_config(name)
+    assert isinstance(cfg, RECIPE_CONFIGS[cfg.recipe])
+
+
+def test_all_are_listed():
+    assert sorted(name for names in list_configs().values() for name in names) == NAMES
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_header_says_how_to_run(path: Path):
+    text = path.read_text(encoding="utf-8")
+    header = " ".join(line.strip("# \\") for line in text.splitlines() if line.startswith("#"))
+    name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
+    body = next(line for line in text.splitlines() if line and not line.startswith("#"))
+    assert text.startswith("# "), f"{name}: no header"
+    assert re.search(rf"tune run [^#]*full_finetune_distributed --config {re.escape(name)}\b", header), name
+    assert body.startswith("recipe: "), f"{name}: the first key is {body}"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_holds_only_what_differs(path: Path):
+    """A key that repeats the default would hide a later change of it."""
+    from recipe_lib.config.load import resolve
+
+    cfg_class = RECIPE_CONFIGS["full_finetune_distributed"]
+    defaults = flatten(cfg_class())
+    repeated = [
+        key
+        for key, value, where in resolve(str(path), (), cfg_class)
+        if where.startswith(str(path)) or path.name in where
+        if key != "recipe" and defaults[key] == value
+    ]
+    assert not repeated
+
+
+def flatten(section: object, prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in vars(section).items():
+        inner = flatten(value, f"{prefix}{key}.") if hasattr(value, "__dataclass_fields__") else {prefix + key: value}
+        found.update(inner)
+    return found

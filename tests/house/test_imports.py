@@ -1,0 +1,103 @@
+"""The floors of the house, what each import costs, and that only declared packages are imported."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.files import ROOT, place, python_files, tree
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+COMES_WITH = {"numpy": "safetensors", "yaml": "omegaconf"}  # extra or requirement of a direct dependency
+
+
+def test_floors_are_kept():
+    """import-linter: lower floors only, siblings not each other, every folder has a floor, config free of torch."""
+    tool = Path(sys.executable).parent / "lint-imports"
+    if not tool.exists():
+        pytest.skip("import-linter is not installed beside this Python")
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_recipes_are_not_imported():
+    """recipe_lib loads a recipe by its path; nothing imports one by name, and no recipe imports another."""
+    names = {path.stem for path in python_files("recipes")} | {"recipes"}
+    for path in python_files():
+        for node, module in imports(tree(path)):
+            assert module.split(".")[0] not in names, f"{place(path, node)}: imports the recipe {module}"
+
+
+def test_imports_are_declared():
+    """At the top of a file: direct dependencies. Packages of an extra: inside the function that needs them."""
+    own = {"recipe_lib", "recipes", "tests", "benchmarks", "examples"}
+    direct = {distribution(line) for line in PROJECT["project"]["dependencies"]}
+    extra = {distribution(line) for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines}
+    for path in python_files("recipe_lib", "recipes"):
+        top = {id(node) for node in tree(path).body}
+        for node, module in imports(tree(path)):
+            name = module.split(".")[0]
+            if name in own or name in sys.stdlib_module_names:
+                continue
+            package = COMES_WITH.get(name, name.replace("-", "_").lower())
+            allowed = direct if id(node) in top else direct | extra
+            assert package in allowed, f"{place(path, node)}: {name} is not declared in pyproject.toml for this use"
+
+
+def test_ten_dependencies():
+    names = sorted(distribution(line) for line in PROJECT["project"]["dependencies"])
+    assert names == sorted(
+        "torch torchao omegaconf sentencepiece tiktoken huggingface_hub safetensors tokenizers jinja2 rich".split()
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["ls"], ["cat", "llama3/8B_full"], ["validate", "demo/full"], ["run", "--help"], ["cp", "--help"]],
+    ids=" ".join,
+)
+def test_no_torch_before_it_is_needed(words: list[str]):
+    code = (
+        "import sys, json\n"
+        "from recipe_lib.cli.main import main\n"
+        f"code = main({words!r})\n"
+        "heavy = [name for name in ('torch', 'torchao', 'numpy', 'transformers', 'huggingface_hub') if name in sys.modules]\n"
+        "print(json.dumps([code, heavy]), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert json.loads(done.stderr.splitlines()[-1]) == [0, []], done.stderr
+
+
+def test_ls_is_quick():
+    """0.3 s of CPU is the aim; the limit here leaves room for a busy machine."""
+    before = os.times()
+    seconds = []
+    for _ in range(3):
+        subprocess.run([sys.executable, "-m", "recipe_lib.cli.main", "ls"], cwd=ROOT, capture_output=True, check=True)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        before = after
+    assert min(seconds) < 0.6, seconds
+
+
+def imports(module: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
+    """Each import of a file, wherever it stands, and the module that it names."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node, node.module
+
+
+def distribution(line: str) -> str:
+    """`safetensors[numpy]>=0.5,<1` -> `safetensors`."""
+    name = line
+    for mark in "[<>=!~; ":
+        name = name.split(mark)[0]
+    return name.replace("-", "_").lower()

@@ -1,0 +1,43 @@
+"""Files and functions stay short enough to be read, recipes to be copied."""
+
+from pathlib import Path
+
+from tests.house.files import ROOT, functions, place, python_files
+
+FILE_LINES = 400
+RECIPE_LINES = 350
+FUNCTION_LINES = 60  # the rule, which one function in a hundred may break
+FUNCTION_LIMIT = 80  # and none may break this
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_files_are_short():
+    long = [f"{place(path)}: {lines(path)} lines" for path in python_files() if lines(path) > FILE_LINES]
+    assert not long, f"over {FILE_LINES} lines; split them"
+
+
+def test_recipes_are_short():
+    long = [f"{place(path)}: {lines(path)} lines" for path in python_files("recipes") if lines(path) > RECIPE_LINES]
+    assert not long, f"over {RECIPE_LINES} lines; move mechanism into recipe_lib"
+
+
+def test_functions_are_short():
+    sizes = [(size, f"{place(path, node)} {node.name}") for path in python_files() for node, size in functions(path)]
+    over = sorted(((size, where) for size, where in sizes if size > FUNCTION_LINES), reverse=True)
+    assert not [found for found in over if found[0] > FUNCTION_LIMIT]
+    assert len(over) <= len(sizes) / 100, over
+
+
+def test_configs_are_short():
+    """A config holds only what differs from the defaults, after its header."""
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+        body = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+        assert len(body) <= 30, f"{place(path)}: {len(body)} lines under its header"
+
+
+def test_tests_are_short():
+    long = [f"{place(path)}: {lines(path)} lines" for path in python_files("tests") if lines(path) > FILE_LINES]
+    assert not long

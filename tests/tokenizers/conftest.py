@@ -1,0 +1,35 @@
+"""Real tokenizers, unpacked once, and tiny made ones."""
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from tests.tokenizers.made import write_json, write_sentencepiece, write_tiktoken
+
+
+@pytest.fixture(scope="session")
+def real_folder(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a real tokenizer by name, its .gz files unpacked."""
+    unpacked = tmp_path_factory.mktemp("tokenizers")
+
+    def folder(name: str) -> Path:
+        target = unpacked / name
+        if not target.exists():
+            target.mkdir()
+            for file in sorted((realdata / "tokenizers" / name).iterdir()):
+                packed = file.suffix == ".gz"
+                content = gzip.decompress(file.read_bytes()) if packed else file.read_bytes()
+                (target / (file.stem if packed else file.name)).write_bytes(content)
+        return target
+
+    return folder
+
+
+@pytest.fixture(scope="session", params=["json", "sentencepiece", "tiktoken"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tiny tokenizer of each kind."""
+    write = {"json": write_json, "sentencepiece": write_sentencepiece, "tiktoken": write_tiktoken}[request.param]
+    return load_tokenizer(write(tmp_path_factory.mktemp(request.param)))

@@ -1,0 +1,71 @@
+"""Tiny tokenizers of every kind, made on the spot."""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+TEXTS = ["the cat sat on the mat and the dog sat on the log"] * 20 + ["a user asks, an assistant answers: yes or no."] * 20
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+NASTY = [
+    "", " ", "  ", "   a", "a  b", " leading", "trailing ", "\n", "\n\n\n", " \n \n", "\t tab\tinside ", "a\r\nb",
+    "Hello, world! It's 12345.678", "héllo naïve ÅÄÖ ß", "漢字とかな交じり文、中文。", "한국어 텍스트", "العربية עברית",
+    "😀 👩‍👩‍👧‍👦 🇫🇮 e\u0301", "\x00\x01\x7f", "\u200b\u2028\ufeff", "𝕬𝖇 𐍈", "def f(x):\n    return x  # ok\n", "a" * 300,
+    "<s> </s> <|eot_id|> <|im_end|> <bos> [INST] <unk> <pad>", "< | im_end | >", "�", "0 00 000 0000 1234567",
+]  # fmt: skip
+
+
+def write_json(folder: Path, *, template: str | None = CHATML, **config: object) -> Path:
+    """A byte-level BPE with ChatML tokens, as tokenizer.json."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    content = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"} | config
+    if template is not None:
+        content["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    return folder
+
+
+def write_sentencepiece(folder: Path, name: str = "tokenizer.model", **options: object) -> Path:
+    """A sentencepiece BPE with byte fallback, spelt like Llama 2's."""
+    model = io.BytesIO()
+    settings = {
+        "vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "hard_vocab_limit": False, "minloglevel": 2,
+    } | options  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, **settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(model.getvalue())
+    return folder
+
+
+def write_tiktoken(folder: Path, merges: tuple[bytes, ...] = (b"th", b"the", b" a", b"at", b" the")) -> Path:
+    """Bytes and a few merges, as base64 lines; special tokens in tokenizer_config.json."""
+    pieces = [bytes([b]) for b in range(256)] + list(merges)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [base64.b64encode(piece) + f" {rank}\n".encode() for rank, piece in enumerate(pieces)]
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    added = {str(len(pieces) + i): {"content": text, "special": True} for i, text in enumerate(specials)}
+    config = {"added_tokens_decoder": added, "bos_token": specials[0], "eos_token": specials[1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

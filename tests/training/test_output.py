@@ -1,0 +1,110 @@
+"""An output folder with earlier work in it is not mixed with a new run; config.yaml is what was used."""
+
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.errors import CheckpointError, ConfigError, StorageError
+from recipe_lib.training.output import check_output, check_same_data, open_output
+
+
+def config(folder: Path, **values: object) -> FullFinetuneConfig:
+    cfg = FullFinetuneConfig(output_dir=str(folder), **values)
+    cfg.model.path = cfg.data.source = "somewhere"
+    return cfg
+
+
+def test_a_new_folder_and_one_with_metrics_alone_are_free(tmp_path: Path) -> None:
+    check_output(config(tmp_path / "new"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_output(config(tmp_path))
+
+
+def test_states_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "state" / "step_4").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        check_output(config(tmp_path))
+    assert str(caught.value) == (
+        f"output_dir: {tmp_path} holds saved states of an earlier run; resume=latest goes on from them, "
+        "overwrite=true replaces what is there, or choose another output_dir"
+    )
+    check_output(config(tmp_path, resume="latest"))
+    check_output(config(tmp_path, overwrite=True))
+
+
+def test_a_trained_model_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        check_output(config(tmp_path))
+    assert str(caught.value) == (
+        f"output_dir: {tmp_path} holds a trained model of an earlier run; overwrite=true replaces what is there, "
+        "or choose another output_dir"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_output(config(tmp_path, resume="latest"))
+    assert str(caught.value) == (
+        f"resume=latest: {tmp_path} holds a trained model and no saved state to go on from; overwrite=true trains "
+        "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
+    )
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        check_output(config(tmp_path / "out"))
+    assert str(caught.value) == (
+        f"output_dir: {tmp_path / 'out'} is a file, expected a folder or a new name; choose another output_dir"
+    )
+
+
+def test_the_written_config_loads_as_what_was_used(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "a" / "b", max_steps=3)
+    cfg.parallel.wrapping = ["model.layers.*"]
+    cfg.optimizer.lr = 1e-5
+    open_output(cfg)
+    assert load_config(tmp_path / "a" / "b" / "config.yaml") == cfg
+
+
+def test_overwrite_removes_the_earlier_run_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("state/step_4/x", "model/config.json", "metrics.jsonl", "summary.json", "report.html", "notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("earlier")
+    open_output(config(tmp_path, overwrite=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError) as caught:
+        open_output(config(tmp_path / "file" / "out"))
+    assert str(caught.value) == (
+        f"{tmp_path / 'file' / 'out'}: Not a directory; check the disk, or choose another output_dir"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "found", "line"),
+    [
+        ("seed", 2, "p: was saved with seed=1, found seed=2; the order of the rows follows from it: set seed=1"),
+        (
+            "rows_per_step",
+            16,
+            "p: was saved with a global batch of 8 rows, found 16; make batch_size x gradient_accumulation_steps x "
+            "ranks 8 again",
+        ),
+        (
+            "data",
+            "b" * 64,
+            "p: was saved with other rows (fingerprint aaaaaaaaaaaa, found bbbbbbbbbbbb); go on with the data, "
+            "tokenizer and max_seq_len of the saved run, or start anew in another output_dir",
+        ),
+    ],
+)
+def test_a_step_must_mean_the_same_rows(key: str, found: object, line: str) -> None:
+    saved = {"seed": 1, "rows_per_step": 8, "data": "a" * 64}
+    check_same_data(saved, dict(saved), Path("p"))
+    with pytest.raises(CheckpointError) as caught:
+        check_same_data(saved, saved | {key: found}, Path("p"))
+    assert str(caught.value) == line
