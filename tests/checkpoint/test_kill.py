@@ -20,29 +20,30 @@ STEPS, KILLS = 12, 50
 
 
 def run(root: Path) -> None:
-    """A run: goes on from the latest state; saves after every step, keeps two, exports every third step."""
+    """A run: goes on from the latest state; saves after every step, keeps two, exports now and then and at the end."""
     with tiny_world() as world:
         model = tiny_model(world)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         torch.manual_seed(5)
         found = find_state(root / "state", "latest", world)
         done = load_state(found, model, optimizer, world)["step"] if found else 0
+        options = {"tokenizer_folder": None, "max_shard_bytes": 1500, "world": world}
         for step in range(done, STEPS):
             [loss] = train(model, optimizer, 1, step)
             with open(root / "log.jsonl", "a") as log:
                 log.write(json.dumps([step, loss, float(torch.rand(()))]) + "\n")
             save_state(root / "state", step + 1, model, optimizer, {"step": step + 1}, world, keep=2)
-            if step % 3 == 2:
-                options = {"tokenizer_folder": None, "max_shard_bytes": 700, "world": world}
+            if step % 3 == 1:
                 export_model(model, tiny_spec(), CONFIG, root / "model", **options)
+        export_model(model, tiny_spec(), CONFIG, root / "model", **options)
         (root / "done").write_text(fingerprint(model, optimizer))
 
 
 def start(root: Path) -> int:
     """The run in a fork of this process, which has imported everything; its process id."""
-    gc.collect()
     child = os.fork()
     if child == 0:
+        gc.freeze()  # what is the parent's must not be collected here
         code = 1
         try:
             run(root)

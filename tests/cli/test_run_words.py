@@ -94,7 +94,7 @@ MISTAKES = [
         [RECIPE, "--config", CONFIG, "--nproc_per_node", "2"],
         "tune run: --nproc_per_node: torchrun's flags come before RECIPE",
     ),
-    ([RECIPE, "--config", CONFIG, "batch_size"], "command line: batch_size: expected key=value or ~key"),
+    ([RECIPE, "--config", CONFIG, "batch_size"], "command line: batch_size: a value is missing; write batch_size=VALUE (or ~batch_size for the default)"),
 ]
 
 

@@ -39,7 +39,6 @@ def run_ranks(
     Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds; no process is left over.
     """
     context = multiprocessing.get_context("fork")
-    gc.collect()  # a dead process group must not be taken down in a fork: it would wait for threads that stayed behind
     sys.stdout.flush()
     sys.stderr.flush()
     with TemporaryDirectory(prefix="ranks-") as name:
@@ -74,6 +73,7 @@ def _run_rank(
     process_group: bool,
 ) -> None:
     """The life of one rank. It leaves through os._exit: what the test process registered for its exit is not its own."""
+    gc.freeze()  # a dead process group of the parent must not be collected here: it would wait for the parent's threads
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

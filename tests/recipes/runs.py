@@ -1,12 +1,25 @@
 """Small runs of the shipped recipe, for the tests of this folder."""
 
 import importlib.util
+import json
+import logging
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.errors import STOPPED_AND_SAVED, StoppedAndSaved, UserError
 
 ROOT = Path(__file__).parent.parent.parent
+PLAIN = Path(__file__).parent / "plain.yaml"  # a config that sets nothing
+
+Hook = Callable[[Any], None]
 
 
 @cache
@@ -35,3 +48,128 @@ def arguments(output: Path) -> list[str]:
         "~validation",
         "lr_schedule.warmup_steps=0",
     ]
+
+
+def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
+    """Command line of a run that starts from real weights, 260 K of them; the data is for `overrides` to say."""
+    return [
+        "--config",
+        str(PLAIN),
+        f"model.path={realdata / 'stories260K-hf'}",
+        f"output_dir={output}",
+        "max_seq_len=128",
+        "dtype=fp32",
+        "device=cpu",
+        "optimizer.lr=1e-3",
+        "log.every_steps=1000",
+        *overrides,
+    ]
+
+
+@dataclass
+class Run:
+    """A run in this process. recipe: None if it ended before there was one. said: log lines, then the error's."""
+
+    code: int
+    said: list[str]
+    recipe: Any
+
+
+def run_here(argv: list[str], before_training: Hook | None = None, before_model: Hook | None = None) -> Run:
+    """The recipe's `main(argv)`, with exit code and lines as `exit_code_of` would give them.
+
+    before_model, before_training: called with the recipe when its data is read, and when all is set up and resumed.
+    """
+    module = recipe_module()
+    made: list[Any] = []
+
+    class Observed(module.FullFinetune):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+        def setup_data(self) -> None:
+            super().setup_data()
+            if before_model:
+                before_model(self)
+
+        def train(self) -> None:
+            if before_training:
+                before_training(self)
+            super().train()
+
+    log = _Lines()
+    logging.getLogger("tune").addHandler(log)
+    original, module.FullFinetune = module.FullFinetune, Observed
+    try:
+        code = module.main(argv) or 0
+    except UserError as error:
+        code = error.exit_code
+        log.lines += [f"error: {fault}" for fault in error.faults]
+    except StoppedAndSaved as stopped:
+        code = STOPPED_AND_SAVED
+        log.lines.append(str(stopped))
+    finally:
+        module.FullFinetune = original
+        logging.getLogger("tune").removeHandler(log)
+    return Run(code, log.lines, made[0] if made else None)
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor, gathered if it is sharded. A collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def parameters(recipe: Any) -> dict[str, torch.Tensor]:
+    """The model's parameters, whole. A collective."""
+    recipe.model.state_dict()  # FSDP's hook frees what is gathered
+    return {name: whole(parameter.detach()) for name, parameter in recipe.model.named_parameters()}
+
+
+def states(recipe: Any) -> dict[str, torch.Tensor]:
+    """The optimizer's states by parameter and kind, whole. A collective."""
+    recipe.model.state_dict()
+    held = recipe.optimizer.state
+    return {
+        f"{name}/{kind}": whole(torch.as_tensor(value))
+        for name, parameter in recipe.model.named_parameters()
+        for kind, value in sorted(held.get(parameter, {}).items())
+        if value is not None
+    }
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl, none of them torn."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(output: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every training line of metrics.jsonl."""
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(output) if "loss" in line]
+
+
+def losses(output: Path) -> list[float]:
+    """The loss of every step."""
+    return [loss for _, loss, _ in steps(output)]
+
+
+def furthest(found: list[float], expected: list[float]) -> float:
+    """The largest relative difference of two series of the same length."""
+    assert len(found) == len(expected) > 0, (found, expected)
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Relative path -> contents of every file under the folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -65,7 +65,7 @@ def test_tiktoken_ids_with_and_without_a_config(real_folder, tmp_path):
         assert ours.encode(chat, allow_special=True) == reference.encode(chat, allowed_special="all")
     assert ours.encode("<|python_tag|>", allow_special=True) == [128010]
     assert ours.stop_ids == {128001, 128008, 128009}
-    config = json.loads((real_folder("llama3_1") / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    config = json.loads((real_folder("llama3_2") / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     for number, entry in config.items():
         assert ours.encode(entry["content"], allow_special=True) == [int(number)]
 
