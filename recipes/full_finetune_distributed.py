@@ -17,7 +17,6 @@ To change it: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.
 a field of a subclass of FullFinetuneConfig, named `Config`: it is checked like ours.
 """
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from recipe_lib.data import (
     steps_per_epoch,
     validation_steps,
 )
-from recipe_lib.errors import DivergedError, StoppedAndSaved, exit_code_of
+from recipe_lib.errors import DivergedError, StoppedAndSaved, end_process, exit_code_of
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, apply_activation_checkpointing, explain_out_of_memory
 from recipe_lib.models import build_meta, init_weights, preset_config, read_config, spec_from_config
@@ -277,4 +276,4 @@ def main(argv: list[str] | None = None) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    end_process(exit_code_of(main))

@@ -102,7 +102,7 @@ class Launcher:
             if number != signal.SIGHUP or handler != signal.SIG_IGN:  # `nohup` asks to outlive the terminal
                 signal.signal(number, self._on_signal)
         try:
-            parsed = parse_flags([*self.flags, str(self.script), *self.arguments])
+            parsed = parse_flags([*self._log_flags(), *self.flags, str(self.script), *self.arguments])
             if self.received:
                 return 128 + self.received[0]
             thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
@@ -113,6 +113,11 @@ class Launcher:
             for number, handler in former.items():
                 signal.signal(number, handler)
         return self._exit_code()
+
+    def _log_flags(self) -> list[str]:
+        # Left to itself torchrun leaves an empty folder in /tmp for every launch.
+        told = any(flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags)
+        return [] if told else ["--log-dir", str(self.folder / "logs")]
 
     def _launch(self, parsed: Any) -> None:
         from torch.distributed import run
@@ -149,7 +154,8 @@ class Launcher:
             if line:
                 print(line, file=sys.stderr)
             return code
-        if isinstance(self.outcome, RendezvousError | DistError | ValueError):
+        # What torchrun says of flags that it cannot use, and of nodes that do not meet.
+        if isinstance(self.outcome, RendezvousError | DistError | ValueError | AssertionError):
             reason = str(self.outcome).splitlines()[0] if str(self.outcome) else type(self.outcome).__name__
             raise SetupError(f"torchrun: {reason}; check {' '.join(self.flags)}") from self.outcome
         raise self.outcome
@@ -219,8 +225,5 @@ def launch(flags: Sequence[str], recipe: Path, arguments: Sequence[str]) -> int:
     """Runs a recipe's file on the ranks that torchrun's flags ask for; returns the exit code of the whole."""
     worker = Path(__file__).with_name("worker.py")
     with tempfile.TemporaryDirectory(prefix="tune-run-") as folder:
-        logs = []
-        if not any(flag.startswith(("--log-dir", "--log_dir")) for flag in flags):
-            logs = ["--log-dir", f"{folder}/logs"]  # else torchrun leaves an empty folder in /tmp for every launch
         with environment(**{FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getpid())}):
-            return Launcher([*flags, *logs], worker, [str(recipe), *arguments], Path(folder)).run()
+            return Launcher(flags, worker, [str(recipe.absolute()), *arguments], Path(folder)).run()

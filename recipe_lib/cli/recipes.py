@@ -4,6 +4,7 @@ import importlib.util
 import re
 import sys
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -25,8 +26,8 @@ class Recipe:
     @classmethod
     def find(cls, name_or_path: str) -> "Recipe":
         """The recipe of that name or path; ConfigError with the nearest name if there is none."""
-        path = find_recipe(name_or_path).resolve()
-        shipped = path.parent == recipes_folder().resolve() and path.stem in RECIPE_CONFIGS
+        path = find_recipe(name_or_path)
+        shipped = _is_shipped(path) and path.stem in RECIPE_CONFIGS
         return cls(path.stem, path, shipped)
 
     def schema(self) -> type:
@@ -56,15 +57,27 @@ def recipe_for(config: str, recipe: str | None = None) -> Recipe:
     return Recipe.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
 
 
+def _is_shipped(path: Path) -> bool:
+    return path.resolve().parent == recipes_folder().resolve()
+
+
+class _ProgramLoader(SourceFileLoader):
+    """Imports a file as a program is run: nothing is written beside it."""
+
+    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+        """Python would keep the compiled file in `__pycache__`."""
+
+
 def load_module(path: Path) -> ModuleType:
     """Imports a recipe's file. Modules that lie beside a recipe of the user's own can be imported by it."""
     name = f"recipe_{path.stem}"
     loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(path):
+    if loaded is not None and loaded.__file__ and Path(loaded.__file__).absolute() == path.absolute():
         return loaded
-    if path.parent != recipes_folder().resolve() and str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last, so that a file there cannot take an installed package's place
-    spec = importlib.util.spec_from_file_location(name, path)
+    folder = str(path.parent.resolve())
+    if not _is_shipped(path) and folder not in sys.path:
+        sys.path.append(folder)  # last, so that a file there cannot take an installed package's place
+    spec = importlib.util.spec_from_file_location(name, path, loader=_ProgramLoader(name, str(path)))
     if spec is None or spec.loader is None:
         raise ConfigError(f"{show(str(path))}: is not a Python file")
     module = importlib.util.module_from_spec(spec)

@@ -36,4 +36,6 @@ def main(recipe: str, argv: list[str]) -> int:
 
 if __name__ == "__main__":
     _mend_import_path()
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    from recipe_lib.errors import end_process
+
+    end_process(main(sys.argv[1], sys.argv[2:]))

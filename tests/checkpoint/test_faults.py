@@ -14,15 +14,17 @@ from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.errors import StorageError
+from recipe_lib.parallel.world import World
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train, tree
 
 Operation = tuple[str, str]
+SMALL = tiny_spec(num_hidden_layers=1)  # a save writes each tensor: fewer tensors, fewer operations to stop at
 
 
-def build(step: int, world: object) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def build(step: int, world: World) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The model and optimizer after `step` steps."""
-    model = tiny_model(world)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model = tiny_model(world, spec=SMALL)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     train(model, optimizer, step)
     return model, optimizer
 
@@ -44,8 +46,8 @@ def latest(root: Path) -> tuple[int, str]:
     with tiny_world() as world:
         found = find_state(root, "latest", world)
         assert found is not None, "no state is left"
-        model = tiny_model(world, seed=None)
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        model = tiny_model(world, seed=None, spec=SMALL)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
         step = load_state(found, model, optimizer, world)["step"]
         return step, fingerprint(model, optimizer)
 
@@ -95,16 +97,16 @@ def in_child(action: Callable[[], None]) -> int:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first(memory_root: Path) -> Path:
     """A folder with the state of step 1."""
-    root = tmp_path_factory.mktemp("first")
+    root = memory_root / "first"
     save(root, 1)
     return root
 
 
-def test_the_order_of_a_save(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_a_save(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files before the manifest, the manifest before the name, the name before anything old goes."""
-    root = tmp_path / "state"
+    root = memory_path / "state"
     shutil.copytree(first, root)
     seen = operations_of(lambda: save(root, 2), monkeypatch)
     flushed = [name for operation, name in seen if operation == "flush"]
@@ -118,13 +120,13 @@ def test_the_order_of_a_save(first: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(name in flushed for operation, name in seen if operation == "open")
 
 
-def test_a_full_disk_at_every_operation(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_every_operation(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = {1: expected(1), 2: expected(2)}
-    shutil.copytree(first, tmp_path / "count")
-    count = len(operations_of(lambda: save(tmp_path / "count", 2), monkeypatch))
+    shutil.copytree(first, memory_path / "count")
+    count = len(operations_of(lambda: save(memory_path / "count", 2), monkeypatch))
     assert count > 15
     for number in range(count):
-        root = tmp_path / f"state{number}"
+        root = memory_path / f"state{number}"
         shutil.copytree(first, root)
         with monkeypatch.context() as patch:
             patch.setattr(files, "before_operation", stop_at(number, no_space))
@@ -140,13 +142,13 @@ def test_a_full_disk_at_every_operation(first: Path, tmp_path: Path, monkeypatch
         assert latest(root) == (2, good[2])
 
 
-def test_the_end_of_the_process_at_every_operation(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_process_at_every_operation(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = {1: expected(1), 2: expected(2)}
-    shutil.copytree(first, tmp_path / "count")
-    count = len(operations_of(lambda: save(tmp_path / "count", 2), monkeypatch))
+    shutil.copytree(first, memory_path / "count")
+    count = len(operations_of(lambda: save(memory_path / "count", 2), monkeypatch))
     steps = []
     for number in range(count):
-        root = tmp_path / f"state{number}"
+        root = memory_path / f"state{number}"
         shutil.copytree(first, root)
 
         def save_and_end(number: int = number, root: Path = root) -> None:
@@ -170,46 +172,46 @@ def naive_save(root: Path, step: int) -> None:
             (root / name).write_bytes(value.numpy().tobytes())
 
 
-def test_a_naive_save_fails_the_same_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_naive_save_fails_the_same_test(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the harness sees a writer that loses its only state."""
-    naive_save(tmp_path, 1)
-    good = [tree(tmp_path)]
-    count = len(operations_of(lambda: naive_save(tmp_path, 2), monkeypatch))
-    good.append(tree(tmp_path))
+    naive_save(memory_path, 1)
+    good = [tree(memory_path)]
+    count = len(operations_of(lambda: naive_save(memory_path, 2), monkeypatch))
+    good.append(tree(memory_path))
     lost = 0
     for number in range(count):
-        naive_save(tmp_path, 1)
+        naive_save(memory_path, 1)
 
         def save_and_end(number: int = number) -> None:
             files.before_operation = stop_at(number, end_process)
-            naive_save(tmp_path, 2)
+            naive_save(memory_path, 2)
 
         assert in_child(save_and_end) == 9
-        lost += tree(tmp_path) not in good
+        lost += tree(memory_path) not in good
     assert lost >= count // 2
 
 
 @pytest.mark.parametrize("replacing", [False, True])
 def test_an_export_that_ends_at_every_operation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool
 ) -> None:
     def export(seed: int, root: Path) -> None:
         with tiny_world() as world:
-            model = tiny_model(world, seed)
+            model = tiny_model(world, seed, spec=SMALL)
             options = {"tokenizer_folder": None, "max_shard_bytes": 1500, "world": world}
-            export_model(model, tiny_spec(), CONFIG, root / "model", **options)
+            export_model(model, SMALL, CONFIG | {"num_hidden_layers": 1}, root / "model", **options)
 
-    source = tmp_path / "source"
+    source = memory_path / "source"
     source.mkdir()
     whole = [{}]
     if replacing:
         export(0, source)
         whole = [tree(source / "model")]
-    shutil.copytree(source, tmp_path / "count")
-    count = len(operations_of(lambda: export(1, tmp_path / "count"), monkeypatch))
-    whole.append(tree(tmp_path / "count" / "model"))
+    shutil.copytree(source, memory_path / "count")
+    count = len(operations_of(lambda: export(1, memory_path / "count"), monkeypatch))
+    whole.append(tree(memory_path / "count" / "model"))
     for number in range(count):
-        root = tmp_path / f"out{number}"
+        root = memory_path / f"out{number}"
         shutil.copytree(source, root)
 
         def export_and_end(number: int = number, root: Path = root) -> None:
@@ -221,10 +223,10 @@ def test_an_export_that_ends_at_every_operation(
         export(1, root)
         assert tree(root / "model") == whole[-1]
         assert [path.name for path in root.iterdir()] == ["model"]
-        check_weights(tiny_spec(), root / "model")
+        check_weights(SMALL, root / "model")
 
 
-def test_the_disk_refuses_in_other_ways(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_refuses_in_other_ways(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {
         errno.EROFS: "Read-only file system; make it writable, or choose another output_dir",
         errno.EACCES: "Permission denied; make it writable, or choose another output_dir",
@@ -235,7 +237,7 @@ def test_the_disk_refuses_in_other_ways(first: Path, tmp_path: Path, monkeypatch
         def refuse(operation: str, path: Path, number: int = number) -> None:
             raise OSError(number, os.strerror(number), str(path))
 
-        root = tmp_path / str(number)
+        root = memory_path / str(number)
         shutil.copytree(first, root)
         monkeypatch.setattr(files, "before_operation", stop_at(3, refuse))
         with pytest.raises(StorageError) as raised:
@@ -244,8 +246,8 @@ def test_the_disk_refuses_in_other_ways(first: Path, tmp_path: Path, monkeypatch
         assert latest(root)[0] == 1
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.yaml"
+def test_a_file_is_replaced_whole(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = memory_path / "config.yaml"
     files.replace_text(path, "one: 1\n")
     assert path.read_text() == "one: 1\n"
     for number in range(len(operations_of(lambda: files.replace_text(path, "two: 2\n"), monkeypatch))):
@@ -257,5 +259,5 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         assert in_child(replace_and_end) == 9
         assert path.read_text() in ("one: 1\n", "two: 2\n")
-    files.remove_leftovers(tmp_path, "config.yaml")
-    assert [found.name for found in tmp_path.iterdir()] == ["config.yaml"]
+    files.remove_leftovers(memory_path, "config.yaml")
+    assert [found.name for found in memory_path.iterdir()] == ["config.yaml"]

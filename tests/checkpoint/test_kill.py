@@ -60,20 +60,20 @@ def lines_of(path: Path) -> list[list]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("]\n")]
 
 
-def test_fifty_kills(tmp_path: Path) -> None:
-    reference = tmp_path / "reference"
+def test_fifty_kills(memory_path: Path) -> None:
+    reference = memory_path / "reference"
     reference.mkdir()
     run(reference)  # also imports what the first step imports, so that forks start at once
     begun = time.monotonic()
     expected = {step: rest for step, *rest in lines_of(reference / "log.jsonl")}
     assert len(expected) == STEPS
-    (tmp_path / "timing").mkdir()
-    assert os.waitpid(start(tmp_path / "timing"), 0)[1] == 0
+    (memory_path / "timing").mkdir()
+    assert os.waitpid(start(memory_path / "timing"), 0)[1] == 0
     seconds = time.monotonic() - begun
     draw = random.Random(1)
     kills = rounds = saves_cut = 0
     while kills < KILLS:
-        root = tmp_path / f"run{rounds}"
+        root = memory_path / f"run{rounds}"
         root.mkdir()
         while not (root / "done").exists():
             child = start(root)

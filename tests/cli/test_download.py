@@ -1,5 +1,6 @@
 """`tune download` from a hub on this machine: what is fetched, what never is, and a line for each refusal."""
 
+import errno
 import socket
 import subprocess
 import time
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli.download import one_line
+from recipe_lib.errors import StorageError
 from tests.cli.commands import tune
 from tests.cli.hub import COMMIT, SAFE, Hub, running_hub
 
@@ -43,7 +46,8 @@ def download(hub: Hub, tmp_path: Path) -> Download:
 
 def names(folder: Path) -> set[str]:
     """The files in a folder, hidden ones and their folders left out."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and ".cache" not in path.parts}
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {name for name in files if not name.startswith(".cache/")}
 
 
 def test_safe_files_and_no_others(download: Download, hub: Hub, tmp_path: Path):
@@ -98,7 +102,7 @@ def test_gated(download: Download, hub: Hub, tmp_path: Path):
     assert result.stderr == (
         f"error: owner/gated: your token's account has no access yet; ask for it at {page}, then try again\n"
     )
-    assert names(tmp_path / "a") == set() if (tmp_path / "a").exists() else True
+    assert names(tmp_path / "a") == set()
     result = download("owner/gated", "--output-dir", tmp_path / "a", HF_TOKEN="hf_allowed_token")
     assert result.returncode == 0, result.stderr
     assert names(tmp_path / "a") == set(SAFE)
@@ -201,3 +205,34 @@ def test_a_hub_that_cannot_be_reached(download: Download, tmp_path: Path):
     assert result.stderr == (
         f"error: owner/good: cannot reach {address}; check the network, a proxy, and HF_ENDPOINT\n"
     )
+
+
+ROOM = "make room (what is there already is kept), or choose another disk with --output-dir"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "o/n: the disk is full; " + ROOM,
+        ),
+        (
+            RuntimeError("Data processing error: No space left on device (os error 28)"),
+            "o/n: the disk is full; " + ROOM,
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/models/x"),
+            "/models/x: cannot be written: Permission denied",
+        ),
+    ],
+)
+def test_a_disk_that_refuses(error: Exception, line: str):
+    with pytest.raises(StorageError) as caught, one_line("o/n", None):
+        raise error
+    assert str(caught.value) == line
+
+
+def test_our_own_mistakes_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="a bug"), one_line("o/n", None):
+        raise RuntimeError("a bug")

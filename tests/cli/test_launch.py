@@ -2,13 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipe_lib.cli.launch import judge
+from recipe_lib.cli.main import main
 from tests.cli.commands import ROOT, TUNE, environment, tune
 
 # Does what its last argument says; `sum` adds up numbers over the ranks. Only that imports torch: it takes seconds.
@@ -212,6 +215,46 @@ def test_ranks_end_with_a_launcher_that_was_killed(recipe: Path, tmp_path: Path)
         time.sleep(0.05)
     assert all(map(gone, pids))
     assert "saved" not in (tmp_path / "out").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_no_gpu_to_count(recipe: Path, capsys: pytest.CaptureFixture):
+    assert main(["run", "--nproc_per_node", "gpu", str(recipe), "ok"]) == 2
+    assert capsys.readouterr() == ("", "error: torchrun: --nproc_per_node gpu: Cuda is not available.\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--max-restarts", "-1"], "torchrun: max_restarts must be >= 0; check --max-restarts -1"),
+        (["--max-restarts", "x"], "torchrun: argument --max-restarts/--max_restarts: invalid int value: 'x'; "),
+        (
+            ["--rdzv-backend", "none", "--rdzv-endpoint", "127.0.0.1:1"],
+            "torchrun: The rendezvous backend 'none' is not registered.",
+        ),
+    ],
+)
+def test_what_torchrun_refuses_is_one_line(flags: list[str], line: str, recipe: Path, capsys: pytest.CaptureFixture):
+    environment_before = dict(os.environ)
+    assert main(["run", *flags, str(recipe), "ok"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {line}")
+    assert printed.err.count("\n") == 1
+    assert dict(os.environ) == environment_before
+
+
+def test_a_port_that_is_taken(recipe: Path, capsys: pytest.CaptureFixture):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = ["--nnodes", "1", "--master_port", str(port)]
+        assert main(["run", *flags, str(recipe), "ok"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: torchrun: ")
+    assert printed.endswith(f"; check --nnodes 1 --master_port {port}\n")
+    assert "EADDRINUSE" in printed or "in use" in printed
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,11 @@ def test_ls_of_one_recipe(capsys: pytest.CaptureFixture):
 
 
 def test_ls_of_no_recipe(capsys: pytest.CaptureFixture):
-    assert run(capsys, "ls", "full_finetun") == (2, "", f"error: full_finetun: no such recipe; did you mean {RECIPE}?\n")
+    assert run(capsys, "ls", "full_finetun") == (
+        2,
+        "",
+        f"error: full_finetun: no such recipe; did you mean {RECIPE}?\n",
+    )
     assert run(capsys, "ls", "zzz")[2].startswith(f"error: zzz: no such recipe; one of: {RECIPE}")
 
 

@@ -87,12 +87,18 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (["lss"], "error: tune: unknown verb 'lss'; did you mean ls?"),
         (["generat", "x"], "error: tune: unknown verb 'generat'; did you mean generate?"),
         (["zzz"], "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, run, generate"),
-        (["--verbose"], "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, run, generate"),
+        (
+            ["--verbose"],
+            "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, run, generate",
+        ),
         (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
         (["ls", "--all"], "error: tune ls: unknown option --all; see `tune ls --help`"),
         (["cat"], "error: tune cat: CONFIG is missing; see `tune cat --help`"),
         (["cp"], "error: tune cp: RECIPE|CONFIG and DEST are missing; see `tune cp --help`"),
-        (["generate", "x", "--prompt"], "error: tune generate: argument --prompt: expected one argument; see `tune generate --help`"),
+        (
+            ["generate", "x", "--prompt"],
+            "error: tune generate: argument --prompt: expected one argument; see `tune generate --help`",
+        ),
         (["cp", "a", "b", "c"], "error: tune cp: unexpected argument c; see `tune cp --help`"),
     ],
 )

@@ -58,7 +58,9 @@ def test_a_flag_that_is_newer_than_the_table_is_looked_up_in_torchrun(monkeypatc
         (["--standalone"], ["--standalone"]),
     ],
 )
-def test_standalone_unless_a_rendezvous_is_given(flags: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_standalone_unless_a_rendezvous_is_given(
+    flags: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+):
     assert run.with_rendezvous(flags) == expected
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "a:1")
     assert run.with_rendezvous(flags) == flags
@@ -73,7 +75,10 @@ USAGE = "expected: tune run [torchrun flags] RECIPE --config CONFIG"
 MISTAKES = [
     (["--nproc_per_node", "2"], f"tune run: no recipe; {USAGE}"),
     (["--nproc_per_node"], "tune run: --nproc_per_node: expected a value"),
-    (["--nproc_per_nod", "2", RECIPE], "tune run: unknown torchrun flag --nproc_per_nod; did you mean --nproc-per-node?"),
+    (
+        ["--nproc_per_nod", "2", RECIPE],
+        "tune run: unknown torchrun flag --nproc_per_nod; did you mean --nproc-per-node?",
+    ),
     (["--nproc", "2", RECIPE], "tune run: unknown torchrun flag --nproc; did you mean --nproc-per-node?"),
     (["--frob", "2", RECIPE], "tune run: unknown torchrun flag --frob; see `torchrun --help`"),
     (["--nproc_per_node", "0", RECIPE], "tune run: --nproc_per_node 0: expected a number >= 1, or auto, cpu, gpu, xpu"),
@@ -94,7 +99,10 @@ MISTAKES = [
         [RECIPE, "--config", CONFIG, "--nproc_per_node", "2"],
         "tune run: --nproc_per_node: torchrun's flags come before RECIPE",
     ),
-    ([RECIPE, "--config", CONFIG, "batch_size"], "command line: batch_size: a value is missing; write batch_size=VALUE (or ~batch_size for the default)"),
+    (
+        [RECIPE, "--config", CONFIG, "batch_size"],
+        "command line: batch_size: a value is missing; write batch_size=VALUE (or ~batch_size for the default)",
+    ),
 ]
 
 
@@ -127,6 +135,7 @@ def test_a_recipe_without_main(tmp_path, capsys: pytest.CaptureFixture):
     assert main(["run", str(recipe)]) == 2
     line = f"error: {recipe}: has no function `main(argv)`; expected one, like the shipped recipes\n"
     assert capsys.readouterr().err == line
+    assert [path.name for path in tmp_path.iterdir()] == ["mainless.py"]  # no __pycache__ beside a user's program
 
 
 def test_a_flag_without_its_value_is_named():

@@ -49,7 +49,9 @@ def save(config: PreTrainedConfig, folder: Path) -> AutoModelForCausalLM:
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "mistral with a window of 4": MistralConfig(**SIZES, sliding_window=4),
-    "gemma2 with a window of 4": Gemma2Config(**SIZES, sliding_window=4, query_pre_attn_scalar=8, tie_word_embeddings=False),
+    "gemma2 with a window of 4": Gemma2Config(
+        **SIZES, sliding_window=4, query_pre_attn_scalar=8, tie_word_embeddings=False
+    ),
     "qwen3": Qwen3Config(**SIZES),
 }
 

@@ -25,8 +25,8 @@ WORLDS = (1, 2, 4)
 PEAK, WARMUP = 1e-3, 2
 # What every step of the text, and of the Alpaca rows, is told by hand in `reference`.
 DECAY = {"text": 0.0, "alpaca": 0.1}
-# Losses of the first and the last steps differ by at least this much, nats per token (found: 1.24 and 1.94).
-MARGIN = {"text": 1.0, "alpaca": 1.5}
+# The last two losses are below those of the untrained model on the same rows by at least this, nats per token.
+MARGIN = {"text": 1.0, "alpaca": 0.5}
 
 
 def overrides(realdata: Path, kind: str, ranks: int) -> list[str]:
@@ -82,10 +82,14 @@ def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kin
 
 
 @pytest.mark.parametrize("kind", MARGIN)
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_losses_fall(runs: dict[tuple[str, int], Any], kind: str, ranks: int):
-    found = losses(runs[kind, ranks][0])
-    assert sum(found[:2]) / 2 - sum(found[-2:]) / 2 >= MARGIN[kind], found
+def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str):
+    untrained = [loss for loss, _ in reference(realdata / "stories260K-hf", data_rows(realdata, kind), peak=0.0)]
+    for ranks in WORLDS:
+        found = losses(runs[kind, ranks][0])
+        gained = [before - after for before, after in zip(untrained, found, strict=True)]
+        assert abs(gained[0]) < 1e-4
+        assert all(gain > 0 for gain in gained[1:]), gained
+        assert sum(gained[-2:]) / 2 >= MARGIN[kind], gained
 
 
 @pytest.mark.parametrize("kind", MARGIN)
@@ -125,16 +129,20 @@ def _original(output: Path) -> Path:
 def test_a_plain_loop_over_transformers_gives_the_same_losses(
     realdata: Path, runs: dict[tuple[str, int], Any], kind: str
 ):
-    rows = text_rows(realdata) if kind == "text" else alpaca_rows(realdata)
-    expected = reference(realdata / "stories260K-hf", rows, DECAY[kind])
+    expected = reference(realdata / "stories260K-hf", data_rows(realdata, kind), decay=DECAY[kind])
     for ranks in WORLDS:
         found = steps(runs[kind, ranks][0])
         assert furthest([loss for _, loss, _ in found], [loss for loss, _ in expected]) <= 1e-4
         assert furthest([norm for _, _, norm in found], [norm for _, norm in expected]) <= 1e-4
 
 
+def data_rows(realdata: Path, kind: str) -> list[tuple[list[int], list[bool]]]:
+    """(ids, whether the loss counts them) of the first rows."""
+    return text_rows(realdata) if kind == "text" else alpaca_rows(realdata)
+
+
 def text_rows(realdata: Path) -> list[tuple[list[int], list[bool]]]:
-    """(ids, whether the loss counts them) of the first pieces of the text, each of 129 ids, the first with BOS."""
+    """The first pieces of the text, each of 129 ids, the first with BOS."""
     model = SentencePieceProcessor(model_file=str(realdata / "stories260K-hf" / "tokenizer.model"))
     ids = [1, *model.encode((realdata / "datasets/text/tinyshakespeare.txt").read_text())]
     pieces = [ids[129 * number : 129 * (number + 1)] for number in range(GLOBAL_BATCH * STEPS)]
@@ -142,7 +150,7 @@ def text_rows(realdata: Path) -> list[tuple[list[int], list[bool]]]:
 
 
 def alpaca_rows(realdata: Path) -> list[tuple[list[int], list[bool]]]:
-    """The same of the recipe's rows, whose lengths and trained shares differ much."""
+    """The recipe's own rows, whose lengths and trained shares differ much."""
     cfg = load_config(PLAIN, ["model.path=unused", *overrides(realdata, "alpaca", 1)])
     dataset = build_dataset(cfg.data, load_tokenizer(realdata / "stories260K-hf"), 128)
     rows = [dataset[number] for number in range(GLOBAL_BATCH * STEPS)]
@@ -153,15 +161,17 @@ def alpaca_rows(realdata: Path) -> list[tuple[list[int], list[bool]]]:
     return found
 
 
-def reference(folder: Path, rows: list[tuple[list[int], list[bool]]], decay: float) -> list[tuple[float, float]]:
+def reference(
+    folder: Path, rows: list[tuple[list[int], list[bool]]], peak: float = PEAK, decay: float = 0.0
+) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, in one process, without a line of the recipe's code."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
     found = []
     for step in range(STEPS):
         after = (step - WARMUP) / (STEPS - WARMUP)
         optimizer.param_groups[0]["lr"] = (
-            PEAK * (step + 1) / WARMUP if step < WARMUP else PEAK * (1 + math.cos(math.pi * after)) / 2
+            peak * (step + 1) / WARMUP if step < WARMUP else peak * (1 + math.cos(math.pi * after)) / 2
         )
         batch = rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
         width = max(len(ids) for ids, _ in batch)

@@ -28,6 +28,20 @@ def real_folder(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return folder
 
 
+@pytest.fixture(scope="session")
+def real(real_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
+    """A real tokenizer by folder or folder/file name, loaded once."""
+    loaded: dict[str, Tokenizer] = {}
+
+    def get(name: str) -> Tokenizer:
+        if name not in loaded:
+            folder, _, file = name.partition("/")
+            loaded[name] = load_tokenizer(real_folder(folder) / file if file else real_folder(folder))
+        return loaded[name]
+
+    return get
+
+
 @pytest.fixture(scope="session", params=["json", "sentencepiece", "tiktoken"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tiny tokenizer of each kind."""

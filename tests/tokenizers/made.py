@@ -40,7 +40,7 @@ def write_json(folder: Path, *, template: str | None = CHATML, **config: object)
     tokenizer.save(str(folder / "tokenizer.json"))
     content = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"} | config
     if template is not None:
-        content["chat_template"] = template
+        content.setdefault("chat_template", template)
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     return folder
 

@@ -70,16 +70,16 @@ def test_tiktoken_ids_with_and_without_a_config(real_folder, tmp_path):
         assert ours.encode(entry["content"], allow_special=True) == [int(number)]
 
 
-def test_tiktoken_reads_more_white_space_than_its_library_can(real_folder):
-    ours = load_tokenizer(real_folder("llama3"))
+def test_tiktoken_reads_more_white_space_than_its_library_can(real):
+    ours = real("llama3")
     text = "a" + " " * 1_200_000 + "b"
     assert ours.decode(ours.encode(text)) == text
 
 
 @pytest.mark.parametrize("name", JSONS)
-def test_tokenizer_json_ids(name, real_folder):
+def test_tokenizer_json_ids(name, real, real_folder):
     path = real_folder(name) / "tokenizer.json"
-    ours, reference = load_tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
+    ours, reference = real(f"{name}/tokenizer.json"), tokenizers.Tokenizer.from_file(str(path))
     assert ours.vocab_size == reference.get_vocab_size()
     assert ours.encode(SPECIALS[name], allow_special=True) == reference.encode(
         SPECIALS[name], add_special_tokens=False
@@ -94,10 +94,10 @@ def test_tokenizer_json_ids(name, real_folder):
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen2_5", "gpt2", "gemma2", "smollm2"])
-def test_ids_agree_with_transformers(name, real_folder):
+def test_ids_agree_with_transformers(name, real, real_folder):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(real_folder(name)))
-    ours = load_tokenizer(real_folder(name))
+    ours = real(f"{name}/tokenizer.json")
     assert ours.encode(SPECIALS[name], allow_special=True) == reference.encode(SPECIALS[name], add_special_tokens=False)
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == tuple(
         getattr(reference, f"{role}_token_id") for role in ("bos", "eos", "pad")
@@ -108,9 +108,8 @@ def test_ids_agree_with_transformers(name, real_folder):
 
 
 @pytest.mark.parametrize("name", [*PIECES, *JSONS, "llama3"])
-def test_stream_emits_what_decoding_gives(name, real_folder):
-    folder = real_folder(name.split("/")[0])
-    ours = load_tokenizer(folder / name.split("/")[1] if "/" in name else folder)
+def test_stream_emits_what_decoding_gives(name, real):
+    ours = real(name if name in PIECES or name == "llama3" else f"{name}/tokenizer.json")
     for text in NASTY:
         ids = ours.encode(text, add_bos=True)
         decoder = StreamDecoder(ours)
@@ -126,14 +125,14 @@ def test_stream_emits_what_decoding_gives(name, real_folder):
             assert ours.decode(ids[:cut], skip_special=True) + said == ours.decode(ids, skip_special=True)
 
 
-def test_special_token_in_ordinary_text_stays_text(real_folder):
+def test_special_token_in_ordinary_text_stays_text(real):
     for name, text in SPECIALS.items():
-        ours = load_tokenizer(real_folder(name) / "tokenizer.json")
+        ours = real(f"{name}/tokenizer.json")
         special = [t for t in ours.special_texts if t in text]
         assert special
         assert not any(ours.is_special(i) for i in ours.encode(text))
         assert any(ours.is_special(i) for i in ours.encode(text, allow_special=True))
-    mistral = load_tokenizer(real_folder("mistral") / "mistral_instruct_tokenizer_240323.model.v3")
+    mistral = real("mistral/mistral_instruct_tokenizer_240323.model.v3")
     assert mistral.encode("[INST]", allow_special=True) == [3]  # a control piece, though no config lists it
     assert mistral.decode(mistral.encode("[INST]")) == "[INST]" and 3 not in mistral.encode("[INST]")
 
@@ -141,7 +140,7 @@ def test_special_token_in_ordinary_text_stays_text(real_folder):
 @pytest.mark.parametrize(
     ("layout", "stops"),
     [
-        ("gemma-3-1b-it", {1, 106}),
+        ("gemma-2b-it", {1, 107}),  # 107, the end of a turn, is in the chat template alone
         ("llama-3.2-1b-instruct", {128001, 128008, 128009}),
     ],
 )
@@ -150,7 +149,7 @@ def test_stop_ids_of_real_layouts(layout, stops, realdata, real_folder, tmp_path
         (tmp_path / file.name).write_bytes(file.read_bytes())
     source = real_folder("gemma2" if "gemma" in layout else "llama3_1")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    assert load_tokenizer(tmp_path).stop_ids >= stops
+    assert load_tokenizer(tmp_path).stop_ids == stops
 
 
 def test_phi_tokens_beside_a_sentencepiece_model(realdata, real_folder, tmp_path):
@@ -164,9 +163,9 @@ def test_phi_tokens_beside_a_sentencepiece_model(realdata, real_folder, tmp_path
     assert ours.vocab_size == 32011 and ours.eos_id == 32000 and not ours.add_bos_by_default
 
 
-def test_gemma2_text_tokens_are_found_in_ordinary_text(real_folder):
+def test_gemma2_text_tokens_are_found_in_ordinary_text(real):
     """Added tokens that are not special (runs of line ends) belong to the vocabulary."""
-    ours = load_tokenizer(real_folder("gemma2"))
+    ours = real("gemma2/tokenizer.json")
     assert len(ours.encode("\n" * 5)) == 1 and ours.decode(ours.encode("\n" * 5)) == "\n" * 5
 
 

@@ -1,0 +1,335 @@
+"""One command for a machine with a CUDA GPU: what full fine-tuning of Llama 3 8B takes there, in memory and in time.
+
+    python benchmarks/gpu_check.py                    about 6 minutes on an H200; a dry run without a GPU
+    python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
+
+Memory: the recipe's own model, optimizer and step run as rank 0 of N through torch's fake process group: collectives
+move nothing, so values mean nothing, but every tensor is allocated where a real rank allocates it. The allocator is
+held to what a 24 GB card leaves it; a case that does not fit is measured once more without that cap. What NCCL takes
+is not in the numbers. Time: one process on the whole GPU, with real values; tokens a second, and the share of the
+GPU's bf16 matmul rate, measured and from the datasheet, that the model's own arithmetic uses (MFU).
+
+Each case runs in a process of its own under a time limit, so that running out of memory spoils no other case. Without
+a GPU the same code runs with a tiny model on the CPU, and the report says so: it then checks the code, not a machine.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import multiprocessing
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.gpu_report import write_report  # noqa: E402
+from recipe_lib.config.schema import (  # noqa: E402
+    FullFinetuneConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from recipe_lib.data.batches import Batch, StepBatches  # noqa: E402
+from recipe_lib.memory import PeakMemory  # noqa: E402
+from recipe_lib.models import DecoderSpec  # noqa: E402
+from recipe_lib.parallel import describe_units, resolve_wrapping, start_world  # noqa: E402
+from recipe_lib.units import GIB  # noqa: E402
+
+CAP_GIB = 24 - 0.8  # a 24 GB card, less what context and kernels take outside the allocator
+TOTAL_SECONDS = 9 * 60
+# Dense bf16 matmul rates that datasheets give, by a part of the device's name.
+DATASHEET_RATES = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One measurement. kind: `memory`, `speed` or `matmul`; the rest are the settings that differ."""
+
+    kind: str
+    preset: str
+    sequence: int = 0
+    wrapping: str = "memory_efficient"
+    ranks: int = 1
+    batch_size: int = 1
+    activation_checkpointing: str = "full"
+    compile: bool = False
+    capped: bool = False
+    steps: int = 3
+    seconds: int = 90
+
+
+def plan(gpu: bool) -> list[Case]:
+    """The cases, the most telling first, in case time runs out."""
+    if not gpu:
+        tiny = "demo/0.5M"
+        memory = [Case("memory", tiny, 32, wrapping, ranks=4, capped=True) for wrapping in ("layers", "memory_efficient")]
+        return [Case("matmul", tiny), *memory, Case("speed", tiny, 32)]
+    preset = "llama3/8B"
+    memory = [
+        Case("memory", preset, sequence, wrapping, ranks, capped=True)
+        for ranks in (4, 2)
+        for sequence in (512, 2048, 4096, 8192)
+        for wrapping in ("layers", "memory_efficient")
+    ]
+    speed = [
+        Case("speed", preset, 8192, batch_size=2, steps=10, seconds=120),
+        Case("speed", preset, 8192, activation_checkpointing="selective", steps=10, seconds=120),
+        Case("speed", preset, 8192, batch_size=2, compile=True, steps=10, seconds=180),
+    ]
+    return [Case("matmul", preset), *memory[:8], *speed, *memory[8:]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs all cases and writes the report after each, so that what was measured is never lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report")
+    options = parser.parse_args(argv)
+    started = time.monotonic()
+    load_recipe()  # imported once, inherited by every case; this process never touches the device
+    device = run_apart(describe_device, 60)
+    gpu = device.get("type") == "cuda"
+    report: dict[str, Any] = {
+        "kind": "GPU check" if gpu else "dry run, CPU",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, "benchmarks/gpu_check.py", *(sys.argv[1:] if argv is None else argv)]),
+        "device": device,
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()},
+        "cap_gib": CAP_GIB,
+        "cases": [],
+    }
+    queue = plan(gpu)
+    while queue:
+        case = queue.pop(0)
+        left = TOTAL_SECONDS - (time.monotonic() - started)
+        result = run_apart(lambda case=case: measure(case), min(case.seconds, left)) if left > 5 else {"failed": "no time left"}
+        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarise(result)}", flush=True)
+        report["cases"].append({"case": dataclasses.asdict(case), "result": result})
+        if gpu and case.capped and "out_of_memory" in result:
+            queue.append(dataclasses.replace(case, capped=False))
+        report["seconds"] = round(time.monotonic() - started)
+        paths = write_report(report, options.output)
+    print("\n".join(map(str, paths)))
+    return 1 if any("failed" in entry["result"] for entry in report["cases"]) else 0
+
+
+def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """`fn()` in a forked process; {"failed": why} when it crashes, raises or takes longer than `seconds`."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        answer = Path(folder) / "answer.json"
+        process = context.Process(target=lambda: answer.write_text(json.dumps(fn())))
+        process.start()
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return {"failed": f"not done after {seconds:.0f} s"}
+        if process.exitcode or not answer.exists():
+            return {"failed": f"process ended with {process.exitcode}"}
+        return json.loads(answer.read_text())
+
+
+def describe_device() -> dict[str, Any]:
+    """Type, name, memory and driver of what will be measured."""
+    accelerator = torch.get_device_module("cuda")
+    if not accelerator.is_available():
+        return {"type": "cpu", "name": platform.processor() or platform.machine()}
+    found = accelerator.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
+    try:
+        driver, power = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split(",")
+    except (OSError, subprocess.SubprocessError, ValueError):
+        driver, power = "unknown", "unknown"
+    return {
+        "type": "cuda",
+        "name": found.name,
+        "memory_gib": round(found.total_memory / GIB, 2),
+        "driver": driver.strip(),
+        "power_limit": power.strip(),
+        "cuda": torch.version.cuda,
+        "datasheet_rate": next((rate for name, rate in DATASHEET_RATES.items() if name in found.name), None),
+    }
+
+
+def load_recipe() -> ModuleType:
+    """recipes/full_finetune_distributed.py as a module."""
+    name = "full_finetune_distributed"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, REPOSITORY / "recipes" / f"{name}.py")
+        if spec is None or spec.loader is None:
+            raise ImportError(f"recipes/{name}.py cannot be loaded")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The result of one case, in the process of its own."""
+    if case.kind == "matmul":
+        return measure_matmul()
+    if case.kind == "memory":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        cfg = FullFinetuneConfig(
+            model=ModelConfig(preset=case.preset),
+            optimizer=OptimizerConfig(lr=1e-5),
+            parallel=ParallelConfig(wrapping=case.wrapping),
+            memory=MemoryConfig(activation_checkpointing=case.activation_checkpointing),
+            batch_size=case.batch_size,
+            max_seq_len=case.sequence,
+            compile=case.compile,
+            output_dir=folder,
+        )
+        with start_world(cfg) as world:
+            return run_steps(case, cfg, load_recipe().FullFinetune(cfg, world))
+
+
+def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any]:
+    """Sets the recipe up and runs its training step; peaks of the first step (no optimizer states yet) and the rest."""
+    device = recipe.device
+    module = torch.get_device_module(device)
+    if case.capped and device.type != "cpu":
+        total = module.get_device_properties(device).total_memory
+        module.set_per_process_memory_fraction(min(1.0, CAP_GIB * GIB / total), device)
+    peak = PeakMemory(device)
+    result: dict[str, Any] = {"losses": [], "grad_norms": [], "seconds": []}
+    phase = "setup"
+    try:
+        recipe.setup_model()
+        fill_weights(recipe.model)
+        recipe.setup_optimizer()
+        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.wrapping))
+        batches = random_batches(case, recipe)
+        for step in range(1, case.steps + 1):
+            phase = f"step {step}"
+            if step <= 2:
+                peak.reset()
+            with timed(device, result["seconds"]):
+                done = recipe.train_step(batches)
+            if case.kind == "speed":
+                result["losses"].append(round(done.loss.item(), 5))
+                result["grad_norms"].append(round(done.grad_norm.item(), 5))
+            result["first_step" if step == 1 else "later_steps"] = peak.read()
+    except torch.OutOfMemoryError:
+        result |= {"out_of_memory": phase, "at_failure": peak.read()}
+    if device.type != "cpu":
+        stats = module.memory_stats(device)
+        result |= {"alloc_retries": stats.get("num_alloc_retries", 0), "allocator": module.memory.get_allocator_backend()}
+    if case.kind == "speed" and len(result["seconds"]) == case.steps:
+        result |= speed_of(case, recipe.spec, recipe.model, result["seconds"])
+    return result
+
+
+@contextmanager
+def timed(device: torch.device, seconds: list[float]):
+    """Appends the seconds that the block takes, the device's work included."""
+    began = time.perf_counter()
+    yield
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    seconds.append(round(time.perf_counter() - began, 4))
+
+
+@torch.no_grad()
+def fill_weights(model: torch.nn.Module) -> None:
+    """Random weights, drawn on the device: the recipe's own are the same for any world size, but slower to make."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if name.endswith("norm.weight"):
+            local.fill_(1.0)
+        else:
+            local.normal_(0.0, 0.02)
+
+
+def random_batches(case: Case, recipe: Any) -> StepBatches:
+    """One micro-batch of random tokens, every one of them trained."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (case.batch_size, case.sequence + 1)
+    tokens = torch.randint(0, recipe.spec.vocab_size, shape, generator=generator)
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(recipe.device)
+    count = case.batch_size * case.sequence * recipe.world.data_ranks
+    return StepBatches([batch], trained_tokens=count, total_tokens=count, padded_tokens=count)
+
+
+def speed_of(case: Case, spec: DecoderSpec, model: torch.nn.Module, seconds: list[float]) -> dict[str, Any]:
+    """Tokens and model FLOP a second over the second half of the steps.
+
+    FLOP a token: 6 for each parameter in a matmul (2 forward, 4 backward), and 6 s h e a layer for causal attention
+    (half of 12). What is computed a second time in backward is not counted.
+    """
+    steady = seconds[len(seconds) // 2 :]
+    tokens = case.batch_size * case.sequence
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    if not spec.tied:
+        matrices -= spec.vocab_size * spec.width  # the embedding is looked up
+    attention = 6 * spec.num_layers * case.sequence * spec.num_heads * spec.head_width
+    tokens_per_second = tokens * len(steady) / sum(steady)
+    flop_per_token = 6 * matrices + attention
+    return {
+        "tokens_per_second": round(tokens_per_second, 1),
+        "flop_per_token": flop_per_token,
+        "flop_per_second": flop_per_token * tokens_per_second,
+    }
+
+
+def measure_matmul() -> dict[str, Any]:
+    """The device's bf16 matmul rate: the best of several runs of one large product."""
+    accelerator = torch.get_device_module("cuda")
+    device = torch.device("cuda" if accelerator.is_available() else "cpu")
+    size, repeats = (8192, 30) if device.type != "cpu" else (256, 2)
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds: list[float] = []
+    for _ in range(4):
+        with timed(device, seconds):
+            for _ in range(repeats):
+                left @ right
+    return {"size": size, "flop_per_second": 2 * size**3 * repeats / max(min(seconds[1:]), 1e-9)}
+
+
+def describe(case: Case) -> str:
+    """A case in a few words."""
+    if case.kind == "matmul":
+        return "bf16 matmul"
+    words = [case.kind, case.preset, f"{case.batch_size} x {case.sequence} tokens", case.activation_checkpointing]
+    if case.kind == "memory":
+        words += [case.wrapping, f"rank 0 of {case.ranks}", f"{CAP_GIB} GiB" if case.capped else "no cap"]
+    return ", ".join(words + (["compiled"] if case.compile else []))
+
+
+def summarise(result: dict[str, Any]) -> str:
+    """A result in a few words."""
+    if "failed" in result:
+        return f"failed, {result['failed']}"
+    if "out_of_memory" in result:
+        return f"out of memory in {result['out_of_memory']}"
+    if "tokens_per_second" in result:
+        return f"{result['tokens_per_second']:.0f} tokens/s"
+    if "later_steps" in result:
+        return f"{result['later_steps']['active'] / GIB:.2f} GiB active at the peak"
+    rate = result.get("flop_per_second", math.nan)
+    return f"{rate / 1e12:.1f} TFLOP/s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

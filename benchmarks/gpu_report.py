@@ -1,0 +1,136 @@
+"""The report of gpu_check.py: one JSON file with everything, one Markdown file with the tables."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.units import GIB
+
+HOW = """Memory: the recipe's model, optimizer and training step as rank 0 of N through torch's fake process group, \
+random weights, bf16 parameters and gradients, AdamW (fused), activation checkpointing `full`, the loss in 8 chunks, \
+batch 1. Peaks are those of steps 2 and 3 (the optimizer states exist), in GiB (1024^3), of torch's allocator; NCCL's \
+buffers and the CUDA context are not in them. Capped: the allocator may take {cap} GiB, what a 24 GB card leaves it. \
+Losses under the fake group mean nothing and are not shown.
+
+Time: one process on the whole GPU, random weights, random tokens, the same batch each step. Tokens a second over the \
+second half of the steps. MFU: the model's own FLOP (6 a parameter in a matmul and token, 6 s h e a layer and token for \
+causal attention; nothing for recomputation) over a bf16 matmul rate."""
+
+
+def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Writes both files, named after the device; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = report["device"]
+    dry = device.get("type") != "cuda"
+    name = "dry-run-cpu" if dry else "-".join(str(device["name"]).lower().split())
+    paths = [folder / f"gpu-check-{name}{suffix}" for suffix in (".json", ".md")]
+    for path, text in zip(paths, (json.dumps(report, indent=1) + "\n", to_markdown(report)), strict=True):
+        part = path.with_name(path.name + ".part")
+        part.write_text(text)
+        part.replace(path)
+    return paths
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """The report's tables."""
+    device, versions = report["device"], report["versions"]
+    lines = [
+        f"# {report['kind']}: {device.get('name', 'unknown device')}",
+        "",
+        f"- {report['date']}, `{report['command']}`, {report.get('seconds', 0)} s",
+        f"- torch {versions['torch']}, Python {versions['python']}, {versions['system']}",
+    ]
+    if device.get("type") == "cuda":
+        lines.append(
+            f"- {device['memory_gib']} GiB, driver {device['driver']}, CUDA {device['cuda']}, "
+            f"power limit {device['power_limit']}"
+        )
+    else:
+        lines.append("- dry run, CPU: a tiny model, to check the code; its numbers say nothing about any GPU")
+    lines += ["", HOW.format(cap=report["cap_gib"])]
+    memory = [entry for entry in report["cases"] if entry["case"]["kind"] == "memory"]
+    speed = [entry for entry in report["cases"] if entry["case"]["kind"] == "speed"]
+    if memory:
+        lines += ["", "## Memory", "", *_memory_table(memory)]
+    if speed:
+        matmul = next((entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "matmul"), {})
+        lines += ["", "## Time", "", *_speed_table(speed, matmul.get("flop_per_second"), device.get("datasheet_rate"))]
+        lines += _curves(speed)
+    return "\n".join(lines) + "\n"
+
+
+def _memory_table(entries: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        "| model | ranks | tokens | wrapping | cap, GiB | active | allocated | reserved | first step, active | retries |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    order = sorted(
+        entries,
+        key=lambda entry: (-entry["case"]["ranks"], entry["case"]["sequence"], entry["case"]["wrapping"], -entry["case"]["capped"]),
+    )
+    for entry in order:
+        case, result = entry["case"], entry["result"]
+        later, first = result.get("later_steps"), result.get("first_step")
+        if "failed" in result:
+            peaks = [f"failed: {result['failed']}", "", ""]
+        elif "out_of_memory" in result:
+            peaks = [f"out of memory, {result['out_of_memory']}", "", ""]
+        else:
+            peaks = [f"{later[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")]
+        rows.append(
+            f"| {case['preset']} | {case['ranks']} | {case['sequence']} | {case['wrapping']} "
+            f"| {'23.2' if case['capped'] else 'none'} | {' | '.join(peaks)} "
+            f"| {f'{first["active"] / GIB:.2f}' if first else ''} | {result.get('alloc_retries', '')} |"
+        )
+    return rows
+
+
+def _speed_table(entries: list[dict[str, Any]], measured: float | None, datasheet: float | None) -> list[str]:
+    rows = [
+        f"bf16 matmul rate: measured {_rate(measured)}, datasheet {_rate(datasheet)}.",
+        "",
+        "| model | batch | tokens | checkpointing | compiled | tokens/s | model TFLOP/s | MFU, measured rate "
+        "| MFU, datasheet | peak active, GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for entry in entries:
+        case, result = entry["case"], entry["result"]
+        settings = (
+            f"| {case['preset']} | {case['batch_size']} | {case['sequence']} | {case['activation_checkpointing']} "
+            f"| {'yes' if case['compile'] else 'no'} "
+        )
+        if "tokens_per_second" not in result:
+            why = result.get("failed") or f"out of memory, {result.get('out_of_memory')}"
+            rows.append(f"{settings}| {why} | | | | |")
+            continue
+        rate = result["flop_per_second"]
+        rows.append(
+            f"{settings}| {result['tokens_per_second']:.0f} | {rate / 1e12:.3g} | {_share(rate, measured)} "
+            f"| {_share(rate, datasheet)} | {result['later_steps']['active'] / GIB:.2f} |"
+        )
+    return rows
+
+
+def _curves(entries: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for entry in entries:
+        result = entry["result"]
+        if result.get("losses"):
+            lines += [
+                "",
+                f"Batch {entry['case']['batch_size']}, {entry['case']['activation_checkpointing']}"
+                f"{', compiled' if entry['case']['compile'] else ''}, step by step:",
+                "",
+                "- loss " + ", ".join(f"{loss:.4f}" for loss in result["losses"]),
+                "- grad norm " + ", ".join(f"{norm:.4f}" for norm in result["grad_norms"]),
+                "- seconds " + ", ".join(f"{seconds:.2f}" for seconds in result["seconds"]),
+            ]
+    return lines
+
+
+def _rate(rate: float | None) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate else "unknown"
+
+
+def _share(rate: float, of: float | None) -> str:
+    return f"{rate / of:.1%}" if of else "unknown"

@@ -1,0 +1,5 @@
+"""A recipe that lost its main."""
+
+
+def mian(argv):
+    return 0

@@ -1,0 +1,64 @@
+"""No code of ours opens a door that a checkpoint, a config or a name could walk through; told by the syntax tree."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+NAMES = {"eval", "exec", "compile", "__import__"}
+CALLS = {
+    "torch.load", "torch.save", "torch.hub.load", "numpy.load", "np.load", "os.system", "os.popen",
+    "yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all",
+}  # fmt: skip
+KEYWORDS = {"allow_pickle": True, "shell": True, "weights_only": False}
+
+
+def faults(source: str) -> list[str]:
+    """What the source does that it must not, as `line: what`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            found.append((node.lineno, str(node.module)))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in CALLS or name in NAMES:
+                found.append((node.lineno, name))
+            for keyword in node.keywords:
+                value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if keyword.arg == "trust_remote_code" or (keyword.arg in KEYWORDS and value is KEYWORDS[keyword.arg]):
+                    found.append((node.lineno, f"{keyword.arg}={ast.unparse(keyword.value)}"))
+    return [f"{line}: {what}" for line, what in found]
+
+
+def test_no_source_does() -> None:
+    files = [path for folder in ("recipe_lib", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 20
+    assert {str(path.relative_to(ROOT)): found for path in files if (found := faults(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from dill import loads",
+        "import marshal as m",
+        "eval('1')",
+        "exec(text)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path)",
+        "load(path, allow_pickle=True)",
+        "yaml.load(text)",
+        "yaml.unsafe_load(text)",
+        "subprocess.run(line, shell=True)",
+        "os.system(line)",
+        "AutoModel.from_pretrained(name, trust_remote_code=flag)",
+    ],
+)
+def test_each_rule_can_fail(line: str) -> None:
+    assert len(faults(line)) >= 1
+    assert faults("yaml.safe_load(text)\nsubprocess.run(words)\nre.compile(x)\nload(path, weights_only=True)") == []

@@ -1,0 +1,34 @@
+"""The tokenizers of tests/tokenizers, and a writer of data files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from tests.tokenizers.conftest import real_folder  # noqa: F401  (a fixture)
+from tests.tokenizers.made import write_json
+
+
+@pytest.fixture(scope="session")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tiny tokenizer with ChatML; its BOS is not put by itself."""
+    return load_tokenizer(write_json(tmp_path_factory.mktemp("chatml")))
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The same without a chat template, beginning texts with BOS."""
+    return load_tokenizer(write_json(tmp_path_factory.mktemp("plain"), template=None, add_bos_token=True))
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Callable[..., str]:
+    """Writes rows as JSON lines; gives the path as text."""
+
+    def write(*rows: object, name: str = "rows.jsonl") -> str:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write
