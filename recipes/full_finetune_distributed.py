@@ -28,6 +28,7 @@ from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
 from recipe_lib.data import (
     Batch,
+    Dataset,
     StepBatches,
     build_dataset,
     build_validation_dataset,
@@ -41,7 +42,7 @@ from recipe_lib.errors import DivergedError, StoppedAndSaved, end_process, exit_
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, apply_activation_checkpointing, explain_out_of_memory
 from recipe_lib.models import build_meta, init_weights, preset_config, read_config, spec_from_config
-from recipe_lib.parallel import DTYPES, World, compile_layers, materialize, shard_model, start_world
+from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training import (
     RunLog,
@@ -81,9 +82,10 @@ class FullFinetune:
         check_output(cfg)
         # The shape comes from the checkpoint's config.json or from a preset. The headers of the weights are read now:
         # a broken folder is noticed before data is tokenised or memory taken.
-        self.folder = find_checkpoint(cfg.model.path) if cfg.model.path else None
-        self.model_config = read_config(self.folder) if self.folder else preset_config(cfg.model.preset)
-        self.spec = spec_from_config(self.model_config, where=str(self.folder or cfg.model.preset))
+        where = cfg.model.path or cfg.model.preset or ""
+        self.folder = find_checkpoint(where) if cfg.model.path else None
+        self.model_config = read_config(self.folder) if self.folder else preset_config(where)
+        self.spec = spec_from_config(self.model_config, where=str(self.folder or where))
         if self.folder:
             check_weights(self.spec, self.folder)
         self.loss_function = build_loss(cfg.loss)
@@ -91,7 +93,7 @@ class FullFinetune:
     def setup_data(self) -> None:
         """Rows of tokens and labels. Which rows a step takes is a function of (seed, epoch, step) alone."""
         cfg = self.cfg
-        self.tokenizer_path = Path(cfg.tokenizer.path) if cfg.tokenizer.path else self.folder
+        self.tokenizer_path = Path(cfg.tokenizer.path or self.folder or "")
         self.tokenizer = load_tokenizer(self.tokenizer_path, cfg.tokenizer.chat_template)
         self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len)
         self.validation_rows = build_validation_dataset(cfg, self.tokenizer)
@@ -107,7 +109,7 @@ class FullFinetune:
         apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
         if cfg.compile:
             compile_layers(self.model)
-        shard_model(self.model, cfg.parallel, cfg.memory, self.world)
+        self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
@@ -129,6 +131,11 @@ class FullFinetune:
             check_same_data(saved, self.data_identity(), found)
             self.step = saved["step"]
             get_logger().info("resume: %s, %d of %d steps done", found, self.step, self.total_steps)
+
+    def describe(self) -> list[str]:
+        """What the config comes to here: rows, global batch, steps, bytes per rank, FSDP units."""
+        numbers = derived_numbers(self.cfg, self.world, self.model, self.rows, self.epoch_steps)
+        return [*self.rows.report.lines(), *numbers, describe_units(self.model, self.units)]
 
     def data_identity(self) -> dict:
         """What has to be the same for a step to mean the same rows."""
@@ -161,9 +168,9 @@ class FullFinetune:
         )
 
     @torch.no_grad()
-    def validate(self) -> dict:
+    def validate(self, rows: Dataset) -> dict:
         """Mean loss of the trained tokens of all validation rows, each counted once."""
-        rows, world = self.validation_rows, self.world
+        world = self.world
         size = self.cfg.validation.batch_size or self.cfg.batch_size
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
         for batches in validation_steps(rows, world.data_rank, world.data_ranks, size, self.tokenizer.pad_id):
@@ -205,8 +212,8 @@ class FullFinetune:
                     )
                 )
                 self.check_finite(loss, grad_norm, log)
-                if self.is_due(cfg.validation.every_steps or self.epoch_steps) and self.validation_rows:
-                    log.validation(self.validate())
+                if self.validation_rows and self.is_due(cfg.validation.every_steps or self.epoch_steps):
+                    log.validation(self.validate(self.validation_rows))
                 stopped = stop.agreed(self.world)
                 if stopped or (cfg.checkpoint.save_every_steps and self.is_due(cfg.checkpoint.save_every_steps)):
                     saved = self.save_state()
@@ -259,7 +266,7 @@ class FullFinetune:
         )
 
 
-def main(argv: list[str] | None = None) -> int | None:
+def main(argv: list[str] | None = None) -> None:
     """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
     cfg = parse_arguments(argv, Config)
     with start_world(cfg) as world:
@@ -269,7 +276,7 @@ def main(argv: list[str] | None = None) -> int | None:
         recipe.setup_model()
         recipe.load_weights()
         recipe.setup_optimizer()
-        for line in [*recipe.rows.report.lines(), *derived_numbers(cfg, world, recipe.model, recipe.rows, recipe.epoch_steps)]:
+        for line in recipe.describe():
             get_logger().info(line)
         recipe.resume()
         recipe.train()

@@ -1,5 +1,6 @@
 """What every test has: one thread, so that runs are repeatable and cores are shared fairly; the folder of real data."""
 
+import logging
 import os
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -7,6 +8,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a network
 
+from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -25,3 +27,10 @@ def realdata() -> Path:
     if not path.is_dir():
         pytest.fail(f"REALDATA_DIR={folder}: no such folder")
     return path
+
+
+@pytest.fixture(autouse=True)
+def fresh_logger() -> Iterator[None]:
+    """The logger's handler keeps the standard error it was made with, which pytest replaces for each test."""
+    yield
+    logging.getLogger("tune").handlers.clear()

@@ -86,7 +86,7 @@ class HashedFile:
         self.size = 0
         self._hash = hashlib.sha256()
         before_operation("open", path)
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+        self._file = open(path, "xb", buffering=0)
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends the bytes; raises OSError with the file's name."""

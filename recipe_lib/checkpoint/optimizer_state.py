@@ -121,9 +121,7 @@ def _empty_state(
     return None
 
 
-def restore_settings(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str
-) -> None:
+def restore_settings(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str) -> None:
     """Sets what `optimizer_settings` gave; CheckpointError if the optimizer's groups are others."""
     names = _parameter_names(model, optimizer)
     found = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]

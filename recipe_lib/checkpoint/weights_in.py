@@ -96,9 +96,7 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor]) -> str | None:
     )
 
 
-def _shape_fault(
-    folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor]
-) -> str | None:
+def _shape_fault(folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor]) -> str | None:
     other = [name for name in sorted(expected.keys() & found.keys()) if found[name].entry.shape != expected[name]]
     if not other:
         return None

@@ -59,6 +59,10 @@ class TextTokenizer(Protocol):
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as text."""
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+
     def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:
         """Ids of a text."""
 

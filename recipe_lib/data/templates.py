@@ -43,6 +43,7 @@ class Encoder:
             )
         self.template = "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
+        self._stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
         texts = sorted((text for text in tokenizer.special_texts if len(text) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
 
@@ -106,34 +107,37 @@ class Encoder:
 
     def _answers(self, render: Render, messages: Sequence[Message], whole: str) -> list[tuple[int, int]]:
         """Where each answer stands in the whole rendering, its end-of-turn token included."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        starts = []
+        for number in numbers:
             before = self._rendered(render, messages[:number], True)
             if not whole.startswith(before):
                 raise RowFault("template writes the past anew", _difference(before, whole, number + 1))
-            limit = len(whole)
-            if number + 1 < len(messages):
-                limit = max(len(before), _common(self._rendered(render, messages[: number + 1], False), whole))
-            spans.append((len(before), self._end_of_turn(whole, len(before), limit, message)))
-        return spans
+            starts.append(len(before))
+        limits = [*starts[1:], len(whole)]
+        return [
+            (start, self._end_of_turn(whole, start, limit, messages[number]))
+            for number, start, limit in zip(numbers, starts, limits, strict=True)
+        ]
 
     def _end_of_turn(self, whole: str, start: int, limit: int, message: Message) -> int:
-        """The end of the first special token behind the answer's text."""
+        """The end of the first special token behind the answer's text; where the template writes something else than
+        the text (a tool call, an answer without its thoughts), the end of the first token that ends answers."""
+        tokens = list(self._special.finditer(whole, start, limit)) if self._special else []
+        stops = [token for token in tokens if token.group() in self._stops]
         said = message["content"].strip()
-        at = start + len(whole[start:limit]) - len(whole[start:limit].lstrip())
-        if not whole.startswith(said, at):
-            at = whole.find(said, start, limit)
-        known = bool(said) and at >= 0 and not message.get("tool_calls")
-        after = at + len(said) if known else start
-        tokens = list(self._special.finditer(whole, after, limit)) if self._special else []
-        if not tokens:
+        at = whole.find(said, start, limit)
+        known = bool(said) and at >= 0 and not any(token.end() <= at for token in stops)
+        if known and not message.get("tool_calls"):
+            behind = [token for token in tokens if token.start() >= at + len(said)]
+        else:
+            behind = stops or tokens[-1:]
+        if not behind:
             raise DataError(
                 f"{self.tokenizer.place}: the chat template puts no special token behind an answer, so nothing would "
                 "teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
             )
-        return (tokens[0] if known else tokens[-1]).end()
+        return behind[0].end()
 
     def _mark(self, whole: str, spans: list[tuple[int, int]], literal: str | None, add_bos: bool) -> Encoded:
         """Ids of the whole text with the answers' ids marked."""

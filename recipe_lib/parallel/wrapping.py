@@ -59,7 +59,9 @@ def parameter_bytes(module: nn.Module) -> int:
 
 
 def describe_units(model: nn.Module, units: list[Unit]) -> str:
-    """One line for the log: the units by size, and what stays gathered in the root. Before the model is sharded."""
+    """One line for the log: the units by size, and what stays gathered in the root; the model may be sharded."""
+    if not units:
+        return "FSDP units: none, one rank holds everything"
     sizes: dict[int, list[Unit]] = {}
     for unit in units:
         sizes.setdefault(unit.bytes, []).append(unit)

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers.chat import ChatTemplate
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
 from recipe_lib.tokenizers.tokenizer import Tokenizer
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, TiktokenVocabulary, Vocabulary
@@ -27,11 +26,7 @@ def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) ->
     if chat_template is not None:
         settings.chat_template = read_template(Path(chat_template))
         settings.chat_template_place = str(chat_template)
-    vocabulary = _read_vocabulary(file, settings)
-    template = None
-    if settings.chat_template is not None:
-        template = ChatTemplate(settings.chat_template, settings.chat_template_place, settings.roles)
-    return Tokenizer(vocabulary, settings, str(file), template)
+    return Tokenizer(_read_vocabulary(file, settings), settings, str(file))
 
 
 def _find_file(path: Path) -> Path:

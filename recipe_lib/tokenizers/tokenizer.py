@@ -19,10 +19,9 @@ class Tokenizer:
     add_bos_by_default: the tokenizer begins a text with BOS unless told otherwise. place: its file, for error lines.
     """
 
-    def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str, template: ChatTemplate | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
         self._vocabulary = vocabulary
-        self._template = template
         self._added = settings.listed | {token.content: token for token in vocabulary.added} | settings.added
         self._by_id = {token.id: token for token in self._added.values()}
         self.bos_id = self._role(settings, "bos_token", settings.bos_id)
@@ -47,6 +46,11 @@ class Tokenizer:
         specials = {content: token for content, token in self._added.items() if token.special}
         self._split_ordinary = _splitter(always)
         self._split_special = _splitter(always | specials)
+        self._template: ChatTemplate | None = None
+        if settings.chat_template is not None:
+            found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+            tokens = {role: self.token_bytes(i).decode() for role, i in found.items() if i is not None}
+            self._template = ChatTemplate(settings.chat_template, settings.chat_template_place, settings.roles | tokens)
 
     @property
     def chat_template(self) -> str | None:

@@ -9,18 +9,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from recipe_lib.checkpoint import files
+from recipe_lib.config.describe import to_yaml
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import redact
 from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
+from recipe_lib.training.report import REPORT_FILE
 
 STATE_FOLDER = "state"
 MODEL_FOLDER = "model"
 CONFIG_FILE = "config.yaml"
-REPORT_FILE = "report.html"
 
 
 def check_output(cfg: FullFinetuneConfig) -> None:
@@ -53,7 +52,7 @@ def open_output(cfg: FullFinetuneConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if cfg.overwrite:
             _remove_earlier_run(folder)
-        text = OmegaConf.to_yaml(OmegaConf.create(settings(cfg)))
+        text = to_yaml(dataclasses.replace(cfg, overwrite=False, resume=None))  # those are of this start only
         files.replace_text(folder / CONFIG_FILE, redact(text))
 
 
@@ -63,13 +62,6 @@ def _remove_earlier_run(folder: Path) -> None:
             files.remove_folder(folder / name)
     for name in (METRICS_FILE, SUMMARY_FILE, REPORT_FILE, CONFIG_FILE):
         (folder / name).unlink(missing_ok=True)
-
-
-def settings(cfg: FullFinetuneConfig) -> dict[str, Any]:
-    """The config as nested dicts, every value that the run uses. `overwrite` and `resume` are of one start only."""
-    values = dataclasses.asdict(cfg)
-    values["overwrite"], values["resume"] = False, None
-    return values
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:

@@ -1,5 +1,6 @@
 """Everything a run says while it trains, behind one object: metrics.jsonl, the progress line, trackers, the summary."""
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.training.metrics import MetricsFile, write_summary
-from recipe_lib.training.output import open_output, settings
+from recipe_lib.training.output import open_output
 from recipe_lib.training.progress import Progress
 from recipe_lib.training.report import write_report
 from recipe_lib.training.trackers import Trackers
@@ -30,7 +31,7 @@ class RunLog:
             self._metrics = MetricsFile(self._folder) if world.is_main else None
             if self._metrics:
                 self._metrics.truncate(done)
-            self._trackers = Trackers(cfg.log, self._folder, settings(cfg), world)
+            self._trackers = Trackers(cfg.log, self._folder, dataclasses.asdict(cfg), world)
         self._progress = Progress(cfg.log, total_steps, world, done=done)
 
     def step(self, line: Mapping[str, Any]) -> None:
@@ -57,7 +58,7 @@ class RunLog:
             write_summary(
                 self._folder,
                 status,
-                settings(self._cfg),
+                dataclasses.asdict(self._cfg),
                 wall_seconds=time.monotonic() - self._began,
                 total_steps=self._total,
                 world_size=self._world.size,

@@ -115,7 +115,9 @@ DAMAGE = (
 )  # fmt: skip
 
 
-def test_a_hundred_damaged_states(saved: tuple[Path, str], tmp_path: Path, world: World, warnings_seen: list[str]) -> None:
+def test_a_hundred_damaged_states(
+    saved: tuple[Path, str], tmp_path: Path, world: World, warnings_seen: list[str]
+) -> None:
     assert len(DAMAGE) == 100
     source, first = saved
     root = tmp_path / "state"
@@ -138,7 +140,9 @@ def test_a_hundred_damaged_states(saved: tuple[Path, str], tmp_path: Path, world
     assert fingerprint(model, optimizer) == first
 
 
-def test_undamaged_copies_are_taken(saved: tuple[Path, str], tmp_path: Path, world: World, warnings_seen: list[str]) -> None:
+def test_undamaged_copies_are_taken(
+    saved: tuple[Path, str], tmp_path: Path, world: World, warnings_seen: list[str]
+) -> None:
     """The control: a copied folder, with other times and a stranger's file in it, is still good."""
     root = tmp_path / "elsewhere"
     shutil.copytree(saved[0], root)
@@ -171,7 +175,9 @@ def test_none_is_good(saved: tuple[Path, str], tmp_path: Path, world: World) -> 
     )
 
 
-def test_a_renamed_folder_is_not_the_state_of_another_step(saved: tuple[Path, str], tmp_path: Path, world: World) -> None:
+def test_a_renamed_folder_is_not_the_state_of_another_step(
+    saved: tuple[Path, str], tmp_path: Path, world: World
+) -> None:
     shutil.copytree(saved[0] / "step_1", tmp_path / "step_9")
     with pytest.raises(CheckpointError, match="step_9: its manifest is that of step 1"):
         find_state(tmp_path, "latest", world)
@@ -219,7 +225,9 @@ def test_ranks_share_the_check_and_agree(tmp_path: Path) -> None:
     assert run_ranks(find, 2, tmp_path / "good") == ["step_2", "step_2"]
 
 
-def test_a_file_for_more_ranks_than_ever_saved_is_no_pickle(saved: tuple[Path, str], tmp_path: Path, world: World) -> None:
+def test_a_file_for_more_ranks_than_ever_saved_is_no_pickle(
+    saved: tuple[Path, str], tmp_path: Path, world: World
+) -> None:
     """A hostile pickle put in the place of a shard, under a manifest that lists it, is not opened as one."""
 
     class Hostile:

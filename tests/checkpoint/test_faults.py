@@ -142,7 +142,9 @@ def test_a_full_disk_at_every_operation(first: Path, memory_path: Path, monkeypa
         assert latest(root) == (2, good[2])
 
 
-def test_the_end_of_the_process_at_every_operation(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_process_at_every_operation(
+    first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = {1: expected(1), 2: expected(2)}
     shutil.copytree(first, memory_path / "count")
     count = len(operations_of(lambda: save(memory_path / "count", 2), monkeypatch))

@@ -16,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def save_after(root: Path, steps: int, optimizer_name: str = "adamw", replicate: int = 1) -> tuple[str, list[float]]:
-    """Trains and saves in this process's world; returns the state's fingerprint and the losses of the next two steps."""
+    """Trains and saves in this process's world; the state's fingerprint, and the losses of the next two steps."""
     with tiny_world(replicate) as world:
         model = tiny_model(world)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
@@ -86,8 +86,10 @@ def test_a_rank_writes_its_share_and_replicas_write_once(tmp_path: Path) -> None
         run_ranks(save_after, size, tmp_path / f"{size}-{replicate}", 1, "adamw", replicate)
     parameters = tiny_model_parameters()
     whole = sum(parameter.numel() for parameter in parameters) * 4 * 3 + 4 * len(parameters)
-    data = {name: [data_bytes(path) for path in sorted((tmp_path / name / "step_1").glob("shard-*"))]
-            for name in ("1-1", "2-1", "4-2")}
+    data = {
+        name: [data_bytes(path) for path in sorted((tmp_path / name / "step_1").glob("shard-*"))]
+        for name in ("1-1", "2-1", "4-2")
+    }
     for name, found in data.items():
         assert sum(found) == whole, name
     assert max(data["2-1"]) < 0.6 * whole

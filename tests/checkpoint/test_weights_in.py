@@ -261,8 +261,19 @@ def test_a_hub_id_is_found_in_the_local_cache_alone(
     assert str(raised.value) == "a/c: no such folder, and not in the hub cache; fetch it with `tune download a/c`"
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/tmp/x.safetensors", "a\\b.safetensors", "x\0.safetensors",
-                                  "sub/x.safetensors", "..", "x.bin", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors",
+        "/tmp/x.safetensors",
+        "a\\b.safetensors",
+        "x\0.safetensors",
+        "sub/x.safetensors",
+        "..",
+        "x.bin",
+        "",
+    ],
+)
 def test_names_in_an_index_are_plain(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     shutil.copy(folders["llama3.1"] / "config.json", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))

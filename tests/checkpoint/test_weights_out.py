@@ -58,7 +58,9 @@ def open_in_transformers(folder: Path, caplog: pytest.LogCaptureFixture, **optio
     return model.eval()
 
 
-@pytest.mark.parametrize("case", ["llama2", "llama3.1", "qwen2.5", "qwen3", "gemma2", "gemma3", "phi3", "mistral-window"])
+@pytest.mark.parametrize(
+    "case", ["llama2", "llama3.1", "qwen2.5", "qwen3", "gemma2", "gemma3", "phi3", "mistral-window"]
+)
 @pytest.mark.parametrize("shard_bytes", [LARGE, 40_000])
 def test_transformers_opens_it_with_equal_tensors_and_logits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str, shard_bytes: int
@@ -123,7 +125,11 @@ def test_tokenizer_files_alone_are_copied(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"chat_template.jinja"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
     export(model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=source / "tokenizer.json")
-    assert {path.name for path in (tmp_path / "out2").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "out2").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
 
 
 def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from recipe_lib.cli.launch import judge
+from recipe_lib.cli.launch import PARENT_VARIABLE, Rank, judge
 from recipe_lib.cli.main import main
+from recipe_lib.errors import FOLDER_VARIABLE
 from tests.cli.commands import ROOT, TUNE, environment, tune
 
 # Does what its last argument says; `sum` adds up numbers over the ranks. Only that imports torch: it takes seconds.
@@ -226,7 +228,7 @@ def test_no_gpu_to_count(recipe: Path, capsys: pytest.CaptureFixture):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--max-restarts", "-1"], "torchrun: max_restarts must be >= 0; check --max-restarts -1"),
+        (["--max-restarts", "-1"], "torchrun: max_restarts must be >= 0; check --standalone --max-restarts -1"),
         (["--max-restarts", "x"], "torchrun: argument --max-restarts/--max_restarts: invalid int value: 'x'; "),
         (
             ["--rdzv-backend", "none", "--rdzv-endpoint", "127.0.0.1:1"],
@@ -255,6 +257,37 @@ def test_a_port_that_is_taken(recipe: Path, capsys: pytest.CaptureFixture):
     assert printed.startswith("error: torchrun: ")
     assert printed.endswith(f"; check --nnodes 1 --master_port {port}\n")
     assert "EADDRINUSE" in printed or "in use" in printed
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_rank_that_starts_after_the_signal_does_not_run(stopped: bool, recipe: Path, tmp_path: Path):
+    (tmp_path / "pids").mkdir()
+    if stopped:
+        (tmp_path / "stop").touch()
+    variables = {FOLDER_VARIABLE: str(tmp_path), PARENT_VARIABLE: str(os.getpid()), "RANK": "0"}
+    worker = ROOT / "recipe_lib" / "cli" / "worker.py"
+    result = subprocess.run(
+        [TUNE[0], worker, recipe, "ok"], env=environment(**variables), capture_output=True, text=True
+    )
+    assert (result.returncode, "beside" in result.stdout) == ((143, False) if stopped else (0, True))
+    assert list((tmp_path / "pids").iterdir()) == []
+
+
+def test_a_rank_that_has_saved_waits_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torchrun kills the others 30 seconds after the first has left."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    rank = Rank()
+    other = threading.Timer(0.4, (tmp_path / "saved_1").touch)
+    other.start()
+    began = time.monotonic()
+    assert rank.leave_together(3) == 3
+    assert time.monotonic() - began >= 0.4
+    other.join()
+    (tmp_path / "saved_1").unlink()
+    for code in (0, 2, 5):
+        assert rank.leave_together(code) == code  # at once: the others may never come
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def test_validation_sees_every_row_once(dataset, ranks, size):
     by_rank = [list(validation_steps(dataset, rank, ranks, size, PAD)) for rank in range(ranks)]
     assert len({len(steps) for steps in by_rank}) == 1
     seen = [row for steps in by_rank for row in unpadded(steps) if row[0]]
-    assert sorted(seen) == sorted((row.tokens.tolist(), row.labels.tolist()) for row in map(dataset.__getitem__, range(37)))
+    assert sorted(seen) == sorted(
+        (row.tokens.tolist(), row.labels.tolist()) for row in map(dataset.__getitem__, range(37))
+    )
     for steps in zip(*by_rank, strict=True):
         counted = sum(int((b.labels != -100).sum()) for s in steps for b in s.micro_batches)
         assert {s.trained_tokens for s in steps} == {counted}

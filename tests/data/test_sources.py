@@ -123,7 +123,9 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
 
 def test_hub_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused("hub:owner/name", r"hub:owner/name needs the package datasets; run `pip install 'tune-recipes\[datasets\]'`")
+    refused(
+        "hub:owner/name", r"hub:owner/name needs the package datasets; run `pip install 'tune-recipes\[datasets\]'`"
+    )
 
 
 def test_hub_rows(monkeypatch):
@@ -136,9 +138,14 @@ def test_hub_rows(monkeypatch):
         return [{"a": 1}, {"a": 2}]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert read("hub:owner/name", "test") == [("hub:owner/name (row 1)", {"a": 1}), ("hub:owner/name (row 2)", {"a": 2})]
+    assert read("hub:owner/name", "test") == [
+        ("hub:owner/name (row 1)", {"a": 1}),
+        ("hub:owner/name (row 2)", {"a": 2}),
+    ]
     assert asked == [("owner/name", "test")]
-    refused("hub:owner/none", r"hub:owner/none: the hub dataset cannot be loaded \(Dataset 'owner/none' doesn't exist\)$")
+    refused(
+        "hub:owner/none", r"hub:owner/none: the hub dataset cannot be loaded \(Dataset 'owner/none' doesn't exist\)$"
+    )
 
 
 def test_real_files(realdata):
@@ -148,7 +155,7 @@ def test_real_files(realdata):
     )
     rows = read(folder / "gsm8k" / "test.jsonl")
     assert len(rows) == 1319 and rows[-1][0].endswith("test.jsonl:1319")
-    text = (folder / "alpaca" / "identity.json").read_text().splitlines()
+    text = (folder / "alpaca" / "identity.json").read_text().split("\n")
     for place, row in read(folder / "alpaca" / "identity.json"):
         line = int(re.search(r":(\d+) \(row", place).group(1))
-        assert json.dumps(row["instruction"])[1:-1] in text[line], place
+        assert json.dumps(row["instruction"], ensure_ascii=False) in text[line], place

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import STOPPED_AND_SAVED, StoppedAndSaved, UserError
+from recipe_lib.logs import get_logger
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = Path(__file__).parent / "plain.yaml"  # a config that sets nothing
@@ -99,7 +100,7 @@ def run_here(argv: list[str], before_training: Hook | None = None, before_model:
             super().train()
 
     log = _Lines()
-    logging.getLogger("tune").addHandler(log)
+    get_logger().addHandler(log)
     original, module.FullFinetune = module.FullFinetune, Observed
     try:
         code = module.main(argv) or 0
@@ -111,7 +112,7 @@ def run_here(argv: list[str], before_training: Hook | None = None, before_model:
         log.lines.append(str(stopped))
     finally:
         module.FullFinetune = original
-        logging.getLogger("tune").removeHandler(log)
+        get_logger().removeHandler(log)
     return Run(code, log.lines, made[0] if made else None)
 
 

@@ -9,7 +9,9 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-TEXTS = ["the cat sat on the mat and the dog sat on the log"] * 20 + ["a user asks, an assistant answers: yes or no."] * 20
+TEXTS = ["the cat sat on the mat and the dog sat on the log"] * 20 + [
+    "a user asks, an assistant answers: yes or no."
+] * 20
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -19,7 +21,8 @@ CHATML = (
 NASTY = [
     "", " ", "  ", "   a", "a  b", " leading", "trailing ", "\n", "\n\n\n", " \n \n", "\t tab\tinside ", "a\r\nb",
     "Hello, world! It's 12345.678", "héllo naïve ÅÄÖ ß", "漢字とかな交じり文、中文。", "한국어 텍스트", "العربية עברית",
-    "😀 👩‍👩‍👧‍👦 🇫🇮 e\u0301", "\x00\x01\x7f", "\u200b\u2028\ufeff", "𝕬𝖇 𐍈", "def f(x):\n    return x  # ok\n", "a" * 300,
+    "😀 👩‍👩‍👧‍👦 🇫🇮 e\u0301", "\x00\x01\x7f", "\u200b\u2028\ufeff", "𝕬𝖇 𐍈", "def f(x):\n    return x  # ok\n",
+    "a" * 300,
     "<s> </s> <|eot_id|> <|im_end|> <bos> [INST] <unk> <pad>", "< | im_end | >", "�", "0 00 000 0000 1234567",
 ]  # fmt: skip
 

@@ -88,7 +88,9 @@ def test_cut_short_sentencepiece_model(tmp_path):
 def test_tiktoken_of_an_unknown_kind_needs_its_special_tokens(tmp_path):
     write_tiktoken(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    refused(r"found 261 tiktoken pieces and no special tokens, expected Llama 3's 128000 or a tokenizer_config", tmp_path)
+    refused(
+        r"found 261 tiktoken pieces and no special tokens, expected Llama 3's 128000 or a tokenizer_config", tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,9 @@ def test_broken_settings(name, content, line, tmp_path):
 
 def test_template_file_of_the_user(tmp_path):
     write_json(tmp_path)
-    refused(r"nowhere.jinja: no such file; set tokenizer.chat_template", tmp_path, chat_template=tmp_path / "nowhere.jinja")
+    refused(
+        r"nowhere.jinja: no such file; set tokenizer.chat_template", tmp_path, chat_template=tmp_path / "nowhere.jinja"
+    )
     (tmp_path / "mine.jinja").write_text("mine")
     assert load_tokenizer(tmp_path, tmp_path / "mine.jinja").chat_template == "mine"
 
@@ -132,7 +136,9 @@ def test_template_of_the_folder(tmp_path):
 def test_roles_spelt_as_objects_and_in_the_map(tmp_path):
     write_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|bos|>"}')
+    (tmp_path / "special_tokens_map.json").write_text(
+        '{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|bos|>"}'
+    )
     made = load_tokenizer(tmp_path)
     assert made.token_bytes(made.eos_id) == b"<|im_end|>" and made.token_bytes(made.bos_id) == b"<|bos|>"
     assert made.pad_id is None

@@ -1,5 +1,7 @@
 """What every kind of tokenizer has in common: round trips, special tokens, BOS, pieces, streams."""
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,7 +24,9 @@ def test_round_trip(made: Tokenizer, text: str):
 
 
 @ONCE
-@given(parts=st.lists(st.one_of(TEXT, st.sampled_from(["SPECIAL", " ", "the cat"])), max_size=6), cut=st.integers(0, 40))
+@given(
+    parts=st.lists(st.one_of(TEXT, st.sampled_from(["SPECIAL", " ", "the cat"])), max_size=6), cut=st.integers(0, 40)
+)
 def test_stream_is_decode(made: Tokenizer, parts: list[str], cut: int):
     ids = made.encode("".join(parts).replace("SPECIAL", made.special_texts[0]), add_bos=True, allow_special=True)
     for skip in (True, False):
@@ -97,7 +101,7 @@ def test_id_out_of_range_is_refused(made: Tokenizer):
 @pytest.mark.parametrize("legacy", [True, False])
 def test_space_after_a_special_token_follows_the_legacy_flag(legacy, tmp_path):
     write_sentencepiece(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"legacy": %s}' % str(legacy).lower())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": legacy}))
     made = load_tokenizer(tmp_path)
     after = made.encode("</s>the", allow_special=True)[1:]
     assert (after == made.encode("the")) == legacy
@@ -110,8 +114,8 @@ def test_user_defined_pieces_that_are_special_stay_text(tmp_path):
     write_sentencepiece(tmp_path, user_defined_symbols=["<turn>", "\n\n"])
     (tmp_path / "added_tokens.json").write_text("{}")
     number = load_tokenizer(tmp_path).encode("<turn>")[-1]
-    config = '{"added_tokens_decoder": {"%d": {"content": "<turn>", "special": true}}}' % number
-    (tmp_path / "tokenizer_config.json").write_text(config)
+    config = {"added_tokens_decoder": {str(number): {"content": "<turn>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     made = load_tokenizer(tmp_path)
     assert number not in made.encode("a<turn>b") and made.decode(made.encode("a<turn>b")) == "a<turn>b"
     assert number in made.encode("a<turn>b", allow_special=True)

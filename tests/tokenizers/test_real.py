@@ -81,9 +81,10 @@ def test_tokenizer_json_ids(name, real, real_folder):
     path = real_folder(name) / "tokenizer.json"
     ours, reference = real(f"{name}/tokenizer.json"), tokenizers.Tokenizer.from_file(str(path))
     assert ours.vocab_size == reference.get_vocab_size()
-    assert ours.encode(SPECIALS[name], allow_special=True) == reference.encode(
-        SPECIALS[name], add_special_tokens=False
-    ).ids
+    assert (
+        ours.encode(SPECIALS[name], allow_special=True)
+        == reference.encode(SPECIALS[name], add_special_tokens=False).ids
+    )
     reference.encode_special_tokens = True
     for text in [*NASTY, SPECIALS[name]]:
         expected = reference.encode(text, add_special_tokens=False).ids

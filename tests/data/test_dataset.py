@@ -1,0 +1,281 @@
+"""A dataset holds the right tokens and labels, and says what became of every row."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from recipe_lib.config.registry import register
+from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
+from recipe_lib.data import build_dataset, build_validation_dataset, check_vocabulary
+from recipe_lib.data.samples import Completion
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import load_tokenizer
+from tests.tokenizers.made import write_json
+
+
+def build(source, tokenizer, max_seq_len=64, format="prompt_completion", **settings):
+    return build_dataset(DataConfig(source=str(source), format=format, **settings), tokenizer, max_seq_len)
+
+
+def refused(line, *args, **settings):
+    with pytest.raises(DataError, match=line) as caught:
+        build(*args, **settings)
+    assert "\n" not in str(caught.value)
+
+
+PAIR = {"prompt": "the", "completion": " cat"}
+
+
+def test_labels_are_the_next_tokens_of_the_answer(chatml, rows_file):
+    dataset = build(rows_file(PAIR), chatml)
+    row, ids = dataset[0], chatml.encode("the") + chatml.encode(" cat") + [chatml.eos_id]
+    assert row.tokens.tolist() == ids[:-1]
+    assert [label for label in row.labels.tolist() if label != -100] == chatml.encode(" cat") + [chatml.eos_id]
+    for at, label in enumerate(row.labels.tolist()):
+        assert label in (-100, ids[at + 1])
+    assert row.tokens.dtype == row.labels.dtype == np.int32 and len(row.tokens) == len(row.labels)
+    assert dataset.trained_tokens(0) == (row.labels != -100).sum() == dataset.trained_counts[0]
+    assert dataset.lengths.tolist() == [len(ids) - 1] and len(dataset) == 1 and dataset.largest_id == max(ids)
+    with pytest.raises(IndexError):
+        dataset[1]
+
+
+def test_report_of_clean_rows(chatml, rows_file):
+    source = rows_file(PAIR, PAIR)
+    dataset = build(source, chatml)
+    share = 100 * dataset.trained_counts.sum() / dataset.lengths.sum()
+    assert dataset.report.lines() == [
+        f"data: 2 rows of 2 read from {source} (format prompt_completion, template none), {dataset.lengths.sum()} tokens; "
+        f"the loss counts answers with their end-of-turn token: {share:.1f} % of them",
+        "data: no BOS is put before a row",
+    ]
+
+
+def test_report_says_which_template_and_bos(chatml, plain, rows_file):
+    source = rows_file({"instruction": "a", "output": "b"})
+    chat = build(source, chatml, format="alpaca").report.lines()
+    assert "template chat" in chat[0] and chat[1] == "data: the chat template alone says whether a row begins with BOS"
+    lines = build(source, plain, format="alpaca", train_on="all").report.lines()
+    assert "template plain" in lines[0] and "counts all tokens: 100.0 %" in lines[0]
+    assert lines[1] == "data: each row begins with BOS"
+    assert "no BOS" in build(source, plain, format="alpaca", add_bos=False).report.lines()[1]
+
+
+def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
+    long = {"prompt": "a", "completion": "b " * 9}
+    source = rows_file(PAIR, long, {"prompt": "c " * 9, "completion": "d"}, PAIR)
+    answer = len(chatml.encode("b " * 9)) + 1
+    dataset = build(source, chatml, max_seq_len=8)
+    report = dataset.report
+    assert dataset.lengths.max() == 8 and len(dataset) == 3
+    assert (report.truncated_rows, report.emptied_rows, report.skipped_long_rows) == (2, 1, 0)
+    kept = 8 - len(chatml.encode("a")) + 1
+    lost = answer - kept + 2  # and the row whose answer is gone
+    assert report.lost_answer_tokens == lost and report.long_answer_tokens == answer + 2
+    assert report.lines()[2] == (
+        "data: 2 of 4 rows (50.0 %) exceed 8 tokens and were truncated, 1 of them left out because no answer was left; "
+        f"{100 * lost / (answer + 2):.1f} % of their answer tokens lost"
+    )
+    assert (dataset[1].labels != -100).sum() == kept == dataset.trained_tokens(1)
+
+
+def test_long_rows_can_be_skipped_or_refused(chatml, rows_file):
+    source = rows_file(PAIR, {"prompt": "a", "completion": "b " * 9}, PAIR)
+    dataset = build(source, chatml, max_seq_len=8, long_rows="skip")
+    assert len(dataset) == 2 and dataset.report.skipped_long_rows == 1
+    line = "data: 1 of 3 rows (33.3 %) exceed 8 tokens and were left out; 100.0 % of their answer tokens lost"
+    assert line in dataset.report.lines()
+    number = len(build(source, chatml, max_seq_len=99)[1].tokens)
+    expected = (
+        rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len, or set data.long"
+    )
+    refused(expected, source, chatml, max_seq_len=8, long_rows="error")
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_row_of_exactly_the_limit_is_kept_whole(chatml, rows_file, length):
+    source = rows_file({"prompt": "a", "completion": "b " * 9})
+    whole = build(source, chatml, max_seq_len=99)
+    cut = build(source, chatml, max_seq_len=int(whole.lengths[0]) - length)
+    assert cut.report.truncated_rows == length
+    assert cut.lengths[0] == whole.lengths[0] - length
+
+
+def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
+    source = rows_file(PAIR, {"prompt": 1, "completion": "x"}, {"prompt": 2, "completion": "x"}, {"prompt": "x"}, PAIR)
+    with open(source, "ab") as file:
+        file.write(b'{"prompt": "\xff"}\n{oops}\n')
+    refused(
+        r"rows.jsonl:2: prompt: found a number, expected text; correct the row, or set data.bad_rows to skip$",
+        source,
+        chatml,
+    )
+    dataset = build(source, chatml, bad_rows="skip")
+    assert len(dataset) == 2 and dataset.report.rows_read == 7
+    assert dataset.report.lines()[2:] == [
+        "data: 5 of 7 rows are bad and were left out: "
+        "prompt is no text 2, no column completion 1, not UTF-8 1, invalid JSON 1",
+        f"data: first with prompt is no text: {source}:2: prompt: found a number, expected text",
+        f"data: first with no column completion: {source}:4: found the columns prompt, expected completion "
+        "(format prompt_completion); name yours with data.columns.completion=NAME",
+        f"data: first with not UTF-8: {source}:6: found the byte 0xff at 13, expected UTF-8",
+        f"data: first with invalid JSON: {source}:7: column 2: invalid JSON (Expecting property name enclosed in double "
+        "quotes), expected an object a line",
+    ]
+
+
+def test_columns_are_mapped(chatml, rows_file):
+    source = rows_file({"question": "the ", "answer": "cat", "prompt": "not this"})
+    mapped = {"prompt": "question", "completion": "answer"}
+    dataset = build(source, chatml, columns=mapped)
+    assert chatml.decode(dataset[0].tokens) == "the cat"
+    line = (
+        r"found the columns answer, prompt, question, expected completion \(format.*name yours with data.columns.comple"
+    )
+    refused(line, source, chatml)
+    refused(r"expected nowhere \(format", source, chatml, columns={"prompt": "question", "completion": "nowhere"})
+    line = (
+        r"data.columns.promt: the format prompt_completion has no such column, expected one of prompt, completion; did"
+    )
+    refused(line, source, chatml, columns={"promt": "question"})
+
+
+def test_max_rows_reads_no_further(chatml, rows_file):
+    source = rows_file(PAIR, PAIR, {"prompt": 3})
+    assert len(build(source, chatml, max_rows=2)) == 2
+
+
+def test_nothing_to_train_on(chatml, rows_file, tmp_path):
+    (tmp_path / "a.json").write_text("[]")
+    refused(r"a.json: found no rows, expected at least one", tmp_path / "a.json", chatml)
+    source = rows_file({"prompt": 1}, {"prompt": "c " * 9, "completion": "d"})
+    line = (
+        r"found no row to train on among 2: 1 bad \(.*rows.jsonl:1: found the columns prompt.*\), 1 with the whole "
+        r"answer behind max_seq_len=4; correct the rows, or raise max_seq_len"
+    )
+    refused(line, source, chatml, max_seq_len=4, bad_rows="skip")
+    refused(r"1 longer than max_seq_len=4", source, chatml, max_seq_len=4, bad_rows="skip", long_rows="skip")
+    with pytest.raises(DataError, match="data.source: is not set; set it to a file or folder"):
+        build_dataset(DataConfig(), chatml, 8)
+
+
+def test_text_is_cut_in_file_order(plain, tmp_path):
+    text = "the cat sat on the mat.\r\n" * 5
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.txt").write_text("dog cat")
+    dataset = build(tmp_path, plain, max_seq_len=10, format="text")
+    ids = plain.encode(text, add_bos=True)
+    assert ids[0] == plain.bos_id
+    whole = len(ids) // 11
+    for at in range(whole):
+        piece = ids[at * 11 : at * 11 + 11]
+        assert dataset[at].tokens.tolist() == piece[:-1] and dataset[at].labels.tolist() == piece[1:]
+    short = plain.encode("dog cat", add_bos=True)
+    assert len(dataset) == whole + 1 and dataset[whole].tokens.tolist() == short[:-1]
+    report = dataset.report
+    assert (report.dropped_pieces, report.dropped_tokens) == (1, len(ids) % 11)
+    assert f"1 last pieces of texts ({len(ids) % 11} tokens) do not fill a row of 10 tokens" in report.lines()[2]
+    assert "the loss counts all tokens: 100.0 %" in report.lines()[0]
+    assert dataset.report.trained_tokens == dataset.trained_counts.sum() == dataset.lengths.sum()
+    without = build(tmp_path, plain, max_seq_len=10, format="text", add_bos=False)
+    assert without[0].tokens.tolist() == ids[1:11]
+
+
+def test_text_of_json_rows_and_of_one_token(plain, chatml, rows_file):
+    dataset = build(rows_file({"text": "the cat"}, {"text": "a"}), plain, format="text")
+    assert len(dataset) == 2 and dataset[1].tokens.tolist() == [plain.bos_id]
+    source = rows_file({"text": "the cat"}, {"text": "a"})
+    refused(r"rows.jsonl:2: found a text of 1 tokens, expected at least 2", source, chatml, format="text")
+
+
+def test_a_text_file_for_another_format(chatml, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    line = r"a.txt: found a text file, expected .json or .jsonl for the format alpaca; set data.format to text"
+    refused(line, tmp_path, chatml, format="alpaca")
+
+
+def test_special_tokens_in_text_are_not_parsed(plain, tmp_path):
+    (tmp_path / "a.txt").write_text("a<|im_end|>b")
+    assert plain.eos_id not in build(tmp_path, plain, format="text")[0].tokens
+
+
+def test_fingerprint_changes_with_rows_and_settings_only(chatml, plain, rows_file):
+    source = rows_file(PAIR, PAIR)
+    first = build(source, chatml)
+    assert first.fingerprint == build(source, chatml).fingerprint
+    assert len(bytes.fromhex(first.fingerprint)) == hashlib.sha256().digest_size
+    others = [
+        build(source, plain), build(source, chatml, max_seq_len=63), build(source, chatml, train_on="all"),
+        build(source, chatml, max_rows=1), build(rows_file(PAIR, PAIR | {"prompt": "a "}), chatml),
+        build(rows_file({"prompt": "the c", "completion": "at"}), chatml),
+    ]  # fmt: skip
+    prints = {dataset.fingerprint for dataset in [first, *others]}
+    assert len(prints) == 1 + len(others)
+
+
+def test_validation_rows(chatml, rows_file, tmp_path):
+    cfg = FullFinetuneConfig(max_seq_len=32)
+    cfg.data = DataConfig(source="unused", format="alpaca", max_rows=1)
+    assert build_validation_dataset(cfg, chatml) is None
+    cfg.validation.source = rows_file(PAIR, PAIR, PAIR)
+    cfg.validation.format = "prompt_completion"
+    assert len(build_validation_dataset(cfg, chatml)) == 3
+    cfg.validation.max_rows = 2
+    assert len(build_validation_dataset(cfg, chatml)) == 2
+
+
+def test_format_of_a_plugin(chatml, rows_file):
+    @register("data.format", "reversed_pairs")
+    def read_reversed(row):
+        return Completion(row["b"], row["a"])
+
+    dataset = build(rows_file({"a": "cat", "b": "the "}), chatml, format="reversed_pairs", columns={"b": "b"})
+    assert chatml.decode(dataset[0].tokens) == "the cat"
+
+
+def test_vocabulary_and_model(chatml, rows_file, tmp_path):
+    dataset = build(rows_file(PAIR), chatml)
+    check_vocabulary(chatml, chatml.vocab_size, dataset, None)
+    check_vocabulary(chatml, chatml.vocab_size + 64)
+    size = chatml.ordinary_size
+    with pytest.raises(
+        DataError, match=rf"found {size} tokens, expected at most the model's vocab_size={size - 1}; set to"
+    ):
+        check_vocabulary(chatml, size - 1)
+    write_json(tmp_path)
+    entry = {"special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"].append(entry | {"id": size, "content": "<image>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<image>{% endfor %}")
+    larger = load_tokenizer(tmp_path)
+    check_vocabulary(larger, size)  # as long as no row has it
+    image = build(rows_file({"instruction": "a", "output": "b"}), larger, format="alpaca", train_on="all")
+    check_vocabulary(larger, size, image) if image.largest_id < size else None
+    twice = {"conversations": [{"from": f, "value": "a"} for f in ("human", "gpt", "human", "gpt")]}
+    used = build(rows_file(twice), larger, format="sharegpt")
+    with pytest.raises(
+        DataError, match=rf"found the token '<image>' with the id {size}, expected ids below the model's"
+    ):
+        check_vocabulary(larger, size, used)
+
+
+def test_real_sets_end_to_end(realdata):
+    tokenizer = load_tokenizer(realdata / "stories260K-hf")
+    folder = realdata / "datasets"
+    shakespeare = build(folder / "text" / "tinyshakespeare.txt", tokenizer, max_seq_len=256, format="text")
+    ids = tokenizer.encode((folder / "text" / "tinyshakespeare.txt").read_bytes().decode(), add_bos=True)
+    assert len(shakespeare) == len(ids) // 257
+    assert shakespeare[3].tokens.tolist() == ids[3 * 257 : 4 * 257 - 1]
+    assert np.array_equal(shakespeare[3].labels, ids[3 * 257 + 1 : 4 * 257])
+    mapped = {"prompt": "question", "completion": "answer"}
+    gsm = build(folder / "gsm8k" / "test.jsonl", tokenizer, max_seq_len=2048, columns=mapped, max_rows=50)
+    rows = [json.loads(line) for line in (folder / "gsm8k" / "test.jsonl").read_text().splitlines()[:50]]
+    for row, dataset_row in zip(rows, map(gsm.__getitem__, range(50)), strict=True):
+        labels = [int(i) for i in dataset_row.labels if i != -100]
+        assert labels[-1] == tokenizer.eos_id
+        said = tokenizer.decode([*dataset_row.tokens.tolist(), labels[-1]])
+        whole = f"<s>{row['question']}{row['answer']}</s>"
+        assert said == " ".join(part for part in whole.split(" ") if part)  # this model writes one space for several

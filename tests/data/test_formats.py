@@ -1,0 +1,148 @@
+"""Every format reads what it should, and says of other rows what it found and what it expected."""
+
+import json
+import re
+
+import pytest
+
+from recipe_lib.config.registry import names, registered
+from recipe_lib.data.samples import Completion, Conversation, Document, RowFault
+
+
+def read(name: str, row: dict):
+    return registered("data.format", name)(row)
+
+
+def roles(sample: Conversation) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in sample.messages]
+
+
+def test_every_declared_format_is_registered():
+    for name in names("data.format"):
+        assert callable(registered("data.format", name)) and registered("data.format", name).required
+
+
+def test_alpaca():
+    assert roles(read("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3", "id": 7})) == [
+        ("user", "Add.\n\n1 2"), ("assistant", "3"),
+    ]  # fmt: skip
+    for nothing in ({"input": ""}, {"input": None}, {}):
+        assert roles(read("alpaca", {"instruction": "Hi", "output": "Hello"} | nothing))[0] == ("user", "Hi")
+    assert roles(read("alpaca", {"instruction": "Hi", "output": "Hello", "system": "Be kind."}))[0] == (
+        "system", "Be kind.",
+    )  # fmt: skip
+
+
+def test_sharegpt_in_both_spellings():
+    expected = [("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"), ("assistant", "d")]
+    one = [("system", "s"), ("human", "a"), ("gpt", "b"), ("observation", "c"), ("gpt", "d")]
+    two = [("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"), ("model", "d")]
+    assert roles(read("sharegpt", {"conversations": [{"from": r, "value": t} for r, t in one]})) == expected
+    assert roles(read("sharegpt", {"conversations": [{"role": r, "content": t} for r, t in two]})) == expected
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert roles(read("sharegpt", {"conversations": turns, "system": "s"})) == expected[:3]
+
+
+def test_messages():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    sample = read("messages", {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "5", "tool_call_id": "1"},
+            {"role": "assistant", "content": "five"},
+        ],
+        "tools": [{"type": "function"}],
+    })  # fmt: skip
+    assert roles(sample) == [("user", "ab"), ("assistant", ""), ("tool", "5"), ("assistant", "five")]
+    assert sample.messages[1]["tool_calls"] == [call] and "name" not in sample.messages[0]
+    assert sample.messages[2]["tool_call_id"] == "1" and sample.tools == [{"type": "function"}]
+
+
+def test_prompt_completion_and_text():
+    assert read("prompt_completion", {"prompt": "", "completion": " x"}) == Completion("", " x")
+    assert read("text", {"text": " x\n"}) == Document(" x\n")
+
+
+def turns(*pairs):
+    return {"conversations": [{"from": speaker, "value": text} for speaker, text in pairs]}
+
+
+def said(*pairs):
+    return {"messages": [{"role": role, "content": text} for role, text in pairs]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "line"),
+    [
+        ("alpaca", {"instruction": 3, "output": "x"}, "instruction: found a number, expected text"),
+        ("alpaca", {"instruction": "x", "output": None}, "output: found nothing, expected text"),
+        ("alpaca", {"instruction": "x", "input": ["y"], "output": "z"}, "input: found a list, expected text"),
+        ("alpaca", {"instruction": " ", "output": "x"}, "found an empty instruction, expected text"),
+        ("alpaca", {"instruction": "x", "output": " \n"}, "found an empty answer, expected text to train on"),
+        ("alpaca", {"instruction": "\ud83d", "output": "x"}, "instruction: found half a surrogate pair at character 1"),
+        ("sharegpt", {"conversations": "x"}, "conversations: found text, expected a list of objects"),
+        ("sharegpt", {"conversations": ["x"]}, "conversations: found a list, expected a list of objects"),
+        ("sharegpt", {"conversations": []}, "found 0 messages without an answer"),
+        ("sharegpt", turns(("human", "a"), ("bard", "b")), "conversations[2]: found the from 'bard', expected human"),
+        ("sharegpt", turns(("human", "a"), ("gpt", 1)), "conversations[2].value: found a number, expected text"),
+        ("sharegpt", turns(("gpt", "a")), "message 1: found assistant after the start, expected it after user or tool"),
+        ("sharegpt", turns(("human", "a"), ("human", "b")), "message 2: found user after user"),
+        ("sharegpt", turns(("human", "a"), ("gpt", "b"), ("gpt", "c")), "message 3: found assistant after assistant"),
+        (
+            "sharegpt",
+            turns(("human", "a"), ("system", "b")),
+            "message 2: found system after user, expected it after the",
+        ),
+        ("sharegpt", turns(("human", "a")), "found 1 messages without an answer, expected one of the assistant"),
+        ("messages", said(("function", "a")), "messages[1]: found the role 'function', expected one of system, user"),
+        ("messages", {"messages": [{"content": "a"}]}, "messages[1]: found the role None"),
+        ("messages", said(("user", None)), "messages[1].content: found nothing, expected text"),
+        ("messages", said(("user", [{"type": "image"}])), "messages[1]: found an object in content, expected parts of"),
+        (
+            "messages",
+            said(("user", "a"), ("tool", "b")),
+            "message 2: found tool after user, expected it after assistant",
+        ),
+        ("messages", said(("user", "a"), ("assistant", "")), "found an empty answer"),
+        ("messages", said(("user", "a"), ("assistant", "b")) | {"tools": "f"}, "tools: found text, expected a list of"),
+        (
+            "prompt_completion",
+            {"prompt": "a", "completion": ""},
+            "found an empty completion, expected text to train on",
+        ),
+        ("prompt_completion", {"prompt": True, "completion": "a"}, "prompt: found true or false, expected text"),
+        ("text", {"text": ""}, "found an empty text, expected something to train on"),
+        ("text", {"text": {}}, "text: found an object, expected text"),
+    ],
+)
+def test_rows_that_cannot_be_used(name, row, line):
+    with pytest.raises(RowFault, match=re.escape(line)) as caught:
+        read(name, row)
+    assert caught.value.cause and "\n" not in str(caught.value)
+
+
+def test_wild_files(realdata):
+    folder = realdata / "datasets"
+    for file, name in (
+        ("alpaca/alpaca_en_demo", "alpaca"),
+        ("alpaca/identity", "alpaca"),
+        ("gpteacher/roleplay", "alpaca"),
+    ):
+        bad = []
+        rows = json.loads((folder / f"{file}.json").read_text())
+        for row in rows:
+            try:
+                sample = read(name, row)
+                assert sample.messages[-1]["content"] == row["output"]
+            except RowFault as fault:
+                bad.append((fault.cause, row))
+        assert all(cause == "empty answer" and not row["output"].strip() for cause, row in bad)
+    for row in json.loads((folder / "toolcall" / "glaive_toolcall_en_demo.json").read_text()):
+        speakers = {turn["from"] for turn in row["conversations"]}
+        try:
+            read("sharegpt", row)
+        except RowFault as fault:
+            assert "function_call" in speakers and "found the from 'function_call'" in str(fault)
+        else:
+            assert "function_call" not in speakers

@@ -1,0 +1,143 @@
+"""Every command in README and docs: run for real where it needs nothing but the repository, checked where it needs more.
+
+The commands of a document run in its order, in an empty folder that has the clone's files in it. `tune ls`, `cat`,
+`cp`, `validate`, `generate` and one-process runs of the demo are run (for two steps); runs that need weights, GPUs or
+several processes are checked as far as `tune run` checks them before it starts; targets, scripts and flags of other
+programs have to exist. A command that no rule here knows fails the test.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.cli import generate as generate_verb
+from recipe_lib.cli import run as run_verb
+from recipe_lib.cli.main import main as tune
+from recipe_lib.cli.recipes import Recipe
+from tests.house.documents import Block, blocks, documents
+from tests.house.files import ROOT
+from tests.house.test_imports import PROJECT, distribution
+
+WITH_COMMANDS = [path for path in documents() if any(block.language == "bash" for block in blocks(path))]
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with the files of a clone that commands name, and rows of a user's own."""
+    for name in ("examples", "recipes", "configs", "benchmarks", "Makefile"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    rows = (ROOT / "examples" / "demo" / "heldout.jsonl").read_text(encoding="utf-8")
+    for name in ("rows.jsonl", "heldout.jsonl"):
+        (tmp_path / name).write_text(rows, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
+    for block in blocks(path):
+        if block.mark == "file":
+            (clone / block.name).write_text(block.text, encoding="utf-8")
+        elif block.mark == "recipe":
+            edit_recipe(clone / "mine.py", block)
+        elif block.language == "bash":
+            for words in block.commands():
+                check(words, clone)
+                assert "Traceback" not in capfd.readouterr().err
+
+
+def check(words: list[str], clone: Path) -> None:
+    """Runs or checks one command."""
+    line = " ".join(words)
+    program, *rest = words
+    if program == "tune":
+        check_tune(rest)
+    elif program == "make":
+        done = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+    elif program == "torchrun":
+        flags, name, arguments = run_verb.split(rest)
+        run_verb.check_launch(flags)
+        assert (clone / name).is_file(), line
+        assert tune(["validate", arguments[1], *arguments[2:], "--recipe", name]) == 0, line
+    elif program == "python":
+        script, flags = clone / rest[0], [word for word in rest[1:] if word.startswith("--")]
+        known = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert known.returncode == 0 and all(flag in known.stdout for flag in flags), f"{line}: {known.stderr}"
+    elif program.startswith(".venv/bin/"):
+        development = {distribution(name) for name in PROJECT["project"]["optional-dependencies"]["dev"]}
+        assert distribution(program.removeprefix(".venv/bin/")) in development, line
+    else:
+        assert line in ("pip install torch", "pip install -e .", "source .venv/bin/activate"), f"no rule for: {line}"
+
+
+def check_tune(words: list[str]) -> None:
+    """Runs or checks one command of ours."""
+    line = "tune " + " ".join(words)
+    verb, *rest = words
+    if verb == "download":
+        assert re.fullmatch(r"[\w-]+/[\w.-]+", rest[0]) and len(rest) == 1, line
+    elif verb == "generate":
+        generate_verb.check(generate_verb.read(rest))
+        if Path(rest[0]).is_dir():
+            assert tune(words) == 0, line
+    elif verb == "run":
+        check_run(rest)
+    else:
+        assert verb in ("ls", "cat", "cp", "validate"), f"no rule for: {line}"
+        assert tune(words) == 0, line
+
+
+def check_run(words: list[str]) -> None:
+    """A run of the demo in one process is run for two steps; others are checked as before their start."""
+    flags, name, rest = run_verb.split(words)
+    run_verb.check_launch(flags)
+    config = rest[rest.index("--config") + 1]
+    if flags or not (config == "demo/full" or Path(config).is_file()):
+        recipe = Recipe.find(name)
+        run_verb.check_arguments(recipe, rest)
+        return
+    sys.modules.pop(f"recipe_{Path(name).stem}", None)  # the copy may have been edited since
+    resumed = any(word.startswith("resume=") for word in rest)
+    kept = [word for word in rest if not word.startswith(("max_steps=", "checkpoint.save_every_steps="))]
+    steps = 3 if resumed else 2
+    short = [f"max_steps={steps}", "data.max_rows=200", "validation.max_rows=32", "lr_schedule.warmup_steps=0"]
+    saved = ["checkpoint.save_every_steps=1"] if len(kept) + 1 < len(rest) else []
+    assert tune(["run", name, *kept, *short, *saved]) == 0, " ".join(words)
+
+
+def edit_recipe(path: Path, block: Block) -> None:
+    """Follows docs/your_recipe.md: the block named Config takes a line's place, the other one is put below a line."""
+    text = path.read_text(encoding="utf-8")
+    if block.name == "Config":
+        line = "Config = FullFinetuneConfig\n"
+        imported = "from recipe_lib.config import FullFinetuneConfig, parse_arguments\n"
+        assert text.count(line) == 1 and text.count(imported) == 1
+        text = text.replace(line, block.text).replace(
+            imported, f"{imported}from recipe_lib.config.schema import key\n"
+        )
+    else:
+        line = next(line for line in text.splitlines(keepends=True) if "build_meta(" in line)
+        text = text.replace(line, line + block.text)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_edited_recipe_freezes_the_embedding(clone: Path):
+    """The example of docs/your_recipe.md does what it says."""
+    from safetensors.torch import load_file
+
+    assert tune(["cp", "full_finetune_distributed", "mine.py"]) == 0
+    for block in blocks(ROOT / "docs" / "your_recipe.md"):
+        if block.mark == "recipe":
+            edit_recipe(clone / "mine.py", block)
+    sys.modules.pop("recipe_mine", None)
+    embeddings = {}
+    for name, steps, frozen in (("start", 1, "true"), ("frozen", 3, "true"), ("free", 3, "false")):
+        options = [f"max_steps={steps}", f"freeze_embedding={frozen}", f"output_dir={name}", "data.max_rows=200"]
+        assert tune(["run", "./mine.py", "--config", "demo/full", *options, "~validation.source"]) == 0
+        embeddings[name] = load_file(clone / name / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    assert (embeddings["frozen"] == embeddings["start"]).all()
+    assert not (embeddings["free"] == embeddings["start"]).all()

@@ -1,0 +1,100 @@
+"""What README and docs say is true: rows and configs in them can be read, keys exist, links lead somewhere, sums add up."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.config import load_config, registered
+from recipe_lib.config.places import list_presets
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.units import gib
+from tests.house.documents import blocks, documents, links
+from tests.house.files import ROOT
+from tests.house.test_configs import NAMES, flatten
+
+DOCUMENTS = documents()
+NAMED = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
+KEYS = flatten(FullFinetuneConfig())
+BASE = "model: {preset: demo/0.5M}\ntokenizer: {path: there}\ndata: {source: rows.jsonl}\n"
+
+
+def test_there_are_documents():
+    expected = "README.md docs/first_run.md docs/your_data.md docs/your_recipe.md docs/checkpoints.md".split()
+    assert {*expected, "docs/architecture.md", "docs/config.md", "docs/measurements/README.md"} <= set(NAMED)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
+def test_links_lead_somewhere(path: Path):
+    broken = [target for target in links(path) if not (path.parent / target).exists()]
+    assert not broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
+def test_rows_can_be_read(path: Path):
+    for block in blocks(path):
+        if block.language == "json":
+            assert block.mark == "rows", f"say which format this is:\n{block.text}"
+            for line in block.text.splitlines():
+                assert registered("data.format", block.name)(json.loads(line))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
+def test_configs_are_valid(path: Path, tmp_path: Path):
+    for block in blocks(path):
+        if block.language == "yaml":
+            (tmp_path / "config.yaml").write_text(block.text, encoding="utf-8")
+            assert load_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
+def test_overrides_are_valid(path: Path, tmp_path: Path):
+    """Every `key=value` in the running text."""
+    (tmp_path / "config.yaml").write_text(BASE, encoding="utf-8")
+    for override in re.findall(r"`([a-z_]+(?:\.[a-z_]+)?=[^`\s]+)`", path.read_text(encoding="utf-8")):
+        if not override.endswith("key=value"):
+            assert load_config(tmp_path / "config.yaml", [override])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
+def test_keys_exist(path: Path):
+    """Every `section.key` and `section.key: value` in the running text."""
+    sections = {name.split(".")[0] for name in KEYS if "." in name}
+    for section, key in re.findall(r"`([a-z_]+)\.([a-z_]+)(?:: [^`]+)?`", path.read_text(encoding="utf-8")):
+        if section in sections:
+            assert f"{section}.{key}" in KEYS
+
+
+def test_every_preset_is_in_the_table():
+    """`llama3/8B`, `70B`; a size stands behind the family that was named last."""
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Models")[1].split("## ")[0]
+    told, family = set(), ""
+    for name in re.findall(r"`([\w./]+)`", table.split("A config is")[0]):
+        family = name.split("/")[0] if "/" in name else family
+        told.add(name if "/" in name else f"{family}/{name}")
+    shipped = {name for name in list_presets() if not name.startswith("demo/")}
+    assert told - {"config.json", "transformers"} - {f"{family}/config.json", f"{family}/transformers"} >= shipped
+    assert {name for name in told if name.split("/")[0] in {preset.split("/")[0] for preset in shipped}} == shipped
+    assert {f"{name}_full" for name in shipped} == {name for name in NAMES if not name.startswith("demo/")}
+
+
+def test_readme_arithmetic():
+    """The 24 GB story, from the shipped architecture."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
+    d, f, v, layers, s = spec.width, spec.mlp_width, spec.vocab_size, spec.num_layers, 4096
+    layer = 2 * d * d + 2 * d * spec.num_kv_heads * spec.head_width + 3 * d * f + 2 * d
+    count = layers * layer + 2 * v * d + d
+    sharded, kept, own = gib(8 * count / 4), gib(2 * layers * s * d), gib(2 * s * (4 * f + 8 * d))
+    gathered, vocabulary, logits = gib(2 * 2 * layer), gib(2 * v * d), gib(4 * s * v)
+    common = sharded + kept + own + gathered
+    for figure in (f"{count:,}", f"{layer:,}", f"{v:,}", f"{d:,}", f"{f:,}"):
+        assert figure in text, figure
+    for amount in (sharded, kept, own, gathered, 2 * vocabulary, 4 * vocabulary, logits, 3 * logits, logits / 16):
+        assert f"{amount:.2f}" in text, amount
+    assert f"{vocabulary:.2f} GiB against {gib(2 * layer):.2f}" in text
+    assert f"That is {common:.2f} GiB" in text
+    assert f"= {common + 4 * vocabulary + 3 * logits:.2f} GiB on the one hand" in text
+    assert f"one piece of logits: {common + 2 * vocabulary + logits / 16:.2f} GiB" in text

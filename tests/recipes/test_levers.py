@@ -1,0 +1,304 @@
+"""Every lever, and every pair of levers, either gives the losses of the plain run or is refused with a reason.
+
+One table says which keys are levers and with which values they are tried; the pairs are made from it. A key that the
+schema gains is in the table, or among those that are said not to be levers, or a test here fails.
+"""
+
+import functools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from recipe_lib.config.keys import read_schema
+from recipe_lib.config.registry import BUILT_IN, register
+from recipe_lib.config.schema import FullFinetuneConfig
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import ROOT, arguments, furthest, metrics, recipe_module, run_here
+
+STEPS = 2
+ROWS = 8  # rows of a step, over all ranks
+LOSS = "smoothed_for_tests"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A lever's value. overrides: `{folder}` stands for the tests' own files. changes_results: it makes the run another
+    one, so that it is compared with a run of one process that has it too; the others are compared with the plain run.
+    tolerance: relative, of the losses. ranks: least number to try it on.
+    """
+
+    lever: str
+    overrides: tuple[str, ...]
+    changes_results: bool = False
+    tolerance: float = 1e-6
+    ranks: int = 2
+
+    def __str__(self) -> str:
+        return " ".join(self.overrides)
+
+    @property
+    def keys(self) -> set[str]:
+        """Every key that it sets."""
+        return {override.partition("=")[0] for override in self.overrides}
+
+
+def _same(lever: str, *overrides: str, tolerance: float = 1e-6, ranks: int = 2) -> Setting:
+    return Setting(lever, overrides, tolerance=tolerance, ranks=ranks)
+
+
+def _other(lever: str, *overrides: str, tolerance: float = 1e-6) -> Setting:
+    return Setting(lever, overrides, changes_results=True, tolerance=tolerance)
+
+
+# bf16 keeps 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into the losses.
+BF16 = 1e-2
+
+LEVERS = [
+    _same("wrapping", "parallel.wrapping=layers"),
+    _same("wrapping", "parallel.wrapping=memory_efficient"),
+    _same("wrapping", "parallel.wrapping=[model.layers.*, model.layers.*.mlp, lm_head]"),
+    _same("resharding", "parallel.reshard_after_forward=false"),
+    _same("shards", "parallel.data_shard=2"),
+    _same("replicas", "parallel.data_replicate=2", ranks=4),
+    _same("reduction", "parallel.reduce_dtype=fp32"),
+    _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
+    _same("checkpointing", "memory.activation_checkpointing=full"),
+    _same("checkpointing", "memory.activation_checkpointing=selective"),
+    _same("offload", "memory.cpu_offload=true"),
+    _same("loss chunks", "memory.loss_chunks=5"),
+    _same("accumulation", "gradient_accumulation_steps=2"),
+    _same("compile", "compile=true"),
+    _same("kernels", "optimizer.implementation=single"),
+    _same("kernels", "optimizer.implementation=foreach"),
+    _same("kernels", "optimizer.implementation=fused"),
+    _same(
+        "validation",
+        "validation.source=examples/demo/heldout.jsonl",
+        "validation.format=alpaca",
+        "validation.every_steps=1",
+        "validation.max_rows=5",
+        "validation.batch_size=2",
+    ),
+    _same("saving", "checkpoint.save_every_steps=1", "checkpoint.keep=3"),
+    _other("tying", "model.preset={folder}/untied.json"),
+    _other("optimizer", "optimizer.name=sgd", "~optimizer.betas"),
+    _other("optimizer", "optimizer.name=sgd", "optimizer.momentum=0.9"),
+    _other("decay", "optimizer.weight_decay=0.1"),
+    _other("clipping", "clip_grad_norm=0.1"),
+    _other("clipping", "clip_grad_norm=null"),
+    _other("dtype", "dtype=bf16", tolerance=BF16),
+    _other("loss", f"loss={LOSS}"),
+]
+
+# Keys that act before the first batch or beside the training, each with why no pair with it can matter.
+NOT_LEVERS = {
+    "recipe": "a name",
+    "model.path": "where weights come from; test_worlds",
+    "tokenizer.*": "how rows are read",
+    "data.*": "which rows there are",
+    "lr_schedule.*": "one number a step, a function of the step alone",
+    "optimizer.lr": "a number of the optimizer's formula",
+    "optimizer.betas": "a number of the optimizer's formula",
+    "optimizer.eps": "a number of the optimizer's formula",
+    "checkpoint.save_model": "written after the last step; test_worlds",
+    "checkpoint.max_shard_gib": "written after the last step; tests/checkpoint",
+    "log.*": "what is shown",
+    "seed": "a number",
+    "device": "there is one device here",
+    "batch_size": "test_equality",
+    "epochs": "how many steps",
+    "max_steps": "how many steps",
+    "max_seq_len": "how rows are read",
+    "output_dir": "a name",
+    "overwrite": "of one start only",
+    "resume": "of one start only; test_resume",
+}
+
+# What is refused: levers' settings -> words of the line. Everything else must run.
+OFFLOAD = "on a CPU everything is in host memory already"
+SGD_KERNEL = "sharded parameters, for which torch has no such kernel"
+
+
+def refusal(settings: "Settings") -> str | None:
+    """Words of the line that these settings together are refused with; None: they must run."""
+    overrides = {override for setting in settings for override in setting.overrides}
+    if "memory.cpu_offload=true" in overrides:
+        return OFFLOAD
+    if {"optimizer.name=sgd", "optimizer.implementation=fused"} <= overrides:
+        return SGD_KERNEL
+    return None
+
+
+Settings = tuple[Setting, ...]
+SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
+
+
+def pairs() -> list[Settings]:
+    """One for each pair of levers. A lever of several values takes them in turn, so that each meets many others."""
+    names = list(dict.fromkeys(setting.lever for setting in LEVERS))
+    values = {name: [setting for setting in LEVERS if setting.lever == name] for name in names}
+    return [
+        (values[a][names.index(b) % len(values[a])], values[b][names.index(a) % len(values[b])])
+        for a, b in combinations(names, 2)
+    ]
+
+
+PAIRS = pairs()
+PLAIN: Settings = ()
+
+
+def basis(settings: Settings) -> Settings:
+    """Those that make the run another one."""
+    return tuple(setting for setting in settings if setting.changes_results)
+
+
+BASES = list(dict.fromkeys([PLAIN, *(basis(settings) for settings in [*SINGLES, *PAIRS])]))
+
+
+def title(settings: Settings) -> str:
+    """For reports."""
+    return " + ".join(map(str, settings)) or "plain"
+
+
+@register("loss", LOSS)
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss of a user's own."""
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+
+
+def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) -> dict[str, Any]:
+    """Code, lines and losses of a run; with saving, also those of a second run that goes on after the first step.
+
+    observed: with validation.
+    """
+    torch._dynamo.reset()
+    output = folder / f"run{ranks}"
+    overrides = [override.format(folder=folder) for setting in settings for override in setting.overrides]
+    accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
+    validation = next(setting for setting in LEVERS if setting.lever == "validation")
+    argv = [
+        *arguments(output),
+        f"batch_size={ROWS // ranks // accumulation}",
+        f"max_steps={STEPS}",
+        "checkpoint.save_model=false",
+        "log.every_steps=1000",
+        *overrides,
+        *(validation.overrides if observed else ()),
+    ]
+    run = run_here([*argv, "overwrite=true"])
+    found = {"code": run.code, "said": run.said, "runs": [] if run.code else [metrics(output)]}
+    if run.code == 0 and any(setting.lever == "saving" for setting in settings):
+        torch.distributed.barrier()
+        if run.recipe.world.is_main:
+            shutil.rmtree(output / "state" / f"step_{STEPS}")
+        torch.distributed.barrier()
+        run = run_here([*argv, "resume=latest"])
+        assert run.code == 0, run.said
+        assert any("1 of 2 steps done" in line for line in run.said) or not run.recipe.world.is_main
+        found["runs"].append(metrics(output))
+    torch.distributed.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+    """What every single lever and every pair gives, and under `("basis", settings)` what it is compared with."""
+    folder = tmp_path_factory.mktemp("levers")
+    untied = json.loads((ROOT / "tests/recipes/tiny.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "untied.json").write_text(json.dumps(untied))
+
+    def cases(ranks: int) -> list[Settings]:
+        return [
+            settings
+            for settings in [PLAIN, *SINGLES, *PAIRS]
+            if max([2, *(setting.ranks for setting in settings)]) == ranks
+        ]
+
+    def train_all(ranks: int) -> list[dict[str, Any]]:
+        # Which operators run compiled or not is the same for every backend; inductor has a test of its own.
+        module = recipe_module()
+        module.compile_layers = functools.partial(module.compile_layers, backend="eager")
+        if ranks == 1:
+            return [train(folder, settings, ranks, observed=True) for settings in BASES]
+        return [train(folder, settings, ranks) for settings in cases(ranks)]
+
+    found = dict(zip([("basis", base) for base in BASES], run_ranks(train_all, 1, 1)[0], strict=True))
+    for ranks in (2, 4):
+        found |= dict(zip(cases(ranks), run_ranks(train_all, ranks, ranks, timeout=400)[0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("settings", [PLAIN, *SINGLES, *PAIRS], ids=title)
+def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, dict[str, Any]], settings: Settings):
+    found, expected = results[settings], results["basis", basis(settings)]
+    assert expected["code"] == 0, expected["said"]
+    words = refusal(settings)
+    if words:
+        assert found["code"] == 2
+        assert words in found["said"][-1]
+        return
+    assert found["code"] == 0, found["said"][-1:]
+    tolerance = max([1e-6, *(setting.tolerance for setting in settings)])
+    wanted = expected["runs"][0]
+    for lines in found["runs"]:
+        for name in ("loss", "validation_loss"):
+            mine = [line[name] for line in lines if name in line]
+            assert name != "loss" or len(mine) == STEPS
+            assert not mine or furthest(mine, [line[name] for line in wanted if name in line]) <= tolerance
+        norms = [line["grad_norm"] for line in lines if "loss" in line]
+        assert furthest(norms, [line["grad_norm"] for line in wanted if "loss" in line]) <= 10 * tolerance
+
+
+def test_settings_that_change_results_do(results: dict[Any, dict[str, Any]]):
+    plain = results["basis", PLAIN]["runs"][0]
+    for setting in LEVERS:
+        if setting.changes_results and setting.overrides != ("clip_grad_norm=null",):
+            assert [line.get("loss") for line in results["basis", (setting,)]["runs"][0]] != [
+                line.get("loss") for line in plain
+            ], setting
+    lower = results[next(s for s in SINGLES if "parallel.reduce_dtype=bf16" in s[0].overrides)]["runs"][0]
+    assert lower[1]["loss"] != plain[2]["loss"]
+
+
+def test_every_key_is_a_lever_or_said_not_to_be():
+    keys = read_schema(FullFinetuneConfig).keys
+    levers = {key.removeprefix("~") for setting in LEVERS for key in setting.keys}
+    others = {name for name in keys if name in NOT_LEVERS or f"{name.partition('.')[0]}.*" in NOT_LEVERS}
+    missing = sorted(set(keys) - levers - others)
+    assert not missing, f"add {missing} to LEVERS, so that it is tried with every other lever, or to NOT_LEVERS"
+    stale = {name for name in NOT_LEVERS if not any(key == name or key.startswith(name[:-1]) for key in keys)}
+    assert levers <= set(keys) and not stale
+
+
+def test_every_value_of_a_lever_is_tried():
+    tried = {override for setting in LEVERS for override in setting.overrides}
+    levers = {key for setting in LEVERS for key in setting.keys}
+    for name, key in read_schema(FullFinetuneConfig).keys.items():
+        if name not in levers:
+            continue
+        values: Iterator[str] = iter(key.limits.get("choices", ()))
+        if "kind" in key.limits and name != "validation.format":
+            values = iter(BUILT_IN[key.limits["kind"]][1])
+        # fp64 is tried in test_equality; it is refused with a lower reduction.
+        untried = [
+            value for value in values if value != key.default and f"{name}={value}" not in tried and value != "fp64"
+        ]
+        tested_default = ["fp32"] if name == "dtype" else []  # the demo's, which every run here has
+        assert not set(untried) - set(tested_default), f"add {name}={untried} to LEVERS"
+
+
+def test_compiled_layers_give_the_same_losses(tmp_path: Path):
+    compiled = next(setting for setting in LEVERS if setting.lever == "compile")
+    plain = run_ranks(train, 2, tmp_path, PLAIN, 2)[0]
+    found = run_ranks(train, 2, tmp_path, (compiled,), 2)[0]
+    assert found["code"] == plain["code"] == 0, found["said"]
+    lines, wanted = found["runs"][0], plain["runs"][0]
+    assert furthest([line["loss"] for line in lines], [line["loss"] for line in wanted]) <= 1e-5
