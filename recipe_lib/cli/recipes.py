@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from recipe_lib.config.places import RECIPE_CONFIGS, find_config, find_recipe, recipes_folder
 from recipe_lib.config.suggest import show
@@ -64,7 +65,7 @@ def _is_shipped(path: Path) -> bool:
 class _ProgramLoader(SourceFileLoader):
     """Imports a file as a program is run: nothing is written beside it."""
 
-    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         """Python would keep the compiled file in `__pycache__`."""
 
 

@@ -266,10 +266,8 @@ class _Builder:
             reasons.append(f"{report.emptied_rows} with the whole answer behind max_seq_len={self.max_seq_len}")
         if report.skipped_long_rows:
             reasons.append(f"{report.skipped_long_rows} longer than max_seq_len={self.max_seq_len}")
-        return (
-            f"{self.source}: found no row to train on among {report.rows_read}: {', '.join(reasons)}; "
-            "correct the rows, or raise max_seq_len"
-        )
+        remedy = "raise max_seq_len" if report.emptied_rows or report.skipped_long_rows else "correct the rows"
+        return f"{self.source}: found no row to train on among {report.rows_read}: {', '.join(reasons)}; {remedy}"
 
     def _settings(self) -> dict[str, Any]:
         cfg = self.cfg

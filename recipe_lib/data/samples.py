@@ -56,6 +56,10 @@ class TextTokenizer(Protocol):
         """Jinja source of the chat template, if there is one."""
 
     @property
+    def chat_template_place(self) -> str:
+        """The file it came from, for error lines."""
+
+    @property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as text."""
 

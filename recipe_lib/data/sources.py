@@ -68,7 +68,9 @@ def _parse_line(line: bytes) -> dict[str, Any] | RowFault:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return RowFault("not UTF-8", f"found the byte 0x{line[error.start]:02x} at {error.start + 1}, expected UTF-8")
+        return RowFault(
+            "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"
+        )
     except json.JSONDecodeError as error:
         return RowFault("invalid JSON", f"column {error.colno}: invalid JSON ({error.msg}), expected an object a line")
     except RecursionError:

@@ -134,8 +134,8 @@ class Encoder:
             behind = stops or tokens[-1:]
         if not behind:
             raise DataError(
-                f"{self.tokenizer.place}: the chat template puts no special token behind an answer, so nothing would "
-                "teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
+                f"{self.tokenizer.chat_template_place}: the chat template puts no special token behind an answer, so "
+                "nothing would teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
             )
         return behind[0].end()
 

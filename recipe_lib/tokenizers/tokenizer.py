@@ -58,6 +58,11 @@ class Tokenizer:
         return self._template.source if self._template else None
 
     @property
+    def chat_template_place(self) -> str:
+        """The file the chat template came from; without one, the tokenizer's own."""
+        return self._template.place if self._template else self.place
+
+    @property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as text."""
         return tuple(content for content, token in self._added.items() if token.special)

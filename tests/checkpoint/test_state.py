@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.errors import CheckpointError, StorageError
 from tests.checkpoint.tiny import OPTIMIZERS, fingerprint, full, tiny_model, tiny_spec, tiny_world, train, tree
 from tests.distributed.ranks import run_ranks
@@ -21,6 +22,7 @@ def save_after(root: Path, steps: int, optimizer_name: str = "adamw", replicate:
         model = tiny_model(world)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         train(model, optimizer, steps)
+        optimizer.param_groups[0]["lr"] /= 3  # as a schedule does
         torch.manual_seed(100 + world.rank)
         save_state(root, steps, model, optimizer, {"step": steps, "tokens": 12345}, world, keep=3)
         return fingerprint(model, optimizer), train(model, optimizer, 2, steps)
@@ -35,6 +37,7 @@ def load_and_continue(
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         found = find_state(root, "latest", world)
         assert found is not None
+        torch.manual_seed(999)
         extra = load_state(found, model, optimizer, world)
         number = float(torch.rand(()))
         return fingerprint(model, optimizer), train(model, optimizer, 2, extra["step"]), extra, number
@@ -142,6 +145,33 @@ def test_after_a_forward_without_backward_the_shards_are_saved(tmp_path: Path) -
 
     saved = run_ranks(evaluate_and_save, 2)
     assert {found for found, *_ in run_ranks(load_and_continue, 2, tmp_path)} == set(saved)
+
+
+def test_a_tied_head_is_saved_once_and_stays_tied(tmp_path: Path) -> None:
+    spec = tiny_spec(tie_word_embeddings=True)
+
+    def save() -> str:
+        with tiny_world() as world:
+            model = tiny_model(world, spec=spec)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            train(model, optimizer, 2)
+            save_state(tmp_path, 2, model, optimizer, {}, world, keep=1)
+            return fingerprint(model, optimizer)
+
+    def load() -> str:
+        with tiny_world() as world:
+            model = tiny_model(world, seed=None, spec=spec)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            load_state(tmp_path / "step_2", model, optimizer, world)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            return fingerprint(model, optimizer)
+
+    [saved, _] = run_ranks(save, 2)
+    assert run_ranks(load, 2) == [saved, saved]
+    assert load() == saved
+    header = read_header(tmp_path / "step_2" / "shard-00001-of-00002.safetensors")
+    assert "model/model.embed_tokens.weight" in header.tensors
+    assert "model/lm_head.weight" not in header.tensors
 
 
 def test_keep_and_order_are_by_saves_not_by_step_or_clock(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def download(hub: Hub, tmp_path: Path) -> Download:
         }
         began = time.monotonic()
         result = tune("download", *words, timeout=60, **(settings | changes))
-        assert time.monotonic() - began < 15  # a few seconds of it is Python on a loaded machine; none is waiting
+        assert time.monotonic() - began < 20  # Python on a loaded machine; a hub's retries would take longer
         assert "Traceback" not in result.stderr
         return result
 

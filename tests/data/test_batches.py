@@ -1,5 +1,7 @@
 """Batches: padded by length, the same rows in a step however it is divided, counts without communication."""
 
+import json
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ PAD = 5  # a token like any other, on purpose
 @pytest.fixture(scope="module")
 def dataset(chatml, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    lines = ['{"prompt": "%s", "completion": "%d"}\n' % ("the cat " * (n % 7), n) for n in range(37)]
-    (folder / "rows.jsonl").write_text("".join(lines))
+    rows = [{"prompt": "the cat" * (n % 7), "completion": f" {n}"} for n in range(37)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return build_dataset(DataConfig(source=str(folder), format="prompt_completion"), chatml, 64)
 
 

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from recipe_lib.config import registry
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import build_dataset, build_validation_dataset, check_vocabulary
@@ -47,8 +48,8 @@ def test_report_of_clean_rows(chatml, rows_file):
     dataset = build(source, chatml)
     share = 100 * dataset.trained_counts.sum() / dataset.lengths.sum()
     assert dataset.report.lines() == [
-        f"data: 2 rows of 2 read from {source} (format prompt_completion, template none), {dataset.lengths.sum()} tokens; "
-        f"the loss counts answers with their end-of-turn token: {share:.1f} % of them",
+        f"data: 2 rows of 2 read from {source} (format prompt_completion, template none), {dataset.lengths.sum()} "
+        f"tokens; the loss counts answers with their end-of-turn token: {share:.1f} % of them",
         "data: no BOS is put before a row",
     ]
 
@@ -120,9 +121,9 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
         f"data: first with prompt is no text: {source}:2: prompt: found a number, expected text",
         f"data: first with no column completion: {source}:4: found the columns prompt, expected completion "
         "(format prompt_completion); name yours with data.columns.completion=NAME",
-        f"data: first with not UTF-8: {source}:6: found the byte 0xff at 13, expected UTF-8",
-        f"data: first with invalid JSON: {source}:7: column 2: invalid JSON (Expecting property name enclosed in double "
-        "quotes), expected an object a line",
+        f"data: first with not UTF-8: {source}:6: column 13: found the byte 0xff, expected UTF-8",
+        f"data: first with invalid JSON: {source}:7: column 2: invalid JSON (Expecting property name enclosed in "
+        "double quotes), expected an object a line",
     ]
 
 
@@ -153,9 +154,11 @@ def test_nothing_to_train_on(chatml, rows_file, tmp_path):
     source = rows_file({"prompt": 1}, {"prompt": "c " * 9, "completion": "d"})
     line = (
         r"found no row to train on among 2: 1 bad \(.*rows.jsonl:1: found the columns prompt.*\), 1 with the whole "
-        r"answer behind max_seq_len=4; correct the rows, or raise max_seq_len"
+        r"answer behind max_seq_len=4; raise max_seq_len$"
     )
     refused(line, source, chatml, max_seq_len=4, bad_rows="skip")
+    refused(r"among 1: 1 bad \(.*\); correct the rows$", rows_file({"prompt": 1}), chatml, bad_rows="skip")
+    source = rows_file({"prompt": 1}, {"prompt": "c " * 9, "completion": "d"})
     refused(r"1 longer than max_seq_len=4", source, chatml, max_seq_len=4, bad_rows="skip", long_rows="skip")
     with pytest.raises(DataError, match="data.source: is not set; set it to a file or folder"):
         build_dataset(DataConfig(), chatml, 8)
@@ -226,7 +229,10 @@ def test_validation_rows(chatml, rows_file, tmp_path):
     assert len(build_validation_dataset(cfg, chatml)) == 2
 
 
-def test_format_of_a_plugin(chatml, rows_file):
+def test_format_of_a_plugin(chatml, rows_file, monkeypatch):
+    own = {kind: dict(components) for kind, components in registry._components.items()}
+    monkeypatch.setattr(registry, "_components", own)
+
     @register("data.format", "reversed_pairs")
     def read_reversed(row):
         return Completion(row["b"], row["a"])
@@ -244,22 +250,24 @@ def test_vocabulary_and_model(chatml, rows_file, tmp_path):
         DataError, match=rf"found {size} tokens, expected at most the model's vocab_size={size - 1}; set to"
     ):
         check_vocabulary(chatml, size - 1)
+
+
+def test_a_special_token_beyond_the_model_is_refused_where_a_row_has_it(chatml, rows_file, tmp_path):
     write_json(tmp_path)
-    entry = {"special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    size = chatml.ordinary_size
+    flags = {"special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["added_tokens"].append(entry | {"id": size, "content": "<image>"})
+    content["added_tokens"].append(flags | {"id": size, "content": "<image>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<image>{% endfor %}")
-    larger = load_tokenizer(tmp_path)
-    check_vocabulary(larger, size)  # as long as no row has it
-    image = build(rows_file({"instruction": "a", "output": "b"}), larger, format="alpaca", train_on="all")
-    check_vocabulary(larger, size, image) if image.largest_id < size else None
-    twice = {"conversations": [{"from": f, "value": "a"} for f in ("human", "gpt", "human", "gpt")]}
-    used = build(rows_file(twice), larger, format="sharegpt")
+    tokenizer = load_tokenizer(tmp_path)
+    source = rows_file({"instruction": "a", "output": "b"})
+    check_vocabulary(tokenizer, size, build(source, tokenizer, format="alpaca"))
+    (tmp_path / "chat_template.jinja").write_text("<image>{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    used = build(source, load_tokenizer(tmp_path), format="alpaca")
     with pytest.raises(
         DataError, match=rf"found the token '<image>' with the id {size}, expected ids below the model's"
     ):
-        check_vocabulary(larger, size, used)
+        check_vocabulary(tokenizer, size, used)
 
 
 def test_real_sets_end_to_end(realdata):

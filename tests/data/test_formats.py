@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from recipe_lib.config.registry import names, registered
+from recipe_lib.config.registry import BUILT_IN, registered
 from recipe_lib.data.samples import Completion, Conversation, Document, RowFault
 
 
@@ -18,7 +18,7 @@ def roles(sample: Conversation) -> list[tuple[str, str]]:
 
 
 def test_every_declared_format_is_registered():
-    for name in names("data.format"):
+    for name in BUILT_IN["data.format"][1]:
         assert callable(registered("data.format", name)) and registered("data.format", name).required
 
 

@@ -76,7 +76,7 @@ def test_json_lines(tmp_path):
         "4": "column 6: invalid JSON (Expecting ':' delimiter), expected an object a line",
         "5": "found a list, expected an object with the columns of the row",
         "6": "found str, expected an object with the columns of the row",
-        "7": "found the byte 0xff at 8, expected UTF-8",
+        "7": "column 8: found the byte 0xff, expected UTF-8",
         "8": "JSON nested too deep, expected an object a line",
     }
 

@@ -20,7 +20,8 @@ def template(source: str) -> ChatTemplate:
 
 TEMPLATES = [
     "llama.cpp/google-gemma-2-2b-it", "llama.cpp/Qwen-Qwen2.5-7B-Instruct",
-    "llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "llama.cpp/meta-llama-Llama-3.2-3B-Instruct", "llama.cpp/meta-llama-Llama-3.3-70B-Instruct",
+    "llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "llama.cpp/meta-llama-Llama-3.2-3B-Instruct",
+    "llama.cpp/meta-llama-Llama-3.3-70B-Instruct",
     "llama.cpp/microsoft-Phi-3.5-mini-instruct", "llama.cpp/mistralai-Mistral-Nemo-Instruct-2407",
     "llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "axolotl/qwen3", "axolotl/gemma3", "axolotl/mistral_v1",
     "axolotl/mistral_v2v3", "axolotl/phi_4", "axolotl/chatml", "axolotl/alpaca", "axolotl/llama3",
