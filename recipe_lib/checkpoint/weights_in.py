@@ -150,23 +150,15 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _plain_file(folder: Path, name: str, named_by: str) -> Path:
-    """The file, if it is a plain name in the folder; a link must lead to the folder or its hub cache's blobs."""
+    """The file, if its name is a plain one: an index may not name files elsewhere. Links are the user's own."""
     if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
         raise CheckpointError(
             f"{folder / named_by}: names the file {name!r}; expected plain names of .safetensors files in its own "
             "folder; take the checkpoint from a source you trust"
         )
-    path, home = folder / name, folder.resolve()
-    if not path.exists():
+    if not (folder / name).exists():
         raise CheckpointError(f"{folder / named_by}: names {name}, which is missing; download it with `tune download`")
-    roots = [home]
-    if home.parent.name == "snapshots":  # of the hub's cache: snapshots/<revision>/NAME -> ../../blobs/<hash>
-        roots.append(home.parent.parent / "blobs")
-    if not any(path.resolve().is_relative_to(root) for root in roots):
-        raise CheckpointError(
-            f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself into the folder"
-        )
-    return path
+    return folder / name
 
 
 @torch.no_grad()

@@ -296,9 +296,11 @@ def test_every_value_of_a_lever_is_tried():
 
 
 def test_compiled_layers_give_the_same_losses(tmp_path: Path):
-    compiled = next(setting for setting in LEVERS if setting.lever == "compile")
-    plain = run_ranks(train, 2, tmp_path, PLAIN, 2)[0]
-    found = run_ranks(train, 2, tmp_path, (compiled,), 2)[0]
+    (tmp_path / "text.txt").write_text("What is 3 plus 4? It is 7. " * 400)
+    rows = ("data.format=text", f"data.source={tmp_path}/text.txt", "max_seq_len=32")  # all of one length: one compilation
+    plain = run_ranks(train, 2, tmp_path, (Setting("rows", rows),), 2)[0]
+    found = run_ranks(train, 2, tmp_path, (Setting("compile", (*rows, "compile=true")),), 2, timeout=300)[0]
     assert found["code"] == plain["code"] == 0, found["said"]
     lines, wanted = found["runs"][0], plain["runs"][0]
-    assert furthest([line["loss"] for line in lines], [line["loss"] for line in wanted]) <= 1e-5
+    assert furthest([line["loss"] for line in lines], [line["loss"] for line in wanted]) <= 1e-6
+    assert furthest([line["grad_norm"] for line in lines], [line["grad_norm"] for line in wanted]) <= 1e-5

@@ -1,0 +1,308 @@
+"""Stopped and gone on: bitwise the uninterrupted run on as many ranks, the same state and losses on another number of
+them; and what is refused, with its line."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_lib.checkpoint.manifest import read_manifest
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import arguments, furthest, losses, metrics, parameters, run_here, states, steps, tree
+
+ROWS_PER_STEP = 12  # 4 rows at a time on one rank, 3 micro-batches; 24 rows: 2 steps an epoch
+EPOCHS = 5
+STEPS = 10
+STOP = 5  # in the middle of the third epoch
+WORLDS = (1, 2, 4)
+MOVES = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1)]
+
+
+def command(output: Path, ranks: int, *overrides: str) -> list[str]:
+    """A run of 10 steps, each of 3 micro-batches a rank."""
+    return [
+        *arguments(output),
+        f"batch_size={ROWS_PER_STEP // 3 // ranks}",
+        "gradient_accumulation_steps=3",
+        f"epochs={EPOCHS}",
+        "optimizer.weight_decay=0.1",
+        "lr_schedule.warmup_steps=3",
+        "checkpoint.keep=100",
+        "log.every_steps=1000",
+        *overrides,
+    ]
+
+
+def stop_after(step: int, rank: int = 0, number: int = signal.SIGTERM) -> Callable[[Any], None]:
+    """Makes a rank send itself the signal in the middle of that step."""
+
+    def arrange(recipe: Any) -> None:
+        honest = recipe.summed_loss
+
+        def summed_loss(batch: Any) -> Any:
+            if recipe.step + 1 == step and recipe.world.rank == rank:
+                os.kill(os.getpid(), number)
+            return honest(batch)
+
+        recipe.summed_loss = summed_loss
+
+    return arrange
+
+
+def everything(recipe: Any) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer states, whole. A collective."""
+    return parameters(recipe) | states(recipe)
+
+
+def go_on(argv: list[str]) -> dict[str, Any]:
+    """Resumes and trains to the end; the state as it was before the first step after the resume."""
+    loaded: list[dict[str, torch.Tensor]] = []
+    run = run_here(argv, before_training=lambda recipe: loaded.append(everything(recipe)))
+    return {"code": run.code, "said": run.said, "loaded": loaded[0] if loaded else {}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For each number of ranks: a quiet run, a stopped one, and that one gone on; and those gone on elsewhere."""
+    folder = tmp_path_factory.mktemp("resume")
+
+    def first(ranks: int) -> dict[str, Any]:
+        quiet = run_here(command(folder / f"quiet{ranks}", ranks))
+        assert quiet.code == 0, quiet.said
+        # The last rank alone hears of it: all must agree to stop.
+        halted = run_here(command(folder / f"stopped{ranks}", ranks), stop_after(STOP, rank=ranks - 1))
+        kept = everything(halted.recipe)
+        if halted.recipe.world.is_main:
+            for name in ["same", *(f"to{other}" for other in WORLDS if other != ranks)]:
+                shutil.copytree(folder / f"stopped{ranks}", folder / f"{ranks}{name}")
+        if ranks > 1:
+            torch.distributed.barrier()
+        same = go_on(command(folder / f"{ranks}same", ranks, "resume=latest"))
+        return {"halted": halted.code, "said": halted.said, "kept": kept, "same": same}
+
+    def elsewhere(ranks: int) -> dict[str, Any]:
+        return {
+            f"{before}to{ranks}": go_on(command(folder / f"{before}to{ranks}", ranks, "resume=latest"))
+            for before, after in MOVES
+            if after == ranks
+        }
+
+    found: dict[str, Any] = {"folder": folder}
+    for ranks in WORLDS:
+        found[str(ranks)] = run_ranks(first, ranks, ranks)[0]
+    for ranks in WORLDS:
+        found |= run_ranks(elsewhere, ranks, ranks)[0]
+    return found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_signal_saves_at_the_step_boundary(runs: dict[str, Any], ranks: int):
+    output = runs["folder"] / f"stopped{ranks}"
+    assert runs[str(ranks)]["halted"] == 3
+    state = output / "state" / f"step_{STOP}"
+    assert runs[str(ranks)]["said"][-1] == f"stopped after step {STOP}; go on with resume=latest ({state})"
+    assert [path.name for path in (output / "state").iterdir()] == [state.name]
+    manifest = read_manifest(state)
+    assert (manifest.step, manifest.world_size) == (STOP, ranks)
+    assert [line["step"] for line in metrics(output)] == list(range(1, STOP + 1))
+    assert not (output / "model").exists()
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_the_same_ranks_go_on_bitwise(runs: dict[str, Any], ranks: int):
+    folder, record = runs["folder"], runs[str(ranks)]
+    assert record["same"]["code"] == 0, record["same"]["said"]
+    assert _differing(record["same"]["loaded"], record["kept"]) == []
+    assert steps(folder / f"{ranks}same") == steps(folder / f"quiet{ranks}")
+    assert tree(folder / f"{ranks}same" / "model") == tree(folder / f"quiet{ranks}" / "model")
+    for line, other in zip(metrics(folder / f"{ranks}same"), metrics(folder / f"quiet{ranks}"), strict=True):
+        assert all(line[name] == other[name] for name in ("step", "epoch", "lr", "trained_tokens", "tokens"))
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_another_number_of_ranks_goes_on_from_the_same_state(runs: dict[str, Any], before: int, after: int):
+    folder, moved = runs["folder"], runs[f"{before}to{after}"]
+    assert moved["code"] == 0, moved["said"]
+    kept = runs[str(before)]["kept"]
+    assert len(kept) == 19 * 4 - 0 or len(kept) > 40  # parameters, two states and a step count of each
+    assert _differing(moved["loaded"], kept) == []
+    found, expected = losses(folder / f"{before}to{after}"), losses(folder / f"quiet{before}")
+    assert len(found) == STEPS and found[:STOP] == expected[:STOP]
+    assert furthest(found, expected) <= 1e-5
+
+
+def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not bitwise equal."""
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_metrics_have_one_line_a_step_after_a_resume(runs: dict[str, Any], ranks: int):
+    for output in [runs["folder"] / f"{ranks}same", *runs["folder"].glob(f"?to{ranks}")]:
+        assert [line["step"] for line in metrics(output)] == list(range(1, STEPS + 1))
+
+
+# --- what else may have happened between the two starts; one process, since the decisions are those of one rank
+
+
+@pytest.fixture(scope="module")
+def stopped(runs: dict[str, Any]) -> Path:
+    """A run stopped on one rank after step 5."""
+    return runs["folder"] / "stopped1"
+
+
+def alone(argv: list[str], before_training: Callable[[Any], None] | None = None) -> tuple[int, list[str]]:
+    """Code and lines of a run in a process of its own."""
+
+    def train() -> tuple[int, list[str]]:
+        run = run_here(argv, before_training)
+        return run.code, run.said
+
+    return run_ranks(train, 1, process_group=False)[0]
+
+
+REFUSED = {
+    "seed": (["seed=7"], "was saved with seed=42, found seed=7; the order of the rows follows from it: set seed=42"),
+    "global batch": (
+        ["gradient_accumulation_steps=2"],
+        "was saved with a global batch of 12 rows, found 8; make batch_size x gradient_accumulation_steps x ranks 12 "
+        "again",
+    ),
+    "fewer rows": (["data.max_rows=23"], "was saved with other rows (fingerprint "),
+    "other file": (["data.source=examples/demo/heldout.jsonl"], "was saved with other rows (fingerprint "),
+    "shorter rows": (["max_seq_len=20"], "was saved with other rows (fingerprint "),
+    "dtype": (["dtype=bf16"], "this run's model has bfloat16"),
+    "optimizer": (["optimizer.name=sgd"], "optimizer"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_resume_that_would_be_another_run_is_refused(stopped: Path, tmp_path: Path, change: str):
+    output = tmp_path / "run"
+    shutil.copytree(stopped, output)
+    before = tree(output)
+    overrides, words = REFUSED[change]
+    code, said = alone(command(output, 1, "resume=latest", *overrides))
+    assert code == 2
+    assert said[-1].startswith(f"error: {output}/state/step_{STOP}: ") and words in said[-1], said[-1]
+    assert "\n" not in said[-1]
+    assert tree(output) == before
+
+
+def test_a_folder_with_states_is_not_trained_into_unasked(stopped: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    shutil.copytree(stopped, output)
+    before = tree(output)
+    assert alone(command(output, 1)) == (
+        2,
+        [
+            f"error: output_dir: {output} holds saved states of an earlier run; resume=latest goes on from them, "
+            "overwrite=true replaces what is there, or choose another output_dir"
+        ],
+    )
+    assert tree(output) == before
+
+
+def test_a_run_that_only_left_a_model_is_not_resumed(runs: dict[str, Any], tmp_path: Path):
+    output = tmp_path / "run"
+    shutil.copytree(runs["folder"] / "quiet1", output)
+    before = tree(output)
+    code, said = alone(command(output, 1, "resume=latest"))
+    assert code == 2
+    assert said == [
+        f"error: resume=latest: {output} holds a trained model and no saved state to go on from; overwrite=true trains "
+        "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
+    ]
+    assert tree(output) == before
+
+
+def test_resume_latest_of_a_new_folder_starts_at_the_beginning(runs: dict[str, Any], tmp_path: Path):
+    code, said = alone(command(tmp_path / "run", 1, "resume=latest"))
+    assert code == 0, said
+    assert steps(tmp_path / "run") == steps(runs["folder"] / "quiet1")
+
+
+def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: Path):
+    output = tmp_path / "run"
+    short = command(output, 1, "checkpoint.save_every_steps=4", "epochs=3", "lr_schedule.kind=constant")
+    assert alone(short)[0] == 0
+    assert sorted(path.name for path in (output / "state").iterdir()) == ["step_4", "step_6"]
+    before = tree(output)
+    code, said = alone([*short, "resume=latest"])
+    assert code == 0, said
+    after = tree(output)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed <= {"summary.json", "report.html"}, changed
+
+    assert alone([*short, "epochs=5", "resume=latest"])[0] == 0
+    longer = command(tmp_path / "longer", 1, "lr_schedule.kind=constant")
+    assert alone(longer)[0] == 0
+    assert steps(output) == steps(tmp_path / "longer")
+    assert tree(output / "model") == tree(tmp_path / "longer" / "model")
+
+
+def _flip_a_bit(state: Path) -> None:
+    path = next(state.glob("shard-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def _cut(state: Path) -> None:
+    path = next(state.glob("shard-*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _lose_manifest(state: Path) -> None:
+    (state / "manifest.json").unlink()
+
+
+DAMAGES = {
+    _flip_a_bit: "is not as it was written (SHA-256 differs from the manifest)",
+    _cut: "bytes, its manifest says",
+    _lose_manifest: "manifest.json is missing",
+}
+
+
+def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: Path):
+    source = tmp_path / "source"
+    assert alone(command(source, 1, "checkpoint.save_every_steps=2"), stop_after(STOP))[0] == 3
+    assert sorted(path.name for path in (source / "state").iterdir()) == ["step_2", "step_4", "step_5"]
+    expected = steps(runs["folder"] / "quiet1")
+    for number, (damage, words) in enumerate(DAMAGES.items()):
+        output = tmp_path / f"damaged{number}"
+        shutil.copytree(source, output)
+        damage(output / "state" / "step_5")
+        code, said = alone(command(output, 1, "resume=latest"))
+        assert code == 0, said
+        warned = [line for line in said if line.startswith("warning: ")]
+        assert warned[0].startswith(f"warning: {output}/state/step_5: ") and words in warned[0], warned
+        assert warned[1:] == [f"warning: going on from {output}/state/step_4"]
+        assert steps(output) == expected
+
+    output = tmp_path / "named"
+    shutil.copytree(source, output)
+    _flip_a_bit(output / "state" / "step_5")
+    before = tree(output)
+    code, said = alone(command(output, 1, f"resume={output}/state/step_5"))
+    assert code == 2 and "expected a whole state folder: resume=latest takes the newest whole one" in said[-1]
+    assert tree(output) == before
+    assert alone(command(output, 1, f"resume={output}/state/step_2"))[0] == 0
+    assert steps(output) == expected
+
+
+def test_a_second_stop_and_an_interrupt(runs: dict[str, Any], tmp_path: Path):
+    output = tmp_path / "run"
+    assert alone(command(output, 1), stop_after(2, number=signal.SIGINT))[0] == 3
+    assert alone(command(output, 1, "resume=latest"), stop_after(3))[0] == 3
+    assert alone(command(output, 1, "resume=latest"), stop_after(STEPS))[0] == 3  # in the last step
+    code, said = alone(command(output, 1, "resume=latest"))
+    assert code == 0, said
+    assert steps(output) == steps(runs["folder"] / "quiet1")
+    assert (output / "model" / "model.safetensors").is_file()
