@@ -40,7 +40,8 @@ def to_markdown(report: dict[str, Any]) -> str:
         f"- {report['date']}, `{report['command']}`, {report.get('seconds', 0)} s",
         f"- torch {versions['torch']}, Python {versions['python']}, {versions['system']}",
     ]
-    if device.get("type") == "cuda":
+    dry_run = device.get("type") != "cuda"
+    if not dry_run:
         lines.append(
             f"- {device['memory_gib']} GiB, driver {device['driver']}, CUDA {device['cuda']}, "
             f"power limit {device['power_limit']}"
@@ -51,7 +52,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     memory = [entry for entry in report["cases"] if entry["case"]["kind"] == "memory"]
     speed = [entry for entry in report["cases"] if entry["case"]["kind"] == "speed"]
     if memory:
-        lines += ["", "## Memory", "", *_memory_table(memory)]
+        lines += ["", "## Memory", "", *_memory_table(memory, "not applied" if dry_run else report["cap_gib"])]
     if speed:
         matmul = next((entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "matmul"), {})
         lines += ["", "## Time", "", *_speed_table(speed, matmul.get("flop_per_second"), device.get("datasheet_rate"))]
@@ -59,7 +60,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _memory_table(entries: list[dict[str, Any]]) -> list[str]:
+def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
     rows = [
         "| model | ranks | tokens | wrapping | cap, GiB | active | allocated | reserved | first step, active | retries |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -71,16 +72,18 @@ def _memory_table(entries: list[dict[str, Any]]) -> list[str]:
     for entry in order:
         case, result = entry["case"], entry["result"]
         later, first = result.get("later_steps"), result.get("first_step")
+        first_peak = f"{first['active'] / GIB:.2f}" if first else ""
         if "failed" in result:
             peaks = [f"failed: {result['failed']}", "", ""]
         elif "out_of_memory" in result:
             peaks = [f"out of memory, {result['out_of_memory']}", "", ""]
         else:
             peaks = [f"{later[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")]
+        in_first = f"{first['active'] / GIB:.2f}" if first else ""
         rows.append(
             f"| {case['preset']} | {case['ranks']} | {case['sequence']} | {case['wrapping']} "
-            f"| {'23.2' if case['capped'] else 'none'} | {' | '.join(peaks)} "
-            f"| {f'{first["active"] / GIB:.2f}' if first else ''} | {result.get('alloc_retries', '')} |"
+            f"| {cap if case['capped'] else 'none'} | {' | '.join(peaks)} "
+            f"| {in_first} | {result.get('alloc_retries', '')} |"
         )
     return rows
 

@@ -1,8 +1,8 @@
 """Counts the held-out questions that a model answers exactly, letter for letter, by its likeliest tokens.
 
-    python examples/demo/score.py                        # the untrained model that the demo starts from
-    python examples/demo/score.py outputs/demo/model     # after training
-    python examples/demo/score.py outputs/demo/model --show 5
+python examples/demo/score.py                        # the untrained model that the demo starts from
+python examples/demo/score.py outputs/demo/model     # after training
+python examples/demo/score.py outputs/demo/model --show 5
 """
 
 import argparse

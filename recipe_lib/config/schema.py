@@ -75,7 +75,10 @@ class DataConfig:
     )
     train_on: str = key("answer", "Tokens the loss counts.", choices=("answer", "all"))
     shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
-    add_bos: bool = key(True, "Begin each row (format `text`: each file) with the tokenizer's BOS, never twice.")
+    add_bos: bool = key(
+        True,
+        "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
+    )
     max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
     bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
     long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))

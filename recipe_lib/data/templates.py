@@ -135,7 +135,8 @@ class Encoder:
         if not behind:
             raise DataError(
                 f"{self.tokenizer.chat_template_place}: the chat template puts no special token behind an answer, so "
-                "nothing would teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
+                "nothing would teach the model to stop; set tokenizer.chat_template to one that does, or data.template "
+                "to plain"
             )
         return behind[0].end()
 

@@ -212,8 +212,10 @@ def test_fingerprint_changes_with_rows_and_settings_only(chatml, plain, rows_fil
     others = [
         build(source, plain), build(source, chatml, max_seq_len=63), build(source, chatml, train_on="all"),
         build(source, chatml, max_rows=1), build(rows_file(PAIR, PAIR | {"prompt": "a "}), chatml),
-        build(rows_file({"prompt": "the c", "completion": "at"}), chatml),
+        build(rows_file({"prompt": "the cat", "completion": " sat"}), chatml),
+        build(rows_file({"prompt": "the", "completion": " cat sat"}), chatml),
     ]  # fmt: skip
+    assert others[-1][0].tokens.tolist() == others[-2][0].tokens.tolist()  # these two differ in the mask alone
     prints = {dataset.fingerprint for dataset in [first, *others]}
     assert len(prints) == 1 + len(others)
 

@@ -116,9 +116,7 @@ def edit_recipe(path: Path, block: Block) -> None:
         line = "Config = FullFinetuneConfig\n"
         imported = "from recipe_lib.config import FullFinetuneConfig, parse_arguments\n"
         assert text.count(line) == 1 and text.count(imported) == 1
-        text = text.replace(line, block.text).replace(
-            imported, f"{imported}from recipe_lib.config.schema import key\n"
-        )
+        text = text.replace(line, block.text).replace(imported, f"{imported}from recipe_lib.config.schema import key\n")
     else:
         line = next(line for line in text.splitlines(keepends=True) if "build_meta(" in line)
         text = text.replace(line, line + block.text)

@@ -78,7 +78,9 @@ def test_tokenizer_fits():
 
 def test_tokenizer_is_that_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     maker = script("make_tokenizer")
-    made = json.loads(maker.train_tokenizer([row[key] for row in rows("train") for key in ("instruction", "output")]).to_str())
+    made = json.loads(
+        maker.train_tokenizer([row[key] for row in rows("train") for key in ("instruction", "output")]).to_str()
+    )
     shipped = json.loads((DEMO / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
     assert made["model"]["vocab"] == shipped["model"]["vocab"] and made["model"]["merges"] == shipped["model"]["merges"]
     config = json.loads((DEMO / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -297,7 +297,8 @@ def test_every_value_of_a_lever_is_tried():
 
 def test_compiled_layers_give_the_same_losses(tmp_path: Path):
     (tmp_path / "text.txt").write_text("What is 3 plus 4? It is 7. " * 400)
-    rows = ("data.format=text", f"data.source={tmp_path}/text.txt", "max_seq_len=32")  # all of one length: one compilation
+    # Rows of one length, so that one compilation serves all.
+    rows = ("data.format=text", f"data.source={tmp_path}/text.txt", "max_seq_len=32")
     plain = run_ranks(train, 2, tmp_path, (Setting("rows", rows),), 2)[0]
     found = run_ranks(train, 2, tmp_path, (Setting("compile", (*rows, "compile=true")),), 2, timeout=300)[0]
     assert found["code"] == plain["code"] == 0, found["said"]

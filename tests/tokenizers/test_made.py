@@ -143,6 +143,26 @@ def test_metaspace_json_begins_a_text_with_a_space_once(tmp_path):
         assert ours.decode(ours.encode("the cat")) == "the cat"
 
 
+@pytest.mark.parametrize(("left", "right"), [(False, True), (True, False), (True, True)])
+def test_tokens_that_swallow_white_space(left, right, tmp_path):
+    import tokenizers
+
+    write_json(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"][2] |= {"lstrip": left, "rstrip": right}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    reference, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
+    for text in (
+        "a <|im_end|> b",
+        "a\n\n<|im_end|>\n\nb",
+        " <|im_end|> <|bos|> <|im_end|>",
+        "<|im_end|> ",
+        " <|im_end|>",
+    ):
+        expected = reference.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, allow_special=True) == expected, text
+
+
 def test_nasty_texts_of_a_model_that_collapses_spaces(tmp_path):
     import sentencepiece
 
