@@ -15,6 +15,7 @@ a GPU the same code runs with a tiny model on the CPU, and the report says so: i
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,7 +83,9 @@ def plan(gpu: bool) -> list[Case]:
     """The cases, the most telling first, in case time runs out."""
     if not gpu:
         tiny = "demo/0.5M"
-        memory = [Case("memory", tiny, 32, wrapping, ranks=4, capped=True) for wrapping in ("layers", "memory_efficient")]
+        memory = [
+            Case("memory", tiny, 32, wrapping, ranks=4, capped=True) for wrapping in ("layers", "memory_efficient")
+        ]
         return [Case("matmul", tiny), *memory, Case("speed", tiny, 32)]
     preset = "llama3/8B"
     memory = [
@@ -102,7 +105,9 @@ def plan(gpu: bool) -> list[Case]:
 def main(argv: list[str] | None = None) -> int:
     """Runs all cases and writes the report after each, so that what was measured is never lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report")
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
+    )
     options = parser.parse_args(argv)
     started = time.monotonic()
     load_recipe()  # imported once, inherited by every case; this process never touches the device
@@ -111,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "kind": "GPU check" if gpu else "dry run, CPU",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, "benchmarks/gpu_check.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": " ".join(["python benchmarks/gpu_check.py", *(sys.argv[1:] if argv is None else argv)]),
         "device": device,
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()},
         "cap_gib": CAP_GIB,
@@ -121,7 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     while queue:
         case = queue.pop(0)
         left = TOTAL_SECONDS - (time.monotonic() - started)
-        result = run_apart(lambda case=case: measure(case), min(case.seconds, left)) if left > 5 else {"failed": "no time left"}
+        result = {"failed": "no time left"}
+        if left > 5:
+            result = run_apart(functools.partial(measure, case), min(case.seconds, left))
         print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarise(result)}", flush=True)
         report["cases"].append({"case": dataclasses.asdict(case), "result": result})
         if gpu and case.capped and "out_of_memory" in result:
@@ -234,14 +241,17 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         result |= {"out_of_memory": phase, "at_failure": peak.read()}
     if device.type != "cpu":
         stats = module.memory_stats(device)
-        result |= {"alloc_retries": stats.get("num_alloc_retries", 0), "allocator": module.memory.get_allocator_backend()}
+        result |= {
+            "alloc_retries": stats.get("num_alloc_retries", 0),
+            "allocator": module.memory.get_allocator_backend(),
+        }
     if case.kind == "speed" and len(result["seconds"]) == case.steps:
         result |= speed_of(case, recipe.spec, recipe.model, result["seconds"])
     return result
 
 
 @contextmanager
-def timed(device: torch.device, seconds: list[float]):
+def timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
     """Appends the seconds that the block takes, the device's work included."""
     began = time.perf_counter()
     yield

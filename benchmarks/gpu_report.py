@@ -13,8 +13,8 @@ buffers and the CUDA context are not in them. Capped: the allocator may take {ca
 Losses under the fake group mean nothing and are not shown.
 
 Time: one process on the whole GPU, random weights, random tokens, the same batch each step. Tokens a second over the \
-second half of the steps. MFU: the model's own FLOP (6 a parameter in a matmul and token, 6 s h e a layer and token for \
-causal attention; nothing for recomputation) over a bf16 matmul rate."""
+second half of the steps. MFU: the model's own FLOP (6 a parameter in a matmul and token, 6 s h e a layer and token \
+for causal attention; nothing for recomputation) over a bf16 matmul rate."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
@@ -54,7 +54,9 @@ def to_markdown(report: dict[str, Any]) -> str:
     if memory:
         lines += ["", "## Memory", "", *_memory_table(memory, "not applied" if dry_run else report["cap_gib"])]
     if speed:
-        matmul = next((entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "matmul"), {})
+        matmul: dict[str, Any] = next(
+            (entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "matmul"), {}
+        )
         lines += ["", "## Time", "", *_speed_table(speed, matmul.get("flop_per_second"), device.get("datasheet_rate"))]
         lines += _curves(speed)
     return "\n".join(lines) + "\n"
@@ -62,17 +64,17 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
     rows = [
-        "| model | ranks | tokens | wrapping | cap, GiB | active | allocated | reserved | first step, active | retries |",
+        "| model | ranks | tokens | wrapping | cap, GiB | active | allocated | reserved | active, first step "
+        "| retries |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     order = sorted(
-        entries,
-        key=lambda entry: (-entry["case"]["ranks"], entry["case"]["sequence"], entry["case"]["wrapping"], -entry["case"]["capped"]),
+        (entry["case"] | {"result": entry["result"]} for entry in entries),
+        key=lambda case: (-case["ranks"], case["sequence"], case["wrapping"], -case["capped"]),
     )
-    for entry in order:
-        case, result = entry["case"], entry["result"]
+    for case in order:
+        result = case["result"]
         later, first = result.get("later_steps"), result.get("first_step")
-        first_peak = f"{first['active'] / GIB:.2f}" if first else ""
         if "failed" in result:
             peaks = [f"failed: {result['failed']}", "", ""]
         elif "out_of_memory" in result:

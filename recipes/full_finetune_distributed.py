@@ -60,6 +60,7 @@ from recipe_lib.training import (
     step_metrics,
     total_steps,
 )
+from recipe_lib.units import GIB
 
 Config = FullFinetuneConfig
 
@@ -135,7 +136,8 @@ class FullFinetune:
     def describe(self) -> list[str]:
         """What the config comes to here: rows, global batch, steps, bytes per rank, FSDP units."""
         numbers = derived_numbers(self.cfg, self.world, self.model, self.rows, self.epoch_steps)
-        return [*self.rows.report.lines(), *numbers, describe_units(self.model, self.units)]
+        data = [dataset.report for dataset in (self.rows, self.validation_rows) if dataset]
+        return [*(line for report in data for line in report.lines()), *numbers, describe_units(self.model, self.units)]
 
     def data_identity(self) -> dict:
         """What has to be the same for a step to mean the same rows."""
@@ -255,15 +257,19 @@ class FullFinetune:
 
     def export(self) -> None:
         """The trained model as a Hugging Face folder in output_dir/model."""
+        template = self.cfg.tokenizer.chat_template
         export_model(
             self.model,
             self.spec,
             self.model_config,
             self.output / "model",
             tokenizer_folder=self.tokenizer_path,
-            max_shard_bytes=int(self.cfg.checkpoint.max_shard_gib * 1024**3),
+            max_shard_bytes=int(self.cfg.checkpoint.max_shard_gib * GIB),
             world=self.world,
+            chat_template=Path(template) if template else None,
+            stop_ids=self.tokenizer.stop_ids,
         )
+        get_logger().info("model: %s", self.output / "model")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,5 +1,7 @@
 """A trained model as a Hugging Face folder, written tensor by tensor."""
 
+import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,25 @@ from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.units import MIB
 
+GENERATION = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 # Only these are copied from a tokenizer's folder: no code, no weights, nothing unknown.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    "tokenizer.model.v1",
+    "tokenizer.model.v3",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "chat_template.jinja",
+)
+SETTINGS_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CHAT_TEMPLATE,
     "chat_template.json",
-    "generation_config.json",
+    GENERATION,
 )
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -54,12 +62,16 @@ def export_model(
     tokenizer_folder: Path | None,
     max_shard_bytes: int,
     world: Ranks,
+    chat_template: Path | None = None,
+    stop_ids: Collection[int] = (),
 ) -> None:
     """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer files. Collective.
 
     One parameter at a time is gathered on its device and streamed to the disk by rank 0. source_config: the
     config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
-    copied; or one file. An `out` that is a model folder already is replaced when the new one is whole.
+    copied; or a tokenizer file, which is taken with the settings beside it. chat_template, stop_ids: what the model was
+    trained with, where it differs from those files, so that others prompt it and stop it as we do.
+    An `out` that is a model folder already is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
@@ -72,7 +84,8 @@ def export_model(
             _write_shard(temporary / name, tensors, parts, parameters, world)
         dtype = next(iter(parameters.values())).dtype
         config = export_config(source_config, spec, dtype)
-        decide(world, lambda: _finish(temporary, out, shards, config, tokenizer_folder))
+        copied = tokenizer_files(tokenizer_folder)
+        decide(world, lambda: _finish(temporary, out, shards, config, copied, chat_template, stop_ids))
     except BaseException:
         if world.rank == 0:
             files.discard(temporary)
@@ -153,7 +166,9 @@ def _finish(
     out: Path,
     shards: dict[str, list[PlannedTensor]],
     config: dict[str, Any],
-    tokenizer_folder: Path | None,
+    copied: list[Path],
+    chat_template: Path | None,
+    stop_ids: Collection[int],
 ) -> None:
     """Rank 0: everything but the weights; then the folder gets its name."""
     if SINGLE not in shards:
@@ -164,18 +179,28 @@ def _finish(
         }
         files.write_json(temporary / INDEX, index)
     files.write_json(temporary / "config.json", config)
-    for path in tokenizer_files(tokenizer_folder):
-        files.copy_file(path, temporary / path.name)
+    settings: dict[str, Any] = {}
+    for path in copied:
+        if path.name == GENERATION and stop_ids:
+            settings = json.loads(path.read_bytes())
+        elif path.name != CHAT_TEMPLATE or chat_template is None:
+            files.copy_file(path, temporary / path.name)
+    if chat_template is not None:
+        files.copy_file(chat_template, temporary / CHAT_TEMPLATE)
+    if stop_ids:
+        files.write_json(temporary / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
     files.publish_folder(temporary, out)
 
 
 def tokenizer_files(source: Path | None) -> list[Path]:
-    """The files to copy: those of TOKENIZER_FILES that the folder has, or the one file that is given."""
+    """The files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings beside it."""
     if source is None:
         return []
+    folder = source.parent if source.is_file() else source
+    found = [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
     if source.is_file():
-        return [source]
-    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+        return [source, *(path for path in found if path != source)]
+    return [*(folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), *found]
 
 
 def export_config(source_config: dict[str, Any], spec: DecoderSpec, dtype: torch.dtype) -> dict[str, Any]:

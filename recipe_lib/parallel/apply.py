@@ -1,9 +1,9 @@
 """Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model.
 
-    apply_activation_checkpointing(model, mode)   # patches each layer's forward
-    compile_layers(model)                         # compiles that, recomputation included
-    shard_model(model, parallel, memory, world)   # FSDP's hooks go around it
-    materialize(model, memory, device)            # memory for this rank's shards
+apply_activation_checkpointing(model, mode)  # patches each layer's forward
+compile_layers(model)                        # compiles that, recomputation included
+shard_model(model, parallel, memory, world)  # FSDP's hooks go around it
+materialize(model, memory, device)           # memory for this rank's shards
 """
 
 from collections.abc import Callable
@@ -51,10 +51,11 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
     if world.size == 1 and not memory.cpu_offload:
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
+    reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
     replicated = world.mesh["data_replicate"].size() > 1
     options: dict[str, Any] = {
         "mesh": world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"],
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=DTYPES.get(parallel.reduce_dtype)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         "offload_policy": offload,
     }
     modules = dict(model.named_modules())
@@ -63,14 +64,11 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
     for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):  # innermost first
         members = [modules[name] for name in unit.names]
         if _is_tied_pair(members):
-            retie.append(_shard_tied_pair(*members, parallel.reshard_after_forward, options))
+            retie.append(_shard_tied_pair(members, parallel.reshard_after_forward, options))
+        elif len(members) > 1:
+            fully_shard(members, reshard_after_forward=parallel.reshard_after_forward, **options)
         else:
-            target, kind = (members[0], type(members[0])) if len(members) == 1 else (members, list)
-            fully_shard(target, reshard_after_forward=parallel.reshard_after_forward, **options)
-            if kind is OutputHead:  # not a class derived from it, whose backward might read what was freed: a crash
-                target.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
-            if kind in _EMBEDDINGS or kind is OutputHead:
-                target.register_forward_pre_hook(_gather_now, prepend=True)
+            _shard_module(members[0], parallel.reshard_after_forward, options)
     fully_shard(model, **options)
     model.register_forward_hook(_free_after_evaluation)
     for tie in retie:
@@ -99,6 +97,16 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
+
+
+def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
+    """Makes one module a unit; the embedding and the output projection get what their size deserves."""
+    kind = type(module)
+    fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
+    if kind is OutputHead:  # not a class derived from it, whose backward might read what was freed: a crash
+        module.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
+    if kind in _EMBEDDINGS or kind is OutputHead:
+        module.register_forward_pre_hook(_gather_now, prepend=True)
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,7 +141,7 @@ def _is_tied_pair(members: list[nn.Module]) -> bool:
 
 
 def _shard_tied_pair(
-    embedding: nn.Embedding, head: OutputHead, reshard_after_forward: bool, options: dict[str, Any]
+    members: list[nn.Module], reshard_after_forward: bool, options: dict[str, Any]
 ) -> Callable[[], None]:
     """Makes the shared matrix a unit that runs twice a forward: as the embedding, and as the output projection.
 
@@ -146,6 +154,8 @@ def _shard_tied_pair(
 
     Returns what makes the head's parameter the embedding's sharded one again, to be called when the root is sharded.
     """
+    embedding: Any = members[0]
+    head: Any = members[1]
     del head.weight
     project = head.forward
 

@@ -97,16 +97,20 @@ class World:
         the rank where it happened; the other ranks end with a RuntimeError that names that rank. The block itself
         must hold no collective, since a rank that failed would be missing in it.
         """
-        mine: Exception | None = None
         try:
             yield
         except Exception as error:  # whatever it is, the other ranks must hear of it before they wait for this one
-            mine = error
+            self._raise_agreed(error)
+            raise
+        self._raise_agreed(None)
+
+    def _raise_agreed(self, mine: Exception | None) -> None:
+        """Raises what the ranks agree on; returns if none has failed, or if `mine` is a bug, to be raised as it is."""
         if not self.any(mine is not None):
             return
         told = self.gather_json(_describe(mine))
         if mine is not None and not isinstance(mine, UserError):
-            raise mine
+            return
         rank, (kind, faults) = next((rank, entry) for rank, entry in enumerate(told) if entry)
         if not kind:
             raise RuntimeError(f"rank {rank} failed: {faults[0]}") from mine
@@ -178,9 +182,9 @@ def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int]:
     if shard < 1:
         raise SetupError(f"parallel.data_shard: found {shard}, expected -1 or an integer >= 1")
     if replicate * shard != size:
-        fitting = f"parallel.data_shard={size // replicate} or -1" if size % replicate == 0 else (
-            f"parallel.data_replicate to one of {divisors} and parallel.data_shard=-1"
-        )
+        fitting = f"parallel.data_replicate to one of {divisors} and parallel.data_shard=-1"
+        if size % replicate == 0:
+            fitting = f"parallel.data_shard={size // replicate} or -1"
         raise SetupError(
             f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {size} ranks; "
             f"set {fitting}, or start {replicate * shard} ranks (--nproc_per_node)"

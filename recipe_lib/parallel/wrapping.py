@@ -65,11 +65,10 @@ def describe_units(model: nn.Module, units: list[Unit]) -> str:
     sizes: dict[int, list[Unit]] = {}
     for unit in units:
         sizes.setdefault(unit.bytes, []).append(unit)
-    parts = [
-        f"{len(alike)} x {format_bytes(size)}" if len(alike) > 2 else
-        ", ".join(f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
-        for size, alike in sorted(sizes.items(), reverse=True)
-    ]
+    parts: list[str] = []
+    for size, alike in sorted(sizes.items(), reverse=True):
+        named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
+        parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
     root = parameter_bytes(model) - sum(unit.bytes for unit in units)
     return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}"
 
@@ -118,9 +117,8 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
             raise ConfigError(_matches_nothing(str(pattern), model))
         usable = [name for name in names if _has_parameters(modules[name]) and not _is_container(modules[name])]
         if not usable:
-            kind = "lists of modules, which do not run by themselves" if any(
-                _is_container(modules[name]) for name in names
-            ) else "modules without parameters"
+            listed = any(_is_container(modules[name]) for name in names)
+            kind = "lists of modules, which do not run by themselves" if listed else "modules without parameters"
             raise ConfigError(
                 f"parallel.wrapping: pattern {quote(str(pattern))} matches only {kind}; use one of "
                 + ", ".join(_templates(model))

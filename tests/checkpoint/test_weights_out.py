@@ -125,11 +125,25 @@ def test_tokenizer_files_alone_are_copied(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"chat_template.jinja"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
     export(model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=source / "tokenizer.json")
-    assert {path.name for path in (tmp_path / "out2").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    }
+    assert {path.name for path in (tmp_path / "out2").iterdir()} == names | {"chat_template.jinja"}
+
+
+def test_template_and_stop_tokens_are_those_of_the_training(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6}')
+    (source / "chat_template.jinja").write_text("theirs")
+    (tmp_path / "mine.txt").write_text("ours")
+    with tiny_world() as world:
+        model = tiny_model(world)
+    trained_with = {"chat_template": tmp_path / "mine.txt", "stop_ids": frozenset({7, 1})}
+    export(model, tiny_spec(), CONFIG, tmp_path / "out", tokenizer_folder=source, **trained_with)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "ours"
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [1, 7], "temperature": 0.6}
+    export(model, tiny_spec(), CONFIG, tmp_path / "out2", tokenizer_folder=None, stop_ids={3})
+    assert json.loads((tmp_path / "out2" / "generation_config.json").read_text()) == {"eos_token_id": [3]}
 
 
 def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def run_ranks(
     sys.stderr.flush()
     with TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(
                 target=_run_rank, args=(fn, args, rank, world_size, folder, port, process_group), daemon=True
@@ -72,7 +72,7 @@ def _run_rank(
     port: int,
     process_group: bool,
 ) -> None:
-    """The life of one rank. It leaves through os._exit: what the test process registered for its exit is not its own."""
+    """The life of one rank. It leaves through os._exit: what the test process does when it exits is not its own."""
     gc.freeze()  # a dead process group of the parent must not be collected here: it would wait for the parent's threads
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -100,6 +100,7 @@ def _run_rank(
         code = 0
     except BaseException:  # also SystemExit and KeyboardInterrupt: whatever ended it, the test must show it
         (folder / f"traceback{rank}").write_text(traceback.format_exc())
+        raise  # no further than the line below
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -137,7 +138,8 @@ def _reason(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> s
     return f"{why}\n{printed}".rstrip()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

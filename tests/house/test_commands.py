@@ -1,4 +1,4 @@
-"""Every command in README and docs: run for real where it needs nothing but the repository, checked where it needs more.
+"""Every command in README and docs: run where it needs nothing but the repository, checked where it needs more.
 
 The commands of a document run in its order, in an empty folder that has the clone's files in it. `tune ls`, `cat`,
 `cp`, `validate`, `generate` and one-process runs of the demo are run (for two steps); runs that need weights, GPUs or

@@ -45,8 +45,17 @@ def test_heldout_is_held_out():
 def test_answers_are_right():
     """Numbers against a table written out by hand, digits against words by reading them back."""
     maker = script("make_data")
-    by_hand = {0: "zero", 13: "thirteen", 40: "forty", 99: "ninety-nine", 100: "one hundred", 405: "four hundred and five",
-               1000: "one thousand", 2017: "two thousand and seventeen", 9999: "nine thousand nine hundred and ninety-nine"}  # fmt: skip
+    by_hand = {
+        0: "zero",
+        13: "thirteen",
+        40: "forty",
+        99: "ninety-nine",
+        100: "one hundred",
+        405: "four hundred and five",
+        1000: "one thousand",
+        2017: "two thousand and seventeen",
+        9999: "nine thousand nine hundred and ninety-nine",
+    }
     assert {number: maker.in_words(number) for number in by_hand} == by_hand
     assert len({maker.in_words(number) for number in range(10_000)}) == 10_000
     for row in rows("heldout"):
@@ -57,7 +66,7 @@ def test_answers_are_right():
 
 
 def test_tokenizer_fits():
-    """Every row round-trips, each digit is a token, BOS and EOS are those of the preset, and the chat template ends turns."""
+    """Every row round-trips, each digit is a token, BOS and EOS are the preset's, and the chat template ends turns."""
     tokenizer = load_tokenizer(DEMO / "tokenizer")
     config = preset_config("demo/0.5M")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == tuple(

@@ -1,4 +1,4 @@
-"""What README and docs say is true: rows and configs in them can be read, keys exist, links lead somewhere, sums add up."""
+"""README and docs are true: their rows and configs can be read, keys exist, links lead somewhere, sums add up."""
 
 import json
 import re

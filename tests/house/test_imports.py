@@ -67,8 +67,8 @@ def test_no_torch_before_it_is_needed(words: list[str]):
         "import sys, json\n"
         "from recipe_lib.cli.main import main\n"
         f"code = main({words!r})\n"
-        "heavy = [name for name in ('torch', 'torchao', 'numpy', 'transformers', 'huggingface_hub') if name in sys.modules]\n"
-        "print(json.dumps([code, heavy]), file=sys.stderr)\n"
+        "heavy = {'torch', 'torchao', 'numpy', 'transformers', 'huggingface_hub'} & set(sys.modules)\n"
+        "print(json.dumps([code, sorted(heavy)]), file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert json.loads(done.stderr.splitlines()[-1]) == [0, []], done.stderr

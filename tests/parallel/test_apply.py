@@ -18,7 +18,16 @@ from recipe_lib.parallel import Unit, World, compile_layers, materialize, shard_
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.gathered import GatheredPeak, gathered_bytes
-from tests.parallel.small_models import MLP_WIDTH, ROWS, VOCABULARY, WIDTH, gradients, plain_gradients, small_batch, small_spec
+from tests.parallel.small_models import (
+    MLP_WIDTH,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    gradients,
+    plain_gradients,
+    small_batch,
+    small_spec,
+)
 
 NESTED = ["model.layers.*.mlp", "model.layers.*"]
 POLICIES: list[Any] = ["layers", "memory_efficient", NESTED]
@@ -55,7 +64,9 @@ def loss_of_part(model: nn.Module, world: World, part: int = 0, parts: int = 1) 
     return model(tokens[mine], labels=labels[mine], loss_chunks=3) / (labels != -100).sum()
 
 
-def worst_gradients(cases: list[tuple[bool, dict[str, Any], dict[str, Any]]], compiler: str | None = None) -> list[float]:
+def worst_gradients(
+    cases: list[tuple[bool, dict[str, Any], dict[str, Any]]], compiler: str | None = None
+) -> list[float]:
     """For each (tied, parallel, memory): the largest difference of a gradient, relative to that gradient's largest."""
     worst = []
     for tied, parallel, memory in cases:
@@ -98,7 +109,11 @@ def test_gradients_are_sums_and_equal_the_plain_models(tied: bool, wrapping: Any
 @pytest.mark.parametrize("tied", [False, True])
 def test_hybrid_sharding_on_two_by_two_ranks(tied: bool) -> None:
     cases = [
-        (tied, {"wrapping": "memory_efficient", "data_replicate": 2, "data_shard": 2}, {"activation_checkpointing": mode})
+        (
+            tied,
+            {"wrapping": "memory_efficient", "data_replicate": 2, "data_shard": 2},
+            {"activation_checkpointing": mode},
+        )
         for mode in ("none", "full")
     ]
     for errors in run_ranks(worst_gradients, 4, cases):
@@ -282,7 +297,7 @@ def test_dtype_of_the_reduction(reduce_dtype: str | None, expected: str) -> None
             model, _ = sharded(small_spec(), cfg, world, torch.bfloat16)
             with ReducedDtypes() as reduced:
                 loss_of_part(model, world).backward()
-            tensors = [parameter for parameter in model.parameters()]
+            tensors = list(model.parameters())
             tensors += [parameter.grad for parameter in tensors]
         assert {str(tensor.dtype) for tensor in tensors} == {"torch.bfloat16"}
         return sorted(reduced.seen)

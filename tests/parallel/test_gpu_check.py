@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_report
+from recipe_lib.models import build_meta
+from tests.parallel.small_models import small_spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
 
@@ -27,7 +29,10 @@ def test_the_dry_run_measures_and_says_that_it_is_one(tmp_path: Path, capsys: py
     speed = report["cases"][-1]["result"]
     assert len(speed["losses"]) == len(speed["grad_norms"]) == 3
     assert speed["losses"][0] > speed["losses"][-1]  # the same batch each step
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-check-dry-run-cpu.json", "gpu-check-dry-run-cpu.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "gpu-check-dry-run-cpu.json",
+        "gpu-check-dry-run-cpu.md",
+    ]
 
 
 def test_the_gpu_plan_covers_what_is_asked() -> None:
@@ -43,10 +48,6 @@ def test_the_gpu_plan_covers_what_is_asked() -> None:
 
 
 def test_flop_of_a_token() -> None:
-    from tests.parallel.small_models import small_spec
-
-    from recipe_lib.models import build_meta
-
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
     for tied in (False, True):
         spec = small_spec(tied=tied)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError
 from recipe_lib.parallel.world import MESH_DIMS, World, mesh_shape, start_world
-from tests.distributed.ranks import RankFailure, run_ranks
+from tests.distributed.ranks import RankFailure, free_port, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -230,12 +230,10 @@ def test_two_processes_do_not_hang_on_a_bug(tmp_path: Path) -> None:
 
 def launch_two(tmp_path: Path, case: str) -> tuple[list[int], list[str]]:
     """Two processes with torchrun's environment; rank 0 holds the store."""
-    from tests.distributed.ranks import _free_port
-
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     common = os.environ | {
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     processes = [

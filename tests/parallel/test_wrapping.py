@@ -56,7 +56,9 @@ def test_auto_goes_by_size() -> None:
 def test_auto_for_shipped_models() -> None:
     def units(preset: str) -> dict[tuple[str, ...], int]:
         spec = spec_from_config(preset_config(preset), preset)
-        found = resolve_wrapping(build_meta(replace(spec, num_layers=2, windows=spec.windows[:2]), torch.bfloat16), "auto")
+        found = resolve_wrapping(
+            build_meta(replace(spec, num_layers=2, windows=spec.windows[:2]), torch.bfloat16), "auto"
+        )
         return {unit.names: unit.bytes for unit in found}
 
     llama3 = units("llama3/8B")
@@ -131,7 +133,10 @@ def test_what_cannot_be_is_refused(wrapping: str | list[str], line: str) -> None
 
 @pytest.mark.parametrize(
     ("pattern", "why"),
-    [("model.layers", "lists of modules, which do not run by themselves"), ("model.layers.*.self_attn.q_norm", "modules without")],
+    [
+        ("model.layers", "lists of modules, which do not run by themselves"),
+        ("model.layers.*.self_attn.q_norm", "modules without"),
+    ],
 )
 def test_modules_that_cannot_be_units_are_refused(pattern: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
