@@ -11,8 +11,9 @@ from recipe_lib.memory.peaks import PeakMemory
 
 def test_the_line_names_phase_peak_and_levers() -> None:
     cfg = FullFinetuneConfig(batch_size=4)
-    with pytest.raises(OutOfMemoryError) as caught, explain_out_of_memory(
-        "training step", cfg, PeakMemory(torch.device("cpu"))
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        explain_out_of_memory("training step", cfg, PeakMemory(torch.device("cpu"))),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
     line = str(caught.value)
@@ -34,7 +35,8 @@ def test_levers_already_pulled_are_not_named() -> None:
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(ZeroDivisionError), explain_out_of_memory(
-        "step", FullFinetuneConfig(), PeakMemory(torch.device("cpu"))
+    with (
+        pytest.raises(ZeroDivisionError),
+        explain_out_of_memory("step", FullFinetuneConfig(), PeakMemory(torch.device("cpu"))),
     ):
         raise ZeroDivisionError
