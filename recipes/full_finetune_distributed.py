@@ -241,7 +241,7 @@ class FullFinetune:
         return self.step % every == 0 or self.step == self.total_steps
 
     def check_finite(self, loss: float, grad_norm: float, log: RunLog) -> None:
-        """DivergedError once loss or gradient norm is not a finite number; the last state is that of an earlier step."""
+        """DivergedError once loss or gradient norm is not a finite number; saved states are of earlier steps."""
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
             log.close("diverged")
             raise DivergedError(

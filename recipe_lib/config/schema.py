@@ -118,7 +118,9 @@ class LrScheduleConfig:
 
     kind: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0)
-    final_share: float = key(0.0, "Share of optimizer.lr that the rate falls towards; one step after the last would have it.", minimum=0, maximum=1)
+    final_share: float = key(
+        0.0, "Share of optimizer.lr that the rate falls to, one step after the last.", minimum=0, maximum=1
+    )
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The output folder of a run: whether it may be used, and what is in it.
 
-    output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
-               state/step_N/   to go on from                 summary.json    how it ended
-               model/          the Hugging Face folder       report.html     the curves
+output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
+           state/step_N/   to go on from                 summary.json    how it ended
+           model/          the Hugging Face folder       report.html     the curves
 """
 
 import dataclasses
@@ -73,8 +73,8 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         )
     if saved["rows_per_step"] != now["rows_per_step"]:
         raise CheckpointError(
-            f"{path}: was saved with a global batch of {saved['rows_per_step']} rows, found {now['rows_per_step']}; make "
-            f"batch_size x gradient_accumulation_steps x ranks {saved['rows_per_step']} again"
+            f"{path}: was saved with a global batch of {saved['rows_per_step']} rows, found {now['rows_per_step']}; "
+            f"make batch_size x gradient_accumulation_steps x ranks {saved['rows_per_step']} again"
         )
     if saved["data"] != now["data"]:
         raise CheckpointError(
