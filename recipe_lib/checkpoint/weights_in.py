@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.build import local_part
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
 from recipe_lib.units import MIB
@@ -178,14 +177,6 @@ def load_weights(model: nn.Module, spec: DecoderSpec, folder: Path) -> None:
             for entry in in_file:
                 local, offsets = local_part(parameters[entry.our_name])
                 _read_part(file.get_slice(entry.file_name), local, (offsets[0] + entry.start, *offsets[1:]))
-
-
-def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter (it shares memory with it), and where it begins in the whole."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(offsets)
 
 
 def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:

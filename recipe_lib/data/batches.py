@@ -11,8 +11,7 @@ import torch
 
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.ops.attention import AttentionInfo
-
-IGNORED = -100
+from recipe_lib.ops.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)

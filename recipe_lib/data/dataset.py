@@ -17,8 +17,7 @@ from recipe_lib.data.samples import Conversation, Document, RowFault, Sample, Te
 from recipe_lib.data.sources import Located, read_rows
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError
-
-IGNORED = -100
+from recipe_lib.ops.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def init_weights(model: nn.Module, seed: int, spec: DecoderSpec) -> None:
     that its shard overlaps and keeps its part of them; nothing is communicated, and no more than a block is held.
     """
     for name, parameter in model.named_parameters():
-        local, offset = _local_part(parameter)
+        local, offset = local_part(parameter)
         if name.endswith("norm.weight"):
             local.fill_(0.0 if spec.norm_offset else 1.0)
         elif name.endswith(".bias"):
@@ -37,8 +37,8 @@ def init_weights(model: nn.Module, seed: int, spec: DecoderSpec) -> None:
             _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
 
 
-def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The part of a parameter that this rank holds, and where it begins in the full tensor."""
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter (it shares memory with it), and where it begins in the full tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
