@@ -3,6 +3,7 @@
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
+from recipe_lib.config.plugins import load_plugin
 from recipe_lib.errors import DONE
 
 
@@ -12,7 +13,10 @@ def run(words: list[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`; ~key: its default")
     parser.add_argument("--recipe", help="check against this recipe (name or path), not the one that the config names")
+    parser.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     arguments = parser.parse(words)
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
     recipe = recipe_for(arguments.config, arguments.recipe)
     load_config(arguments.config, arguments.overrides, recipe.schema())
     print(f"{arguments.config}: a valid config of {recipe.name}")

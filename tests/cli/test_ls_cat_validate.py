@@ -139,3 +139,14 @@ def test_validate_against_a_recipe_that_is_none(text: str, line: str, tmp_path: 
     assert err.startswith(f"error: {recipe}:")
     assert line in err or "was never closed" in err
     assert err.count("\n") == 1
+
+
+def test_validate_knows_what_a_plugin_registers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "halved_for_the_validate_test"
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        f"from recipe_lib.config import register\n\n\n@register('loss', '{name}')\ndef halved(logits, labels): ...\n"
+    )
+    assert main(["validate", "demo/full", f"loss={name}"]) == 2
+    assert "loss" in capsys.readouterr().err
+    assert main(["validate", "demo/full", "--plugin", str(plugin), f"loss={name}"]) == 0
