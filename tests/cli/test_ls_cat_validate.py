@@ -8,6 +8,7 @@ import pytest
 from recipe_lib.cli.main import main
 from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.config.places import find_config, find_recipe, list_configs, list_recipes
+from tests.cli.commands import tune
 
 CONFIG = "llama3/8B_full"
 RECIPE = "full_finetune_distributed"
@@ -141,12 +142,11 @@ def test_validate_against_a_recipe_that_is_none(text: str, line: str, tmp_path: 
     assert err.count("\n") == 1
 
 
-def test_validate_knows_what_a_plugin_registers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "halved_for_the_validate_test"
+def test_validate_knows_what_a_plugin_registers(tmp_path: Path) -> None:
+    name = "halved"
     plugin = tmp_path / "plugin.py"
     plugin.write_text(
         f"from recipe_lib.config import register\n\n\n@register('loss', '{name}')\ndef halved(logits, labels): ...\n"
     )
-    assert main(["validate", "demo/full", f"loss={name}"]) == 2
-    assert "loss" in capsys.readouterr().err
-    assert main(["validate", "demo/full", "--plugin", str(plugin), f"loss={name}"]) == 0
+    assert tune("validate", "demo/full", f"loss={name}").returncode == 2
+    assert tune("validate", "demo/full", "--plugin", plugin, f"loss={name}").returncode == 0

@@ -175,7 +175,7 @@ def test_peak_of_all_bytes_of_a_step() -> None:
     comes out of it. `layers` peaks just before, with both matrices gathered (or the tied one, and a sum of gradients),
     both gradients whole, 1/n of the layers' gradients and the input of the last layer's reduction.
     """
-    vocabulary, ranks = 4096, 2
+    vocabulary, ranks = 4096, 4
     cases = [(wrapping, tied) for wrapping in ("memory_efficient", "layers") for tied in (False, True)]
 
     def work() -> list[int]:
