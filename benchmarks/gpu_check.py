@@ -144,7 +144,12 @@ def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         answer = Path(folder) / "answer.json"
-        process = context.Process(target=lambda: answer.write_text(json.dumps(fn())))
+
+        def work() -> None:
+            torch.set_num_threads(torch.get_num_threads())  # makes the thread pool anew, before threads race to do so
+            answer.write_text(json.dumps(fn()))
+
+        process = context.Process(target=work)
         process.start()
         process.join(seconds)
         if process.is_alive():

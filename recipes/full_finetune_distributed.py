@@ -56,6 +56,7 @@ from recipe_lib.training import (
     derived_numbers,
     learning_rate,
     set_learning_rate,
+    set_numbers,
     set_seeds,
     step_metrics,
     total_steps,
@@ -129,6 +130,7 @@ class FullFinetune:
         found = find_state(self.output / "state", self.cfg.resume, self.world) if self.cfg.resume else None
         if found:
             saved = load_state(found, self.model, self.optimizer, self.world)
+            set_numbers(self.optimizer, self.cfg.optimizer)  # a changed config is what the run goes on with
             check_same_data(saved, self.data_identity(), found)
             self.step = saved["step"]
             get_logger().info("resume: %s, %d of %d steps done", found, self.step, self.total_steps)

@@ -14,6 +14,8 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from recipe_lib.config import plugins, registry  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -34,3 +36,13 @@ def fresh_logger() -> Iterator[None]:
     """The logger's handler keeps the standard error it was made with, which pytest replaces for each test."""
     yield
     logging.getLogger("tune").handlers.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_plugin_left() -> Iterator[None]:
+    """What a test's plugin has registered is gone after it; what ships stays."""
+    yield
+    for kind, components in registry._components.items():
+        for name in set(components) - set(registry.BUILT_IN[kind][1]):
+            del components[name]
+    plugins._loaded.clear()

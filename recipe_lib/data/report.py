@@ -72,7 +72,8 @@ class DataReport:
     def _bos_line(self) -> str:
         if self.template == "chat":
             return "the chat template alone says whether a row begins with BOS"
-        return "each row begins with BOS" if self.adds_bos else "no BOS is put before a row"
+        what = "text" if self.format == "text" else "row"
+        return f"each {what} begins with BOS" if self.adds_bos else f"no BOS is put before a {what}"
 
 
 def _percent(share: float) -> str:

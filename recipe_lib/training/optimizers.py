@@ -67,6 +67,20 @@ def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, boo
     return optimizer
 
 
+def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
+    """Puts the config's numbers in every group, over those that a saved state has brought back.
+
+    The learning rate is set before every step. Of an optimizer that a plugin registered nothing is touched: what its
+    groups hold may be what it has learnt.
+    """
+    numbers: dict[str, Any] = {
+        "adamw": {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay},
+        "sgd": {"momentum": cfg.momentum},  # its weight decay is read from the config, by our hook
+    }.get(cfg.name, {})
+    for group in optimizer.param_groups:
+        group.update(numbers)
+
+
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Sets the rate that the next step trains with, in every group."""
     for group in optimizer.param_groups:

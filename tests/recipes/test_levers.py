@@ -257,6 +257,15 @@ def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, d
         assert furthest(norms, [line["grad_norm"] for line in wanted if "loss" in line]) <= 10 * tolerance
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="device=auto is a GPU here")
+def test_offload_where_the_device_is_found_to_be_a_cpu(results: dict[Any, dict[str, Any]], tmp_path: Path):
+    settings = (Setting("offload", ("memory.cpu_offload=true", "device=auto")),)  # nothing to gain, and no harm
+    found = run_ranks(train, 2, tmp_path, settings, 2)[0]
+    assert found["code"] == 0, found["said"]
+    wanted = results[PLAIN]["runs"][0]
+    assert furthest([line["loss"] for line in found["runs"][0]], [line["loss"] for line in wanted]) <= 1e-6
+
+
 def test_settings_that_change_results_do(results: dict[Any, dict[str, Any]]):
     plain = results["basis", PLAIN]["runs"][0]
     for setting in LEVERS:

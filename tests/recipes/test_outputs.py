@@ -120,6 +120,47 @@ def test_the_summary_adds_up(runs: dict[str, Any]):
     assert summary["settings"]["optimizer"]["lr"] == 4e-3
 
 
+def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
+    def train(*overrides: str) -> list[list[int]]:
+        """The rows, as one number each, that this rank takes in each step."""
+        taken: list[list[int]] = []
+
+        def watch(recipe: Any) -> None:
+            ids = {tuple(recipe.rows[number].tokens.tolist()): number for number in range(len(recipe.rows))}
+            honest = recipe.next_batches
+
+            def next_batches() -> Any:
+                batches = honest()
+                rows = [row for batch in batches.micro_batches for row in batch.tokens.tolist()]
+                pad = recipe.tokenizer.pad_id
+                taken.append([ids[tuple(_without_end(row, pad))] for row in rows])
+                return batches
+
+            recipe.next_batches = next_batches
+
+        argv = [*arguments(tmp_path / "run"), "batch_size=1", "gradient_accumulation_steps=4", "epochs=3"]
+        assert run_here([*argv, "data.max_rows=23", "checkpoint.save_model=false", *overrides], watch).code == 0
+        return taken
+
+    for shuffle in (True, False):
+        ranks = run_ranks(train, RANKS, "overwrite=true", f"data.shuffle={str(shuffle).lower()}")
+        rows = [first + second for first, second in zip(*ranks, strict=True)]  # of each step
+        epochs = [[row for step in rows[at : at + 2] for row in step] for at in range(0, 6, 2)]
+        assert len(rows) == 6
+        assert all(len(epoch) == len(set(epoch)) == 16 for epoch in epochs)  # 23 rows: two whole steps of 8
+        if shuffle:
+            assert len({tuple(epoch) for epoch in epochs}) == 3
+            assert len({tuple(sorted(epoch)) for epoch in epochs}) == 3  # those left out differ as well
+        else:
+            assert all(sorted(epoch) == list(range(16)) for epoch in epochs)
+
+
+def _without_end(ids: list[int], pad: int) -> list[int]:
+    while ids and ids[-1] == pad:
+        ids = ids[:-1]
+    return ids
+
+
 class _Outside(HTMLParser):
     """Collects what a page would fetch, and counts its charts."""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from recipe_lib.checkpoint.manifest import read_manifest
+from recipe_lib.config import load_config
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, furthest, losses, metrics, parameters, run_here, states, steps, tree
 
@@ -179,7 +180,7 @@ REFUSED = {
     "other file": (["data.source=examples/demo/heldout.jsonl"], "was saved with other rows (fingerprint "),
     "shorter rows": (["max_seq_len=20"], "was saved with other rows (fingerprint "),
     "dtype": (["dtype=bf16"], "this run's model has bfloat16"),
-    "optimizer": (["optimizer.name=sgd"], "optimizer"),
+    "optimizer": (["optimizer.name=sgd"], "was saved by another optimizer (it has betas); resume with the run's own"),
 }
 
 
@@ -246,6 +247,41 @@ def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: 
     assert alone(longer)[0] == 0
     assert steps(output) == steps(tmp_path / "longer")
     assert tree(output / "model") == tree(tmp_path / "longer" / "model")
+
+
+CHANGES = {
+    "adamw": ["optimizer.betas=[0.5, 0.6]", "optimizer.eps=1e-2", "optimizer.weight_decay=0.5"],
+    "sgd": ["optimizer.momentum=0.5", "optimizer.weight_decay=0.5"],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_numbers_of_the_optimizer_hold_after_a_resume(tmp_path: Path, name: str):
+    before = [f"optimizer.name={name}", *(["optimizer.momentum=0.9"] if name == "sgd" else [])]
+    config = load_config("demo/full", [*before, *CHANGES[name]]).optimizer
+
+    def change_after_the_stop(recipe: Any) -> None:
+        """The same by hand, in a run without a stop; SGD's decay is read from the config when it steps."""
+        honest = recipe.train_step
+
+        def train_step(batches: Any) -> Any:
+            if recipe.step == STOP:
+                for group in recipe.optimizer.param_groups:
+                    if name == "adamw":
+                        group.update(betas=tuple(config.betas), eps=config.eps, weight_decay=config.weight_decay)
+                    else:
+                        group["momentum"] = config.momentum
+                recipe.cfg.optimizer.weight_decay = config.weight_decay
+            return honest(batches)
+
+        recipe.train_step = train_step
+
+    assert alone(command(tmp_path / "quiet", 1, *before), change_after_the_stop)[0] == 0
+    assert alone(command(tmp_path / "run", 1, *before), stop_after(STOP))[0] == 3
+    assert alone(command(tmp_path / "run", 1, *before, *CHANGES[name], "resume=latest"))[0] == 0
+    assert alone(command(tmp_path / "unchanged", 1, *before))[0] == 0
+    assert steps(tmp_path / "run") == steps(tmp_path / "quiet")
+    assert steps(tmp_path / "run")[STOP + 1] != steps(tmp_path / "unchanged")[STOP + 1]
 
 
 def _flip_a_bit(state: Path) -> None:
