@@ -168,7 +168,6 @@ def title(settings: Settings) -> str:
     return " + ".join(map(str, settings)) or "plain"
 
 
-@register("loss", LOSS)
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A loss of a user's own."""
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
@@ -180,6 +179,7 @@ def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) 
     observed: with validation.
     """
     torch._dynamo.reset()
+    register("loss", LOSS)(smoothed)
     output = folder / f"run{ranks}"
     overrides = [override.format(folder=folder) for setting in settings for override in setting.overrides]
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
