@@ -3,6 +3,7 @@
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config.places import find_config, list_recipes
+from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 
@@ -14,6 +15,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="applied first, for --resolved")
     parser.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
     parser.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
+    parser.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     arguments = parser.parse(words)
     if arguments.resolved and arguments.describe:
         raise ConfigError("tune cat: --resolved and --describe are two different views; give one of them")
@@ -23,6 +25,8 @@ def run(words: list[str]) -> int:
         name = arguments.config
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
     path = find_config(arguments.config)
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
     if arguments.describe:
         print_described(arguments.config)
     elif arguments.resolved:

@@ -115,10 +115,11 @@ class Encoder:
                 raise RowFault("template writes the past anew", _difference(before, whole, number + 1))
             starts.append(len(before))
         limits = [*starts[1:], len(whole)]
-        return [
-            (start, self._end_of_turn(whole, start, limit, messages[number]))
-            for number, start, limit in zip(numbers, starts, limits, strict=True)
-        ]
+        spans = []
+        for number, start, limit in zip(numbers, starts, limits, strict=True):
+            _check_tool_calls(messages[number], whole[start:limit], number + 1)
+            spans.append((start, self._end_of_turn(whole, start, limit, messages[number])))
+        return spans
 
     def _end_of_turn(self, whole: str, start: int, limit: int, message: Message) -> int:
         """The end of the first special token behind the answer's text; where the template writes something else than
@@ -202,6 +203,19 @@ def render_prompt(
 ) -> list[int]:
     """Ids to generate an answer from, the same as training puts before that answer. Raises DataError."""
     return Encoder(tokenizer, template, add_bos=add_bos).prompt(messages)
+
+
+def _check_tool_calls(message: Message, written: str, number: int) -> None:
+    """Raises RowFault if the template leaves out a call: the model would learn to say nothing in its place."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or name not in written:
+            raise RowFault(
+                "tool call left out",
+                f"message {number}: found a tool call that the chat template does not write, expected a template that "
+                "knows tool calls; set tokenizer.chat_template to one",
+            )
 
 
 def _walk(content: Any, change: Callable[[str], str]) -> Any:

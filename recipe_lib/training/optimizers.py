@@ -73,12 +73,12 @@ def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     The learning rate is set before every step. Of an optimizer that a plugin registered nothing is touched: what its
     groups hold may be what it has learnt.
     """
-    numbers: dict[str, Any] = {
+    numbers: dict[str, dict[str, Any]] = {
         "adamw": {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay},
         "sgd": {"momentum": cfg.momentum},  # its weight decay is read from the config, by our hook
-    }.get(cfg.name, {})
+    }
     for group in optimizer.param_groups:
-        group.update(numbers)
+        group.update(numbers.get(cfg.name, {}))
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

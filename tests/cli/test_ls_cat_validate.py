@@ -150,3 +150,5 @@ def test_validate_knows_what_a_plugin_registers(tmp_path: Path) -> None:
     )
     assert tune("validate", "demo/full", f"loss={name}").returncode == 2
     assert tune("validate", "demo/full", "--plugin", plugin, f"loss={name}").returncode == 0
+    shown = tune("cat", "demo/full", "--resolved", "--plugin", plugin, f"loss={name}")
+    assert shown.returncode == 0 and "loss: halved " in shown.stdout

@@ -272,6 +272,16 @@ def test_tool_calls_through_a_real_template(encoder_of):
     assert sum(t and encoder.tokenizer.is_special(i) for i, t in zip(encoded.ids, encoded.trained, strict=True)) == 2
 
 
+def test_a_tool_call_that_the_template_leaves_out_is_refused(encoder_of):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    silent = dict(FOUR_TURNS.messages[1]) | {"content": "", "tool_calls": [call]}
+    encoder = encoder_of("smollm2")
+    for content in ("", "One moment."):
+        sample = conversation([FOUR_TURNS.messages[0], silent | {"content": content}])
+        with pytest.raises(RowFault, match="message 2: found a tool call that the chat template does not write"):
+            encoder.encode(sample)
+
+
 def test_templates_and_tokenizers_that_cannot_be_used(plain, tmp_path):
     with pytest.raises(DataError, match="data.template is chat, but the tokenizer has no chat template; set tokenizer"):
         Encoder(plain, "chat")

@@ -186,11 +186,13 @@ def test_peak_of_all_bytes_of_a_step() -> None:
             with start_world(cfg) as world:
                 model, _ = sharded(small_spec(tied=tied, vocabulary=vocabulary), cfg, world, torch.float32)
                 tokens, labels = small_batch(1)
-                for _ in range(2):
+                peaks = []
+                for _ in range(4):  # gloo's threads may let go of a tensor late, on a busy machine: the least counts
                     model.zero_grad(set_to_none=True)
                     with LiveBytes(also=lambda model=model: gathered_bytes(model)) as live:
                         model(tokens, labels=labels, loss_chunks=12).backward()
-                found.append(live.peak)
+                    peaks.append(live.peak)
+                found.append(min(peaks[1:]))
         return found
 
     matrix = vocabulary * WIDTH * 4
