@@ -223,6 +223,8 @@ def find_state(root: Path, resume: str, world: Ranks) -> Path | None:
         raise CheckpointError(
             f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite=true or another output_dir"
         )
+    if world.rank == 0:
+        get_logger().info("resume=latest: %s holds no state yet; starting from the first step", root)
     return None
 
 

@@ -78,13 +78,13 @@ def export_model(
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shards = plan_shards(spec, parameters, max_shard_bytes)
     parts = _parts_of(spec)
-    temporary = Path(decide(world, lambda: _begin(out, shards)))
+    copied = tokenizer_files(tokenizer_folder)
+    temporary = Path(decide(world, lambda: _begin(out, shards, copied)))
     try:
         for name, tensors in shards.items():
             _write_shard(temporary / name, tensors, parts, parameters, world)
         dtype = next(iter(parameters.values())).dtype
         config = export_config(source_config, spec, dtype)
-        copied = tokenizer_files(tokenizer_folder)
         decide(world, lambda: _finish(temporary, out, shards, config, copied, chat_template, stop_ids))
     except BaseException:
         if world.rank == 0:
@@ -121,12 +121,13 @@ def _parts_of(spec: DecoderSpec) -> dict[str, list[str]]:
     return parts
 
 
-def _begin(out: Path, shards: dict[str, list[PlannedTensor]]) -> str:
+def _begin(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
     if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists and is not a model folder; move it away, or choose another output_dir")
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, f"{out.name}.")
-    needed = sum(tensor.num_bytes for shard in shards.values() for tensor in shard) + 64 * MIB
+    weights = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+    needed = weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))  # headers, index, config
     files.require_space(out.parent, needed, "the model")
     temporary = files.temporary_path(out)
     files.make_folder(temporary)

@@ -171,23 +171,25 @@ def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int) -> Worl
 def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int]:
     """(data_replicate, data_shard) for `size` ranks; SetupError names both numbers when they do not fit."""
     replicate, shard = parallel.data_replicate, parallel.data_shard
-    divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+    fitting = [str(number) for number in range(1, size + 1) if size % number == 0]
+    possible = f"one of {', '.join(fitting)}" if size > 1 else "1"
+    ranks = f"{size} ranks" if size > 1 else "1 rank"
     if shard == -1:
         if size % replicate:
             raise SetupError(
-                f"parallel.data_replicate: found {replicate} copies for {size} ranks, expected a divisor of {size}; "
-                f"use one of {divisors}, or start a multiple of {replicate} ranks (--nproc_per_node)"
+                f"parallel.data_replicate: found {replicate} copies for {ranks}, expected a divisor of {size}; "
+                f"use {possible}, or start a multiple of {replicate} ranks (--nproc_per_node)"
             )
         return replicate, size // replicate
     if shard < 1:
         raise SetupError(f"parallel.data_shard: found {shard}, expected -1 or an integer >= 1")
     if replicate * shard != size:
-        fitting = f"parallel.data_replicate to one of {divisors} and parallel.data_shard=-1"
+        remedy = f"parallel.data_replicate to {possible} and parallel.data_shard=-1"
         if size % replicate == 0:
-            fitting = f"parallel.data_shard={size // replicate} or -1"
+            remedy = f"parallel.data_shard={size // replicate} or -1"
         raise SetupError(
-            f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {size} ranks; "
-            f"set {fitting}, or start {replicate * shard} ranks (--nproc_per_node)"
+            f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {ranks}; "
+            f"set {remedy}, or start {replicate * shard} ranks (--nproc_per_node)"
         )
     return replicate, shard
 

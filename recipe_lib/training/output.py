@@ -6,6 +6,8 @@ output_dir/config.yaml     every value that was used     metrics.jsonl   one JSO
 """
 
 import dataclasses
+import fcntl
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ def check_output(cfg: FullFinetuneConfig) -> None:
     folder = Path(cfg.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir: {folder} is a file, expected a folder or a new name; choose another output_dir")
+    if folder.is_dir():
+        unlock_output(_lock(folder, fcntl.LOCK_SH))
     if cfg.overwrite:
         return
     has_state = any((folder / STATE_FOLDER).glob("step_*"))
@@ -43,6 +47,41 @@ def check_output(cfg: FullFinetuneConfig) -> None:
             f"resume=latest: {folder} holds a trained model and no saved state to go on from; overwrite=true trains "
             "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
         )
+
+
+def lock_output(cfg: FullFinetuneConfig) -> int | None:
+    """Makes the folder and keeps other runs out of it until `unlock_output`, or until this process ends.
+
+    ConfigError if another run is in it. StorageError.
+    """
+    folder = Path(cfg.output_dir)
+    with files.storage_faults():
+        folder.mkdir(parents=True, exist_ok=True)
+    return _lock(folder, fcntl.LOCK_EX)
+
+
+def unlock_output(lock: int | None) -> None:
+    """Lets other runs in again."""
+    if lock is not None:
+        os.close(lock)
+
+
+def _lock(folder: Path, kind: int) -> int | None:
+    """A locked descriptor of the folder itself, so that no file is left; None where the file system has no locks."""
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        unlock_output(descriptor)
+        raise ConfigError(
+            f"output_dir: {folder} is in use by a run that is still going on; wait for its end, or choose another "
+            "output_dir"
+        ) from None
+    except OSError:
+        unlock_output(descriptor)
+        return None
+    return descriptor
 
 
 def open_output(cfg: FullFinetuneConfig) -> None:

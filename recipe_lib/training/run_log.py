@@ -3,12 +3,13 @@
 import dataclasses
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.training.metrics import MetricsFile, write_summary
-from recipe_lib.training.output import open_output
+from recipe_lib.training.output import lock_output, open_output, unlock_output
 from recipe_lib.training.progress import Progress
 from recipe_lib.training.report import write_report
 from recipe_lib.training.trackers import Trackers
@@ -25,8 +26,11 @@ class RunLog:
         self._cfg, self._world, self._total = cfg, world, total_steps
         self._folder = Path(cfg.output_dir)
         self._began = time.monotonic()
+        self._lock: int | None = None
+        self._closed = False
         with world.raise_together():
             if world.is_main:
+                self._lock = lock_output(cfg)
                 open_output(cfg)
             self._metrics = MetricsFile(self._folder) if world.is_main else None
             if self._metrics:
@@ -51,6 +55,7 @@ class RunLog:
 
     def close(self, status: str) -> None:
         """Ends the progress line and the trackers, and writes summary.json and report.html. status: how it ended."""
+        self._closed = True
         self._progress.close()
         self._trackers.close()
         if self._metrics:
@@ -70,3 +75,8 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._progress.close()
+        if isinstance(error, Exception) and not self._closed:
+            with suppress(Exception):  # the error itself is what the user is told
+                self.close("failed")
+        unlock_output(self._lock)
+        self._lock = None

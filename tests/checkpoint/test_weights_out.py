@@ -221,7 +221,7 @@ def test_no_room_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with tiny_world() as world:
         model = tiny_model(world)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5})())
-    with pytest.raises(StorageError, match="the model needs 64.00 MiB, 5 B are free; free some space"):
+    with pytest.raises(StorageError, match="the model needs 2.00 MiB, 5 B are free; free some space"):
         export(model, tiny_spec(), CONFIG, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

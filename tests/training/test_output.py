@@ -1,12 +1,15 @@
 """An output folder with earlier work in it is not mixed with a new run; config.yaml is what was used."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.errors import CheckpointError, ConfigError, StorageError
-from recipe_lib.training.output import check_output, check_same_data, open_output
+from recipe_lib.parallel import start_world
+from recipe_lib.training import RunLog
+from recipe_lib.training.output import check_output, check_same_data, lock_output, open_output, unlock_output
 
 
 def config(folder: Path, **values: object) -> FullFinetuneConfig:
@@ -47,6 +50,29 @@ def test_a_trained_model_is_not_overwritten(tmp_path: Path) -> None:
         f"resume=latest: {tmp_path} holds a trained model and no saved state to go on from; overwrite=true trains "
         "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
     )
+
+
+def test_a_folder_in_use_is_left_to_its_run(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "out")
+    lock = lock_output(cfg)
+    for use in (check_output, lock_output):
+        with pytest.raises(ConfigError) as caught:
+            use(config(tmp_path / "out", overwrite=True))
+        assert str(caught.value) == (
+            f"output_dir: {tmp_path / 'out'} is in use by a run that is still going on; wait for its end, or choose "
+            "another output_dir"
+        )
+    unlock_output(lock)
+    check_output(cfg)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_run_that_fails_says_so_in_its_summary(tmp_path: Path) -> None:
+    cfg = config(tmp_path, device="cpu")
+    with start_world(cfg) as world, pytest.raises(StorageError), RunLog(cfg, world, 3, done=0):
+        raise StorageError("full")
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    check_output(cfg)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
