@@ -80,7 +80,8 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
             _say_once(f"error: {fault}")
         return error.exit_code
     except StoppedAndSaved as stopped:
-        _say_once(str(stopped))
+        if os.environ.get("RANK", "0") == "0":  # all ranks have stopped alike
+            _say_once(str(stopped))
         return STOPPED_AND_SAVED
 
 
