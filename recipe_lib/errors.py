@@ -76,12 +76,11 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     try:
         return main() or DONE
     except UserError as error:
-        for fault in error.faults:
-            _say_once(f"error: {fault}")
+        _say_once("".join(f"error: {fault}\n" for fault in error.faults))
         return error.exit_code
     except StoppedAndSaved as stopped:
         if os.environ.get("RANK", "0") == "0":  # all ranks have stopped alike
-            _say_once(str(stopped))
+            _say_once(f"{stopped}\n")
         return STOPPED_AND_SAVED
 
 
@@ -96,14 +95,17 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say_once(line: str) -> None:
-    """Prints to standard error, unless another rank that `tune run` launched on this machine has said the same."""
+def _say_once(lines: str) -> None:
+    """Writes to standard error, unless another rank that `tune run` launched on this machine has said the same."""
     folder = os.environ.get(FOLDER_VARIABLE)
+    if not lines:
+        return
     if folder and os.path.isdir(folder):
         try:
-            open(os.path.join(folder, f"said_{hashlib.sha256(line.encode()).hexdigest()}"), "x").close()
+            open(os.path.join(folder, f"said_{hashlib.sha256(lines.encode()).hexdigest()}"), "x").close()
         except FileExistsError:
             return
         except OSError:
-            pass  # a full disk must not swallow the line
-    print(line, file=sys.stderr, flush=True)
+            pass  # a full disk must not swallow the lines
+    sys.stderr.write(lines)  # in one piece: ranks share the terminal
+    sys.stderr.flush()

@@ -23,6 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments; ConfigError for anything that is not one."""
+        self._words = list(words)
         arguments, extra = self.parse_known_intermixed_args(list(words))
         if extra:
             self._refuse(extra[0])
@@ -47,7 +48,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
         said, required, names = message.replace("\n", " ").partition("the following arguments are required: ")
-        if required:  # argparse counts positional arguments that may be absent when options stand between others
+        if required:  # a misspelt option may be why
+            options = [word for word in self._words if word.startswith("--") and word != "--"]
+            unknown = [word for word in options if word.split("=", 1)[0] not in self.options()]
+            if unknown:
+                self._refuse(unknown[0])
+            # argparse counts positional arguments that may be absent when options stand between others
             optional = {action.metavar for action in self._actions if action.nargs == "*"}
             missing = [name for name in names.split(", ") if name not in optional]
             said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"

@@ -46,6 +46,11 @@ def run(words: list[str]) -> int:
     prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw)
     if len(prompt) >= spec.max_positions:
         raise ConfigError(f"--prompt: {len(prompt)} tokens; the model takes {spec.max_positions}, completion included")
+    if max(prompt) >= spec.vocab_size:
+        raise CheckpointError(
+            f"{show(str(folder))}: the tokenizer writes the prompt with the id {max(prompt)}, the model knows ids up to "
+            f"{spec.vocab_size - 1}; check that tokenizer and weights are of one model"
+        )
     text = StreamDecoder(tokenizer, prompt)
     for token in complete(folder, spec, config, prompt, tokenizer, arguments):
         sys.stdout.write(text.push(token))
@@ -90,6 +95,8 @@ def check(arguments: argparse.Namespace) -> None:
         faults.append(f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1")
     if arguments.prompt == "" and not arguments.raw:
         faults.append("--prompt: is empty; give a text, or begin from nothing with --raw")
+    if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):
+        faults.append("--prompt: is not UTF-8; give it in UTF-8 text")
     if faults:
         raise ConfigError(*faults)
 

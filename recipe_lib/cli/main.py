@@ -4,12 +4,13 @@ A verb is a module here with `run(words) -> exit code`. Only the verb that was a
 imports torch before it needs it.
 """
 
+import errno
 import importlib
 import os
 import signal
 import sys
 
-from recipe_lib.errors import DONE, ConfigError, exit_code_of
+from recipe_lib.errors import DONE, ConfigError, StorageError, exit_code_of
 
 VERBS = {
     "ls": "recipes and their configs",
@@ -33,10 +34,14 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output is gone (`tune ls | head`). Nothing more can be said on that pipe, and Python's
-        # flush at exit must not try.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output is gone (`tune ls | head`). Nothing more can be said on that pipe.
+        _close_output()
         return 128 + signal.SIGPIPE
+
+
+def _close_output() -> None:
+    """Lets Python's flush at exit go nowhere: standard output takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_verb(words: list[str]) -> int:
@@ -54,8 +59,14 @@ def _run_verb(words: list[str]) -> int:
         raise ConfigError(
             f"tune: unknown {what} {show(verb)!r}{did_you_mean(verb, VERBS) or '; one of: ' + ', '.join(VERBS)}"
         )
-    code = importlib.import_module(f"recipe_lib.cli.{verb}").run(rest)
-    sys.stdout.flush()  # here, where a closed pipe can still be answered
+    try:
+        code = importlib.import_module(f"recipe_lib.cli.{verb}").run(rest)
+        sys.stdout.flush()  # here, where a closed pipe can still be answered
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _close_output()  # a descriptor has no name: it is our output, redirected to a full disk
+        raise StorageError("standard output: No space left on device; free some space") from error
     return code
 
 

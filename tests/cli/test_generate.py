@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -100,6 +101,20 @@ def test_an_empty_raw_prompt_needs_a_bos(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["generate", str(folder), "--raw", "--prompt", ""]) == 2
     line = "error: --prompt: is empty and the tokenizer has no BOS token to begin from; give a text\n"
     assert capsys.readouterr().err == line
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    folder = tmp_path / "other"
+    shutil.copytree(model, folder)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["model"]["vocab"] |= {"On": 299, "Onc": 300}
+    settings["model"]["merges"] = [["O", "n"], ["On", "c"]]
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    assert main(["generate", str(folder), "--raw", "--prompt", "Once"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {folder}: the tokenizer writes the prompt with the id 300, the model knows ids up to 257; check that "
+        "tokenizer and weights are of one model\n"
+    )
 
 
 def test_the_plain_template_of_training(model: Path, capsys: pytest.CaptureFixture):

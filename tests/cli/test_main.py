@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,8 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
             "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, run, generate",
         ),
         (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
+        (["generate", "x", "--promt", "a"], "error: tune generate: unknown option --promt; did you mean --prompt?"),
+        (["generate", "x", "--prompt", "\udcff"], "error: --prompt: is not UTF-8; give it in UTF-8 text"),
         (["ls", "--all"], "error: tune ls: unknown option --all; see `tune ls --help`"),
         (["cat"], "error: tune cat: CONFIG is missing; see `tune cat --help`"),
         (["cp"], "error: tune cp: RECIPE|CONFIG and DEST are missing; see `tune cp --help`"),
@@ -117,6 +120,22 @@ def test_a_closed_pipe_is_no_traceback():
         )
         assert result.stderr == ""
         assert result.stdout == "141\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_to_a_full_disk_is_one_line(unbuffered: str):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*TUNE, "cat", CONFIG],
+            cwd=ROOT,
+            env=environment(PYTHONUNBUFFERED=unbuffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert result.stderr == "error: standard output: No space left on device; free some space\n"
+    assert result.returncode == 6
 
 
 def test_it_runs_as_a_process():
