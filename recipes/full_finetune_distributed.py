@@ -37,6 +37,7 @@ from recipe_lib.data import (
     make_step,
     steps_per_epoch,
     validation_steps,
+    warn_of_positions,
 )
 from recipe_lib.errors import DivergedError, StoppedAndSaved, end_process, exit_code_of
 from recipe_lib.logs import get_logger
@@ -100,6 +101,7 @@ class FullFinetune:
         self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len)
         self.validation_rows = build_validation_dataset(cfg, self.tokenizer)
         check_vocabulary(self.tokenizer, self.spec.vocab_size, self.rows, self.validation_rows)
+        warn_of_positions(self.spec.max_positions, self.rows, self.validation_rows)
         self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * self.world.data_ranks
         self.epoch_steps = steps_per_epoch(len(self.rows), self.rows_per_step)
         self.total_steps = total_steps(self.epoch_steps, cfg.epochs, cfg.max_steps)

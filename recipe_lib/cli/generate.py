@@ -48,8 +48,8 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"--prompt: {len(prompt)} tokens; the model takes {spec.max_positions}, completion included")
     if max(prompt) >= spec.vocab_size:
         raise CheckpointError(
-            f"{show(str(folder))}: the tokenizer writes the prompt with the id {max(prompt)}, the model knows ids up to "
-            f"{spec.vocab_size - 1}; check that tokenizer and weights are of one model"
+            f"{show(str(folder))}: the tokenizer writes the prompt with the id {max(prompt)}, the model knows ids up "
+            f"to {spec.vocab_size - 1}; check that tokenizer and weights are of one model"
         )
     text = StreamDecoder(tokenizer, prompt)
     for token in complete(folder, spec, config, prompt, tokenizer, arguments):

@@ -3,6 +3,7 @@
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.errors import DataError
+from recipe_lib.logs import get_logger
 
 
 def check_vocabulary(tokenizer: TextTokenizer, model_vocab_size: int, *datasets: Dataset | None) -> None:
@@ -24,3 +25,15 @@ def check_vocabulary(tokenizer: TextTokenizer, model_vocab_size: int, *datasets:
                 f"{dataset.report.source}: found the token {token!r} with the id {dataset.largest_id}, expected ids "
                 f"below the model's vocab_size={model_vocab_size}; use a chat template whose tokens the model has"
             )
+
+
+def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
+    """Warns of rows that are longer than what the model was made for: they run, at positions that it never saw."""
+    for dataset in datasets:
+        longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0
+        if dataset is not None and longer:
+            get_logger().info(  # every rank has the same rows; the first one says it
+                "warning: %d of %d rows of %s are longer than the %d tokens that the model was made for "
+                "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
+                longer, len(dataset), dataset.report.source, max_positions, max_positions,
+            )  # fmt: skip

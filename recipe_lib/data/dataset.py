@@ -240,6 +240,7 @@ class _Builder:
         ids = self.tokenizer.encode(text, add_bos=self.encoder.add_bos)
         if len(ids) < 2:
             raise RowFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
+        self.report.texts += 1
         room = self.max_seq_len + 1
         for start in range(0, len(ids), room):
             piece = ids[start : start + room]

@@ -25,6 +25,7 @@ class DataReport:
     emptied_rows: int = 0  # truncated rows whose whole answer was cut off; they are left out
     long_answer_tokens: int = 0  # trained tokens of rows over the limit, before anything was cut
     lost_answer_tokens: int = 0
+    texts: int = 0  # documents, which are cut into rows
     dropped_pieces: int = 0  # last pieces of documents that do not fill a row
     dropped_tokens: int = 0
     apart_rows: int = 0
@@ -36,10 +37,11 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report as log lines."""
-        everything = self.train_on == "all" or self.format == "text"
+        everything = self.train_on == "all" or self.texts > 0
         what = "all tokens" if everything else "answers with their end-of-turn token"
+        read = f"cut from {self.texts} texts" if self.texts else f"of {self.rows_read}"
         lines = [
-            f"data: {self.rows} rows of {self.rows_read} read from {self.source} (format {self.format}, template "
+            f"data: {self.rows} rows {read} read from {self.source} (format {self.format}, template "
             f"{self.template}), {self.tokens} tokens; the loss counts {what}: {_percent(self.trained_share)} of them",
             f"data: {self._bos_line()}",
         ]
@@ -72,7 +74,7 @@ class DataReport:
     def _bos_line(self) -> str:
         if self.template == "chat":
             return "the chat template alone says whether a row begins with BOS"
-        what = "text" if self.format == "text" else "row"
+        what = "text" if self.texts else "row"
         return f"each {what} begins with BOS" if self.adds_bos else f"no BOS is put before a {what}"
 
 

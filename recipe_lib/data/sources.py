@@ -66,7 +66,7 @@ def _jsonl_rows(path: Path) -> Iterator[Located]:
 
 def _parse_line(line: bytes) -> dict[str, Any] | RowFault:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         return RowFault(
             "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"
@@ -90,20 +90,35 @@ def _json_rows(path: Path) -> Iterator[Located]:
     text = _read_text(path)
     decoder = json.JSONDecoder()
     if text.lstrip(BLANK).startswith("["):
-        yield from _list_items(path, text, decoder)
+        yield from _list_items(path, text, decoder, text.index("["))
         return
     content = _decode(path, text, decoder)
     if isinstance(content, dict) and isinstance(content.get("data"), list):
-        for number, row in enumerate(content["data"], start=1):
-            yield f"{path} (row {number})", _as_row(row)
+        yield from _list_items(path, text, decoder, _place_of_data(text, decoder))
     elif isinstance(content, dict):
         yield f"{path} (row 1)", content
     else:
         raise DataError(f'{path}: found {type(content).__name__}, expected a list of objects or {{"data": [...]}}')
 
 
-def _list_items(path: Path, text: str, decoder: json.JSONDecoder) -> Iterator[Located]:
-    at = _skip_blank(text, text.index("[") + 1)
+def _place_of_data(text: str, decoder: json.JSONDecoder) -> int:
+    """Where the value of the key `data` begins, in an object that is known to be valid and to have it."""
+    found, at = 0, _skip_blank(text, text.index("{") + 1)
+    while text[at] != "}":
+        key, at = decoder.raw_decode(text, at)
+        at = _skip_blank(text, _skip_blank(text, at) + 1)  # behind the colon
+        if key == "data":
+            found = at  # of equal keys the last one holds
+        _, at = decoder.raw_decode(text, at)
+        at = _skip_blank(text, at)
+        if text[at] == ",":
+            at = _skip_blank(text, at + 1)
+    return found
+
+
+def _list_items(path: Path, text: str, decoder: json.JSONDecoder, start: int) -> Iterator[Located]:
+    """The items of the list that begins at `start`: the whole file, or a part of a valid object."""
+    at = _skip_blank(text, start + 1)
     line, counted, number = 1, 0, 0
     while text[at : at + 1] != "]":
         if number:
@@ -119,7 +134,7 @@ def _list_items(path: Path, text: str, decoder: json.JSONDecoder) -> Iterator[Lo
         number += 1
         yield f"{path}:{line} (row {number})", _as_row(row)
         at = _skip_blank(text, end)
-    if _skip_blank(text, at + 1) != len(text):
+    if text[:start].strip(BLANK) == "" and _skip_blank(text, at + 1) != len(text):
         _decode(path, text, decoder)
 
 

@@ -9,9 +9,10 @@ import pytest
 from recipe_lib.config import registry
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
-from recipe_lib.data import build_dataset, build_validation_dataset, check_vocabulary
+from recipe_lib.data import build_dataset, build_validation_dataset, check_vocabulary, warn_of_positions
 from recipe_lib.data.samples import Completion
 from recipe_lib.errors import DataError
+from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import load_tokenizer
 from tests.tokenizers.made import write_json
 
@@ -179,6 +180,7 @@ def test_text_is_cut_in_file_order(plain, tmp_path):
     assert len(dataset) == whole + 1 and dataset[whole].tokens.tolist() == short[:-1]
     report = dataset.report
     assert (report.dropped_pieces, report.dropped_tokens) == (1, len(ids) % 11)
+    assert f"data: {len(dataset)} rows cut from 2 texts read from" in report.lines()[0]
     assert f"1 last pieces of texts ({len(ids) % 11} tokens) do not fill a row of 10 tokens" in report.lines()[2]
     assert "the loss counts all tokens: 100.0 %" in report.lines()[0]
     assert dataset.report.trained_tokens == dataset.trained_counts.sum() == dataset.lengths.sum()
@@ -241,6 +243,16 @@ def test_format_of_a_plugin(chatml, rows_file, monkeypatch):
 
     dataset = build(rows_file({"a": "cat", "b": "the "}), chatml, format="reversed_pairs", columns={"b": "b"})
     assert chatml.decode(dataset[0].tokens) == "the cat"
+
+
+def test_rows_longer_than_the_model_are_warned_of(plain, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat.\n" * 5)
+    dataset = build(tmp_path, plain, max_seq_len=10, format="text")
+    warn_of_positions(10, dataset, None)
+    assert not caplog.records
+    warn_of_positions(9, dataset, None)
+    assert f"warning: {len(dataset)} of {len(dataset)} rows of {tmp_path} are longer than the 9 tokens" in caplog.text
 
 
 def test_vocabulary_and_model(chatml, rows_file, tmp_path):

@@ -36,6 +36,10 @@ def test_json_of_other_shapes(tmp_path):
     file = tmp_path / "a.json"
     file.write_text('{"data": [{"a": 1}, {"a": 2}], "version": 1}')
     assert [row for _, row in read(file)] == [{"a": 1}, {"a": 2}]
+    file.write_text('{"x": {"data": [7]},\n "data" : [\n  {"a": 1},\n  {"a": 2}\n ], "version": 1}\n')
+    assert read(file) == [(f"{file}:3 (row 1)", {"a": 1}), (f"{file}:4 (row 2)", {"a": 2})]
+    file.write_text('{"data": []}')
+    assert read(file) == []
     file.write_text('{"a": 1}')
     assert read(file) == [(f"{file} (row 1)", {"a": 1})]
     file.write_text("\ufeff [ ] ", encoding="utf-8")
