@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from recipe_lib.checkpoint.huggingface import check_weights, export_model, find_checkpoint, load_weights
+from recipe_lib.checkpoint.huggingface import check_room, check_weights, export_model, find_checkpoint, load_weights
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
 from recipe_lib.data import (
@@ -191,6 +191,8 @@ class FullFinetune:
     def train(self) -> None:
         """The loop: rows, step, log, validation, state; ends with the exported model, or with a state if stopped."""
         cfg = self.cfg
+        if cfg.checkpoint.save_model:
+            check_room(self.model, self.output / "model", self.world)
         with RunLog(cfg, self.world, self.total_steps, done=self.step) as log, StopSignal() as stop:
             peak = PeakMemory(self.device)
             while self.step < self.total_steps:

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -60,7 +60,7 @@ def describe_fault(error: OSError) -> str:
 
 def _free_text(path: Path) -> str:
     for folder in (path, *path.parents):
-        if folder.is_dir():
+        with suppress(OSError):  # not there, or removed at this moment by the rank that tidies up
             return f" ({format_bytes(shutil.disk_usage(folder).free)} free)"
     return ""
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from recipe_lib.checkpoint.hub_files import MODEL_FILES, NEVER
 from recipe_lib.checkpoint.weights_in import check_weights, load_weights
-from recipe_lib.checkpoint.weights_out import export_model
+from recipe_lib.checkpoint.weights_out import check_room, export_model
 from recipe_lib.errors import CheckpointError
 
-__all__ = ["check_weights", "export_model", "find_checkpoint", "load_weights"]
+__all__ = ["check_room", "check_weights", "export_model", "find_checkpoint", "load_weights"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

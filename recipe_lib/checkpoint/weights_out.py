@@ -92,6 +92,13 @@ def export_model(
         raise
 
 
+def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
+    """Raises StorageError if the disk of `out` has no room for the model even now, before it is trained. Collective."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    folder = next(parent for parent in out.absolute().parents if parent.is_dir())
+    decide(world, lambda: files.require_space(folder, needed, "the model at the end of the run"))
+
+
 def plan_shards(
     spec: DecoderSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int
 ) -> dict[str, list[PlannedTensor]]:

@@ -59,6 +59,8 @@ def _steps(cfg: FullFinetuneConfig, rows: int, steps_per_epoch: int) -> str:
     steps = total_steps(steps_per_epoch, cfg.epochs, cfg.max_steps)
     full = steps_per_epoch * cfg.epochs
     cut = "" if steps == full else f", cut by max_steps from {full}"
+    if cfg.max_steps is not None and cfg.max_steps > full:
+        cut = f"; max_steps {cfg.max_steps} needs more epochs"
     return f"steps: {steps} ({steps_per_epoch} per epoch of {rows} rows x {cfg.epochs} epochs{cut})"
 
 

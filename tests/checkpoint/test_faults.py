@@ -263,3 +263,18 @@ def test_a_file_is_replaced_whole(memory_path: Path, monkeypatch: pytest.MonkeyP
         assert path.read_text() in ("one: 1\n", "two: 2\n")
     files.remove_leftovers(memory_path, "config.yaml")
     assert [found.name for found in memory_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_full_disk_is_one_line_while_another_rank_removes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / ".step_2.tmp"
+
+    def disk_usage(folder: Path) -> shutil._ntuple_diskusage:
+        if folder != tmp_path:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
+        return shutil._ntuple_diskusage(10, 7, 3)
+
+    monkeypatch.setattr(files.shutil, "disk_usage", disk_usage)
+    line = files.describe_fault(OSError(errno.ENOSPC, "No space left on device", str(gone / "shard.safetensors")))
+    assert line.startswith(f"{gone / 'shard.safetensors'}: No space left on device (3 B free); free some space")

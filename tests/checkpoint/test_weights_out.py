@@ -5,6 +5,7 @@ import logging
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from recipe_lib.checkpoint import files, weights_out
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.units import format_bytes
 from tests.checkpoint.tiny import CONFIG, tiny_model, tiny_spec, tiny_world, train, tree
 from tests.distributed.ranks import run_ranks
 from tests.models.reference import reference_model
@@ -214,6 +216,21 @@ def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
 
     messages = run_ranks(export_failing, 2)
     assert "model-00002-of-" in messages[0] and "No space left on device" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_world() as world:
+        model = tiny_model(world)
+        weights_out.check_room(model, tmp_path / "new" / "model", world)
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(StorageError) as raised:
+            weights_out.check_room(model, tmp_path / "new" / "model", world)
+    needed = format_bytes(sum(parameter.numel() for parameter in model.parameters()) * 4)
+    assert str(raised.value) == (
+        f"{tmp_path}: the model at the end of the run needs {needed}, 1000 B are free; "
+        "free some space, or choose another output_dir"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -91,3 +91,10 @@ def test_a_rank_counts_its_own_shards() -> None:
             "memory per rank: parameters 512.00 KiB, gradients 512.00 KiB, optimizer state 1.00 MiB; together 2.00 MiB "
             "before activations",
         ]
+
+
+def test_a_limit_beyond_the_epochs_is_said() -> None:
+    cfg = config()
+    cfg.max_steps = 100
+    lines = derived_numbers(cfg, SimpleNamespace(size=1, device=CPU, data_ranks=1), model(), Rows(), 2)
+    assert "steps: 6 (2 per epoch of 20 rows x 3 epochs; max_steps 100 needs more epochs)" in lines
