@@ -14,7 +14,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelC
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
-from recipe_lib.parallel import Unit, World, compile_layers, materialize, shard_model, start_world
+from recipe_lib.parallel import Unit, World, apply, compile_layers, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.gathered import GatheredPeak, gathered_bytes
@@ -363,3 +363,13 @@ def test_materialize_keeps_ties_of_any_model() -> None:
         model = Pair()
     materialize(model, MemoryConfig(), torch.device("cpu"))
     assert model.second.weight is model.first.weight and model.first.weight.device.type == "cpu"
+
+
+def test_gradients_handed_over_twice_add_up() -> None:
+    gathered = nn.Parameter(torch.zeros(3))
+    for step in (1.0, 2.0):
+        weight = nn.Parameter(torch.zeros(3))
+        weight.grad = torch.full((3,), step)
+        apply._hand_over(weight, gathered)
+        assert weight.grad is None
+    assert gathered.grad is not None and gathered.grad.tolist() == [3.0, 3.0, 3.0]
