@@ -1,7 +1,9 @@
-"""One command for a machine with a CUDA GPU: what full fine-tuning of Llama 3 8B takes there, in memory and in time.
+"""One command for a machine with a CUDA GPU: what fine-tuning Llama 3 takes there, in memory and in time.
 
-    python benchmarks/gpu_check.py                    about 6 minutes on an H200; a dry run without a GPU
+    python benchmarks/gpu_check.py                    at most 9 minutes; a dry run without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
+
+Full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
 
 Memory: the recipe's own model, optimizer and step run as rank 0 of N through torch's fake process group: collectives
 move nothing, so values mean nothing, but every tensor is allocated where a real rank allocates it. The allocator is
@@ -39,9 +41,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from benchmarks.gpu_cases import CAP_GIB, RECIPES, Case, describe, plan  # noqa: E402
 from benchmarks.gpu_report import write_report  # noqa: E402
+from recipe_lib.adapters import is_adapter  # noqa: E402
 from recipe_lib.config.schema import (  # noqa: E402
     FullFinetuneConfig,
+    LoraConfig,
+    LoraFinetuneConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
@@ -50,56 +56,16 @@ from recipe_lib.config.schema import (  # noqa: E402
 from recipe_lib.data.batches import Batch, StepBatches  # noqa: E402
 from recipe_lib.memory import PeakMemory  # noqa: E402
 from recipe_lib.models import DecoderSpec  # noqa: E402
+from recipe_lib.models.weight_names import parameter_shapes  # noqa: E402
 from recipe_lib.parallel import describe_units, resolve_wrapping, start_world  # noqa: E402
 from recipe_lib.units import GIB  # noqa: E402
 
-CAP_GIB = 24 - 0.8  # a 24 GB card, less what context and kernels take outside the allocator
 TOTAL_SECONDS = 9 * 60
 # Dense bf16 matmul rates that datasheets give, by a part of the device's name.
 DATASHEET_RATES = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
     "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One measurement. kind: `memory`, `speed` or `matmul`; the rest are the settings that differ."""
-
-    kind: str
-    preset: str
-    sequence: int = 0
-    wrapping: str = "memory_efficient"
-    ranks: int = 1
-    batch_size: int = 1
-    activation_checkpointing: str = "full"
-    compile: bool = False
-    capped: bool = False
-    steps: int = 3
-    seconds: int = 90
-
-
-def plan(gpu: bool) -> list[Case]:
-    """The cases, the most telling first, in case time runs out."""
-    if not gpu:
-        tiny = "demo/0.5M"
-        memory = [
-            Case("memory", tiny, 32, wrapping, ranks=4, capped=True) for wrapping in ("layers", "memory_efficient")
-        ]
-        return [Case("matmul", tiny), *memory, Case("speed", tiny, 32)]
-    preset = "llama3/8B"
-    memory = [
-        Case("memory", preset, sequence, wrapping, ranks, capped=True)
-        for ranks in (4, 2)
-        for sequence in (512, 2048, 4096, 8192)
-        for wrapping in ("layers", "memory_efficient")
-    ]
-    speed = [
-        Case("speed", preset, 8192, batch_size=2, steps=10, seconds=120),
-        Case("speed", preset, 8192, activation_checkpointing="selective", steps=10, seconds=120),
-        Case("speed", preset, 8192, batch_size=2, compile=True, steps=10, seconds=180),
-    ]
-    return [Case("matmul", preset), *memory[:8], *speed, *memory[8:]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     started = time.monotonic()
-    load_recipe()  # imported once, inherited by every case; this process never touches the device
+    for method in RECIPES:  # imported once, inherited by every case; this process never touches the device
+        load_recipe(method)
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
     report: dict[str, Any] = {
@@ -183,9 +150,9 @@ def describe_device() -> dict[str, Any]:
     }
 
 
-def load_recipe() -> ModuleType:
-    """recipes/full_finetune_distributed.py as a module."""
-    name = "full_finetune_distributed"
+def load_recipe(method: str) -> ModuleType:
+    """The recipe of a method, as a module."""
+    name, _ = RECIPES[method]
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, REPOSITORY / "recipes" / f"{name}.py")
         if spec is None or spec.loader is None:
@@ -202,7 +169,11 @@ def measure(case: Case) -> dict[str, Any]:
     if case.kind == "memory":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        cfg = FullFinetuneConfig(
+        make: Callable[..., FullFinetuneConfig] = FullFinetuneConfig
+        if case.method != "full":
+            lora = LoraConfig(quantize="nf4" if case.method == "qlora" else "none")
+            make = functools.partial(LoraFinetuneConfig, lora=lora)
+        cfg = make(
             model=ModelConfig(preset=case.preset),
             optimizer=OptimizerConfig(lr=1e-5),
             parallel=ParallelConfig(wrapping=case.wrapping),
@@ -213,7 +184,7 @@ def measure(case: Case) -> dict[str, Any]:
             output_dir=folder,
         )
         with start_world(cfg) as world:
-            return run_steps(case, cfg, load_recipe().FullFinetune(cfg, world))
+            return run_steps(case, cfg, getattr(load_recipe(case.method), RECIPES[case.method][1])(cfg, world))
 
 
 def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any]:
@@ -267,11 +238,18 @@ def timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
 
 @torch.no_grad()
 def fill_weights(model: torch.nn.Module) -> None:
-    """Random weights, drawn on the device: the recipe's own are the same for any world size, but slower to make."""
+    """Random weights, drawn on the device: the recipe's own are the same for any world size, but slower to make.
+
+    NF4: random codes, and one scale for all blocks, which is what the last factor says.
+    """
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if name.endswith("norm.weight"):
+        if name.endswith(("weight_codes", "weight_scales")):
+            local.view(torch.uint8).random_(0, 256 if name.endswith("codes") else 1)
+        elif name.endswith("weight_factors"):
+            local.fill_(0.04)
+        elif name.endswith("norm.weight"):
             local.fill_(1.0)
         else:
             local.normal_(0.0, 0.02)
@@ -290,17 +268,18 @@ def random_batches(case: Case, recipe: Any) -> StepBatches:
 def speed_of(case: Case, spec: DecoderSpec, model: torch.nn.Module, seconds: list[float]) -> dict[str, Any]:
     """Tokens and model FLOP a second over the second half of the steps.
 
-    FLOP a token: 6 for each parameter in a matmul (2 forward, 4 backward), and 6 s h e a layer for causal attention
-    (half of 12). What is computed a second time in backward is not counted.
+    FLOP a token: 6 for each parameter in a matmul (2 forward, 4 backward; without its gradient 4 in all), and 6 s h e
+    a layer for causal attention (half of 12). What is computed a second time in backward is not counted.
     """
     steady = seconds[len(seconds) // 2 :]
     tokens = case.batch_size * case.sequence
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    matrices = sum(math.prod(shape) for shape in parameter_shapes(spec).values() if len(shape) == 2)
+    adapters = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
     if not spec.tied:
         matrices -= spec.vocab_size * spec.width  # the embedding is looked up
     attention = 6 * spec.num_layers * case.sequence * spec.num_heads * spec.head_width
     tokens_per_second = tokens * len(steady) / sum(steady)
-    flop_per_token = 6 * matrices + attention
+    flop_per_token = (4 if adapters else 6) * matrices + 6 * adapters + attention
     return {
         "tokens_per_second": round(tokens_per_second, 1),
         "flop_per_token": flop_per_token,
@@ -320,16 +299,6 @@ def measure_matmul() -> dict[str, Any]:
             for _ in range(repeats):
                 left @ right
     return {"size": size, "flop_per_second": 2 * size**3 * repeats / max(min(seconds[1:]), 1e-9)}
-
-
-def describe(case: Case) -> str:
-    """A case in a few words."""
-    if case.kind == "matmul":
-        return "bf16 matmul"
-    words = [case.kind, case.preset, f"{case.batch_size} x {case.sequence} tokens", case.activation_checkpointing]
-    if case.kind == "memory":
-        words += [case.wrapping, f"rank 0 of {case.ranks}", f"{CAP_GIB} GiB" if case.capped else "no cap"]
-    return ", ".join(words + (["compiled"] if case.compile else []))
 
 
 def summarise(result: dict[str, Any]) -> str:

@@ -8,13 +8,14 @@ from recipe_lib.units import GIB
 
 HOW = """Memory: the recipe's model, optimizer and training step as rank 0 of N through torch's fake process group, \
 random weights, bf16 parameters and gradients, AdamW (fused), activation checkpointing `full`, the loss in 8 chunks, \
-batch 1. Peaks are those of steps 2 and 3 (the optimizer states exist), in GiB (1024^3), of torch's allocator; NCCL's \
-buffers and the CUDA context are not in them. Capped: the allocator may take {cap} GiB, what a 24 GB card leaves it. \
-Losses under the fake group mean nothing and are not shown.
+batch 1. `lora`, `qlora`: adapters of rank 16 on all linears of the layers, beside a base in bf16 or NF4; gradients \
+of the adapters alone. Peaks are those of steps 2 and 3 (the optimizer states exist), in GiB (1024^3), of torch's \
+allocator; NCCL's buffers and the CUDA context are not in them. Capped: the allocator may take {cap} GiB, what a \
+24 GB card leaves it. Losses under the fake group mean nothing and are not shown.
 
 Time: one process on the whole GPU, random weights, random tokens, the same batch each step. Tokens a second over the \
-second half of the steps. MFU: the model's own FLOP (6 a parameter in a matmul and token, 6 s h e a layer and token \
-for causal attention; nothing for recomputation) over a bf16 matmul rate."""
+second half of the steps. MFU: the model's own FLOP (6 a parameter in a matmul and token, 4 if it is frozen, 6 s h e a \
+layer and token for causal attention; nothing for recomputation or dequantising) over a bf16 matmul rate."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
@@ -64,13 +65,20 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
     rows = [
-        "| model | ranks | tokens | wrapping | cap, GiB | active | allocated | reserved | active, first step "
+        "| model | method | ranks | tokens | wrapping | cap, GiB | active | allocated | reserved | active, first step "
         "| retries |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     order = sorted(
         (entry["case"] | {"result": entry["result"]} for entry in entries),
-        key=lambda case: (-case["ranks"], case["sequence"], case["wrapping"], -case["capped"]),
+        key=lambda case: (
+            case["method"],
+            case["preset"],
+            -case["ranks"],
+            case["sequence"],
+            case["wrapping"],
+            -case["capped"],
+        ),
     )
     for case in order:
         result = case["result"]
@@ -83,7 +91,7 @@ def _memory_table(entries: list[dict[str, Any]], cap: float | str) -> list[str]:
             peaks = [f"{later[kind] / GIB:.2f}" for kind in ("active", "allocated", "reserved")]
         in_first = f"{first['active'] / GIB:.2f}" if first else ""
         rows.append(
-            f"| {case['preset']} | {case['ranks']} | {case['sequence']} | {case['wrapping']} "
+            f"| {case['preset']} | {case['method']} | {case['ranks']} | {case['sequence']} | {case['wrapping']} "
             f"| {cap if case['capped'] else 'none'} | {' | '.join(peaks)} "
             f"| {in_first} | {result.get('alloc_retries', '')} |"
         )
@@ -94,15 +102,15 @@ def _speed_table(entries: list[dict[str, Any]], measured: float | None, datashee
     rows = [
         f"bf16 matmul rate: measured {_rate(measured)}, datasheet {_rate(datasheet)}.",
         "",
-        "| model | batch | tokens | checkpointing | compiled | tokens/s | model TFLOP/s | MFU, measured rate "
+        "| model | method | batch | tokens | checkpointing | compiled | tokens/s | model TFLOP/s | MFU, measured rate "
         "| MFU, datasheet | peak active, GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for entry in entries:
         case, result = entry["case"], entry["result"]
         settings = (
-            f"| {case['preset']} | {case['batch_size']} | {case['sequence']} | {case['activation_checkpointing']} "
-            f"| {'yes' if case['compile'] else 'no'} "
+            f"| {case['preset']} | {case['method']} | {case['batch_size']} | {case['sequence']} "
+            f"| {case['activation_checkpointing']} | {'yes' if case['compile'] else 'no'} "
         )
         if "tokens_per_second" not in result:
             why = result.get("failed") or f"out of memory, {result.get('out_of_memory')}"
@@ -119,12 +127,12 @@ def _speed_table(entries: list[dict[str, Any]], measured: float | None, datashee
 def _curves(entries: list[dict[str, Any]]) -> list[str]:
     lines = []
     for entry in entries:
-        result = entry["result"]
+        case, result = entry["case"], entry["result"]
         if result.get("losses"):
             lines += [
                 "",
-                f"Batch {entry['case']['batch_size']}, {entry['case']['activation_checkpointing']}"
-                f"{', compiled' if entry['case']['compile'] else ''}, step by step:",
+                f"{case['method']}, batch {case['batch_size']}, {case['activation_checkpointing']}"
+                f"{', compiled' if case['compile'] else ''}, step by step:",
                 "",
                 "- loss " + ", ".join(f"{loss:.4f}" for loss in result["losses"]),
                 "- grad norm " + ", ".join(f"{norm:.4f}" for norm in result["grad_norms"]),

@@ -31,6 +31,12 @@ def realdata() -> Path:
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokenised rows are kept in a folder of these tests, not in the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def fresh_logger() -> Iterator[None]:
     """The logger's handler keeps the standard error it was made with, which pytest replaces for each test."""

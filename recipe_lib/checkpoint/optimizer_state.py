@@ -18,12 +18,17 @@ _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentia
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model/NAME` -> parameter or buffer, tied ones once. Sharded models are resharded first."""
+    """`model/NAME` -> parameter or buffer, tied ones once; where some are frozen, only the trained ones.
+
+    Sharded models are resharded first.
+    """
     everything = model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
     buffers = {name: value for name, value in everything.items() if name not in parameters.keys() | tied}
-    return {f"{MODEL}/{name}": tensor for name, tensor in (parameters | buffers).items()}
+    trained = {name: parameters[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = trained or parameters  # a model that is only looked at has everything
+    return {f"{MODEL}/{name}": tensor for name, tensor in (kept | buffers).items()}
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:

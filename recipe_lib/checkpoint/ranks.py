@@ -1,11 +1,13 @@
 """Work around a checkpoint that concerns all ranks: everyone's own part, and what rank 0 decides alone."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from recipe_lib.checkpoint.files import storage_faults
+from recipe_lib.errors import StorageError
 
 Result = TypeVar("Result")
 
@@ -35,6 +37,24 @@ class Ranks(Protocol):
         """Every rank's value, by rank, on every rank. Collective."""
 
 
+class SingleRank:
+    """A process on its own, on the CPU, without a process group: what a command of the CLI works as."""
+
+    rank, size, device = 0, 1, torch.device("cpu")
+
+    def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`fn(...)`."""
+        return fn(*args, **kwargs)
+
+    def broadcast_json(self, value: Any = None) -> Any:
+        """The value."""
+        return value
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The value, alone in a list."""
+        return [value]
+
+
 def together(world: Ranks, action: Callable[[], Result]) -> Result:
     """Runs `action`, which holds no collective, on every rank; returns this rank's result. Collective.
 
@@ -51,3 +71,9 @@ def together(world: Ranks, action: Callable[[], Result]) -> Result:
 def decide(world: Ranks, action: Callable[[], Any]) -> Any:
     """Runs `action` on rank 0 alone and returns its JSON result on every rank; its failure is raised on all."""
     return world.broadcast_json(together(world, action if world.rank == 0 else lambda: None))
+
+
+def check_shared(folder: Path) -> None:
+    """StorageError if a folder that rank 0 has made is not there for this rank."""
+    if not folder.is_dir():
+        raise StorageError(f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks share")

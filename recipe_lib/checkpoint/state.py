@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.checkpoint import files, rng
 from recipe_lib.checkpoint.dcp_storage import ShardReader, ShardWriter, read_shards
 from recipe_lib.checkpoint.files import FileRecord
+from recipe_lib.checkpoint.frozen import adapter_use, check_mark, check_use, counts_here, frozen_mark
 from recipe_lib.checkpoint.manifest import (
     DamagedState,
     Manifest,
@@ -45,8 +46,8 @@ from recipe_lib.checkpoint.optimizer_state import (
     optimizer_tensors,
     restore_settings,
 )
-from recipe_lib.checkpoint.ranks import Ranks, decide, together
-from recipe_lib.errors import CheckpointError, StorageError, UserError
+from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
+from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.units import MIB
 
@@ -66,18 +67,24 @@ def save_state(
 ) -> Path:
     """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest `keep`. Collective.
 
+    Of a model with frozen parameters only the trained ones are saved, and a mark by which the others are known again.
     root: `output_dir/state`, on a disk that all ranks share. step: optimizer steps done. extra: JSON values that
     `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
     Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
     tensors = together(world, lambda: model_tensors(model) | optimizer_tensors(model, optimizer))
-    settings = {"extra": extra, "optimizer": optimizer_settings(model, optimizer)}
+    settings = {
+        "extra": extra,
+        "optimizer": optimizer_settings(model, optimizer),
+        "adapters": adapter_use(model),
+        "frozen": frozen_mark(model, world),
+    }
     own_bytes = sum(_bytes_saved_here(tensor, world.rank) for tensor in tensors.values())
     needed = sum(world.gather_json(own_bytes)) + MIB * (world.size + 1)
     place = decide(world, lambda: _begin(root, step, needed))
     temporary, final = root / place["temporary"], root / place["final"]
     try:
-        together(world, lambda: _check_shared(temporary))
+        together(world, lambda: check_shared(temporary))
         records = _write_tensors(temporary, tensors, world)
         records.append(together(world, lambda: rng.save_rng(temporary, world.rank, world.device)))
         gathered = world.gather_json([asdict(record) for record in records])
@@ -93,13 +100,8 @@ def save_state(
 
 def _bytes_saved_here(tensor: torch.Tensor, rank: int) -> int:
     """Bytes of this rank's part, counting a part that several ranks hold (replicas) on one of them only."""
-    if not isinstance(tensor, DTensor):
-        return tensor.numel() * tensor.element_size() if rank == 0 else 0
-    coordinates = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
-    if any(place.is_replicate() and at for at, place in coordinates):
-        return 0
-    local = tensor.to_local()
-    return local.numel() * local.element_size()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size() if counts_here(tensor, rank) else 0
 
 
 def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
@@ -156,11 +158,6 @@ def _torch_faults() -> Iterator[None]:
                 with files.storage_faults():
                     raise known[0] from failure
             raise
-
-
-def _check_shared(folder: Path) -> None:
-    if not folder.is_dir():
-        raise StorageError(f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks share")
 
 
 def _publish(
@@ -278,22 +275,47 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, w
     another model, dtype or optimizer.
     """
     manifest = together(world, lambda: _manifest_of(path))
-    names = [record.name for record in manifest.files if record.name.startswith("shard-")]
-    saved = together(world, lambda: json.loads((path / STATE).read_bytes()))
-    metadata = together(world, lambda: read_shards(path, names))
-    targets = together(world, lambda: _targets(path, metadata, model, optimizer))
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = ShardReader(path, metadata)
-    with _torch_faults():
-        dcp.load(targets, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+    saved = _load_tensors(path, manifest, model, optimizer, world)
     together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path)))
     if manifest.world_size == world.size:
         together(world, lambda: rng.load_rng(path, world.rank, world.device))
     return saved["extra"]
 
 
+def holds_adapters(path: Path) -> bool:
+    """Whether a state that `find_state` has verified is one of adapters, without the weights beside them."""
+    return json.loads((path / STATE).read_bytes()).get("adapters") is not None
+
+
+def load_trained(path: Path, model: nn.Module, world: Ranks) -> None:
+    """Loads what a state holds of the model, without the optimizer, to look at or to export. Collective.
+
+    path: what `find_state` has verified. Raises CheckpointError as `load_state` does.
+    """
+    manifest = together(world, lambda: _manifest_of(path))
+    _load_tensors(path, manifest, model, None, world)
+
+
+def _load_tensors(
+    path: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks
+) -> dict[str, Any]:
+    """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
+    names = [record.name for record in manifest.files if record.name.startswith("shard-")]
+    saved = together(world, lambda: json.loads((path / STATE).read_bytes()))
+    together(world, lambda: check_use(path, saved.get("adapters"), model))
+    metadata = together(world, lambda: read_shards(path, names))
+    targets = together(world, lambda: _targets(path, metadata, model, optimizer))
+    mark = frozen_mark(model, world)
+    together(world, lambda: check_mark(path, saved.get("frozen"), mark))
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = ShardReader(path, metadata)
+    with _torch_faults():
+        dcp.load(targets, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+    return saved
+
+
 def _targets(
-    path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
     """The tensors to fill, after comparing names, shapes and types of the model with the saved ones."""
     saved = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
@@ -315,6 +337,8 @@ def _targets(
             )
     states = {name: entry for name, entry in saved.items() if name.startswith(f"{OPTIMIZER}/")}
     filled = {name: tensor for name, tensor in own.items() if name in saved_model}
+    if optimizer is None:
+        return filled
     return filled | make_optimizer_states(model, optimizer, states, str(path))
 
 

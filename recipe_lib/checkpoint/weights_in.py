@@ -1,7 +1,7 @@
 """A checkpoint folder's weights: what is wrong with them, from their headers; then each rank's own slices of them."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.build import local_part
+from recipe_lib.models.build import local_part, stored_weights
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
 from recipe_lib.units import MIB
@@ -58,7 +58,7 @@ def _match(
             {name for name in found.keys() - expected.keys() if not ignorable(spec, name)},
         ),
         _type_fault(folder, {name: found[name] for name in expected.keys() & found.keys()}),
-        _shape_fault(folder, expected, found),
+        _shape_fault(folder, expected, {name: found[name] for name in found if found[name].entry.dtype in _READABLE}),
     ]
     if any(faults):
         raise CheckpointError(*(fault for fault in faults if fault))
@@ -165,18 +165,31 @@ def load_weights(model: nn.Module, spec: DecoderSpec, folder: Path) -> None:
     """Fills the model's parameters in place; each rank reads its own slices and nothing else.
 
     model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
-    parameter's type. At most READ_BYTES are in host memory at a time. Raises CheckpointError as `check_weights` does.
+    parameter's type. Weights that are quantised are so while they are read, from the rows that hold a rank's blocks;
+    no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
+    Raises CheckpointError as `check_weights` does.
     """
-    parameters = dict(model.named_parameters())
-    entries, found = _match(spec, folder, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    parameters, stored = dict(model.named_parameters()), stored_weights(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
+    entries, found = _match(spec, folder, shapes)
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
     for path, in_file in by_file.items():
         with safe_open(str(path), framework="pt") as file:
             for entry in in_file:
+                source = file.get_slice(entry.file_name)
+                if entry.our_name in stored:
+                    stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
+                    continue
                 local, offsets = local_part(parameters[entry.our_name])
-                _read_part(file.get_slice(entry.file_name), local, (offsets[0] + entry.start, *offsets[1:]))
+                _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]))
+
+
+def _row_reader(source: Any, offset: int) -> Callable[[int, int], torch.Tensor]:
+    """Reads rows of a weight that begins at row `offset` of the file's tensor."""
+    return lambda start, stop: source[offset + start : offset + stop]
 
 
 def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:

@@ -79,13 +79,13 @@ def export_model(
     shards = plan_shards(spec, parameters, max_shard_bytes)
     parts = _parts_of(spec)
     copied = tokenizer_files(tokenizer_folder)
-    temporary = Path(decide(world, lambda: _begin(out, shards, copied)))
+    temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
         for name, tensors in shards.items():
             _write_shard(temporary / name, tensors, parts, parameters, world)
         dtype = next(iter(parameters.values())).dtype
         config = export_config(source_config, spec, dtype)
-        decide(world, lambda: _finish(temporary, out, shards, config, copied, chat_template, stop_ids))
+        decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
     except BaseException:
         if world.rank == 0:
             files.discard(temporary)
@@ -128,9 +128,16 @@ def _parts_of(spec: DecoderSpec) -> dict[str, list[str]]:
     return parts
 
 
-def _begin(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
-    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists and is not a model folder; move it away, or choose another output_dir")
+def begin_folder(
+    out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path], marker: str = "config.json"
+) -> str:
+    """Rank 0: room on the disk, and an empty temporary folder beside `out`; returns its path.
+
+    marker: the file by which `out`, if it is there, is known as a folder of the same kind that may be replaced.
+    """
+    if out.exists() and not (out / marker).is_file() and (not out.is_dir() or any(out.iterdir())):
+        kind = "a model folder" if marker == "config.json" else "an adapter's folder"
+        raise CheckpointError(f"{out}: exists and is not {kind}; move it away, or choose another output_dir")
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, f"{out.name}.")
     weights = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
@@ -149,7 +156,7 @@ def _write_shard(
     world: Ranks,
 ) -> None:
     """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
-    pieces = (_whole(parameters[part]) for tensor in tensors for part in parts[tensor.name])
+    pieces = (whole(parameters[part]) for tensor in tensors for part in parts[tensor.name])
 
     def write() -> None:
         try:
@@ -162,14 +169,14 @@ def _write_shard(
     together(world, write)
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+def whole(parameter: torch.Tensor) -> torch.Tensor:
     """The full parameter, gathered where it is computed with, even if its shards are kept in host memory."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to(parameter.device_mesh.device_type).full_tensor()
 
 
-def _finish(
+def finish_model(
     temporary: Path,
     out: Path,
     shards: dict[str, list[PlannedTensor]],
@@ -187,6 +194,12 @@ def _finish(
         }
         files.write_json(temporary / INDEX, index)
     files.write_json(temporary / "config.json", config)
+    copy_tokenizer(temporary, copied, chat_template, stop_ids)
+    files.publish_folder(temporary, out)
+
+
+def copy_tokenizer(temporary: Path, copied: list[Path], chat_template: Path | None, stop_ids: Collection[int]) -> None:
+    """The tokenizer's files, with template and stop tokens that the model was trained with, where they differ."""
     settings: dict[str, Any] = {}
     for path in copied:
         if path.name == GENERATION and stop_ids:
@@ -197,7 +210,6 @@ def _finish(
         files.copy_file(chat_template, temporary / CHAT_TEMPLATE)
     if stop_ids:
         files.write_json(temporary / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
-    files.publish_folder(temporary, out)
 
 
 def tokenizer_files(source: Path | None) -> list[Path]:

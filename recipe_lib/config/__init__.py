@@ -2,6 +2,16 @@
 
 from recipe_lib.config.load import load_config, parse_arguments
 from recipe_lib.config.registry import register, registered
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.sources import resolved_sources
 
-__all__ = ["FullFinetuneConfig", "load_config", "parse_arguments", "register", "registered"]
+__all__ = [
+    "DpoFinetuneConfig",
+    "FullFinetuneConfig",
+    "LoraFinetuneConfig",
+    "load_config",
+    "parse_arguments",
+    "register",
+    "registered",
+    "resolved_sources",
+]

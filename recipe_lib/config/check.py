@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_lib.config.aliases import KEY_ALIASES
-from recipe_lib.config.keys import Key, Schema
+from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
+from recipe_lib.config.places import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import Node
 from recipe_lib.config.suggest import nearest, show
-from recipe_lib.config.values import MismatchError, convert, describe, is_null
+from recipe_lib.config.values import MismatchError, convert, describe, expected, is_null
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
 MAX_FAULTS = 50
@@ -127,6 +128,9 @@ def check_section_value(checked: Checked, name: str, value: Node, place: str, fi
 
 def check_value(checked: Checked, key: Key, value: Node, place: str, *, where: str = "", typed: bool = False) -> None:
     """Checks a key's value and takes it. where: how the setting is told later, if not by the place."""
+    if key.section_class is not None and value.kind == "list":
+        check_items(checked, key, value, place, where, typed)
+        return
     if _is_broken(value):
         checked.doubt(key.name)
         return
@@ -137,10 +141,43 @@ def check_value(checked: Checked, key: Key, value: Node, place: str, *, where: s
         checked.doubt(key.name)
 
 
+def check_items(checked: Checked, key: Key, value: Node, place: str, where: str, typed: bool) -> None:
+    """Checks a list of sections and takes it if all are right; a fault names its own line and key inside."""
+    items = []
+    for number, node in enumerate(value.items):
+        inner = Checked(item_schema(key, number))
+        name = next(iter(inner.schema.sections))
+        file = COMMAND_LINE if typed else place.rpartition(":")[0]
+        line = f"{file}:{node.line}"
+        if node.kind == "broken":
+            inner.doubt(name)
+        elif node.kind != "mapping":
+            words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
+            inner.fault(line, name, f"found {describe(node)}, expected a section of keys ({words})")
+        else:
+            check_section(inner, name, node, file)
+            for inside in inner.schema.keys.values():
+                if inside.required and inside.name not in inner.settings and inside.name not in inner.doubtful:
+                    inner.fault(line, inside.name, f"is not set, expected {expected(inside)}")
+        for fault in inner.faults:
+            shown_at, _, what = fault.partition(": ")
+            checked.fault(place if typed else shown_at, "", what)
+        if inner.faults or inner.doubtful:
+            checked.doubt(key.name)
+        else:
+            set_here = {word.rpartition(".")[2]: setting.value for word, setting in inner.settings.items()}
+            items.append(inner.schema.config_class(**set_here))
+    if key.name not in checked.doubtful:
+        checked.set(key.name, items, where or place)
+
+
 def unknown_key(checked: Checked, place: str, name: str, section: str, *, typed: bool = False) -> None:
     """Notes a key that the schema does not have, with the nearest that it has."""
-    meant = _meant(name, checked.schema)
-    if meant:
+    owner = _owner(name, checked.schema)
+    meant = [] if owner else _meant(name, checked.schema)
+    if owner:
+        hint = f"; {owner}"
+    elif meant:
         hint = f"; did you mean {' or '.join(meant)}?"
         if not typed and meant == [name] and "." in name:
             hint = f"; write {name.rpartition('.')[2]}: under {name.rpartition('.')[0]}:"
@@ -164,6 +201,10 @@ def _meant(name: str, schema: Schema) -> list[str]:
         alias = KEY_ALIASES.get(known.lower().replace("-", "_"))
         if alias in valid:
             return [alias]
+    if section.endswith("]"):  # of a list of sections, whose keys are mostly those of the section around it
+        alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{word}".lower(), "")
+        if f"{section}.{alias.rpartition('.')[2]}" in valid:
+            return [f"{section}.{alias.rpartition('.')[2]}"]
     elsewhere = [key for key in valid if key.rpartition(".")[2] == word.lower()]
     if elsewhere:
         top = [key for key in elsewhere if "." not in key]
@@ -180,6 +221,18 @@ def _meant(name: str, schema: Schema) -> list[str]:
         words.setdefault(key.rpartition(".")[2], key)
     close = nearest(word, words, cutoff=0.75)
     return [words[close]] if close else []
+
+
+def _owner(name: str, schema: Schema) -> str:
+    """`lora.rank is a key of lora_finetune_distributed`, if that, or its alias, is nothing in the schema at hand."""
+    alias = KEY_ALIASES.get(name.lower().replace("-", "_"), name)
+    if not alias or alias in schema.keys or alias in schema.sections:
+        return ""
+    for recipe, config_class in RECIPE_CONFIGS.items():
+        view = read_schema(config_class)
+        if alias in view.keys or alias in view.sections:
+            return f"{alias} is a {'key' if alias in view.keys else 'section'} of the recipe {recipe}"
+    return ""
 
 
 def _is_broken(node: Node) -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.compatibility import INCOMPATIBLE
-from recipe_lib.config.keys import Key, Schema, read_schema
+from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
+from recipe_lib.config.places import RECIPE_CONFIGS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.values import expected
 
@@ -25,7 +26,8 @@ is indented under the section's name. `tune cat NAME --resolved` prints every va
 was set, `tune validate NAME` names every fault at once, with its line and the nearest valid key.
 
 On the command line: `key=value`, `section.key=value`, `section={key: value, ...}`, and `~key` for the default.
-A list is written `[a, b]`; a value may contain `=`. A text that looks like a number or like true, false or null
+A list is written `[a, b]`, one of sections `[{key: value}, {key: value}]`, where `name[0].key=value` sets one key of
+the first; a value may contain `=`. A text that looks like a number or like true, false or null
 has to be quoted in a file. Refused: tags, anchors, aliases, duplicate keys, `${...}`, more than one document,
 more than 1 MiB. No key takes a Python import path; names of your own come from `--plugin FILE`.
 """
@@ -34,23 +36,40 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")
 _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
-def markdown(schema: type = FullFinetuneConfig) -> str:
-    """The page `docs/config.md`."""
-    view = read_schema(schema)
-    parts = [_INTRODUCTION]
-    for section, title, keys in _sections(view):
-        parts.append(f"## {f'`{section}`' if section else 'Top level'}\n\n{title}\n" if section else "## Top level\n")
-        rows = ["| key | default | legal values | what it does |", "|---|---|---|---|"]
-        for key in keys:
-            cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), key.help)
-            rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-        parts.append("\n".join(rows) + "\n")
+def markdown(*schemas: type) -> str:
+    """The page `docs/config.md`: the keys of all these config classes; none given: of every shipped recipe's."""
+    views = [read_schema(schema) for schema in schemas or RECIPE_CONFIGS.values()]
+    parts, done = [_INTRODUCTION], set()
+    for view in views:
+        for section, title, keys in _sections(view):
+            if section not in done:
+                heading = f"## `{section}`\n\n{title}{_owners(section, views)}\n" if section else "## Top level\n"
+                parts += [heading, _table(keys)]
+            done.add(section)
     parts.append("## What does not go together\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]
     for entry in INCOMPATIBLE:
         rows.append(f"| {', '.join(f'`{key}`' for key in entry.keys)} | {entry.reason} | {entry.remedy} |")
     parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def _table(keys: list[Key]) -> str:
+    rows = ["| key | default | legal values | what it does |", "|---|---|---|---|"]
+    for key in keys:
+        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), key.help)
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _owners(section: str, views: list[Schema]) -> str:
+    """Which recipes have a section, unless all of them do."""
+    inside = section.partition("[")[0]
+    owners = [view for view in views if inside in view.sections or inside in view.keys]
+    if len(owners) == len(views):
+        return ""
+    names = ", ".join(f"`{view.keys['recipe'].default}`" for view in owners)
+    return f" Recipes: {names}."
 
 
 def describe_text(schema: type = FullFinetuneConfig) -> str:
@@ -79,6 +98,9 @@ def _yaml_lines(section: Any, indent: str) -> Iterator[str]:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield f"{indent}{field.name}:"
             yield from _yaml_lines(value, f"{indent}  ")
+        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+            yield f"{indent}{field.name}:"
+            yield from (f"{indent}  - {value_text(item)}" for item in value)
         else:
             # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
             is_word = isinstance(value, str) and value.lower() == "none" and "choices" not in field.metadata
@@ -93,6 +115,8 @@ def value_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(value_text(item) for item in value)}]"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return f"{{{', '.join(f'{value_text(name)}: {value_text(item)}' for name, item in value.items())}}}"
     if isinstance(value, (str, Path)):
@@ -113,6 +137,11 @@ def _sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
         written = (section_class.__doc__ or "").strip().partition("\n")[0]
         # A dataclass without a docstring gets its signature as one.
         yield section, "" if written.startswith(f"{section_class.__name__}(") else written, keys
+        for key in keys:
+            if key.section_class is not None:
+                inner = item_schema(key, 0)
+                about = (key.section_class.__doc__ or "").strip().partition("\n")[0]
+                yield from ((name, about, list(inner.keys.values())) for name in inner.sections)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,12 @@ class Key:
         """The one line that describes the key."""
         return self.limits.get("help", "")
 
+    @property
+    def section_class(self) -> type | None:
+        """The dataclass of its items, if the key holds a list of sections."""
+        inner = typing.get_args(self.kinds[0]) if len(self.kinds) == 1 else ()
+        return inner[0] if inner and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0]) else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
@@ -63,6 +69,15 @@ def read_schema(config_class: type) -> Schema:
     sections: dict[str, type] = {}
     _collect("", config_class, None, keys, sections)
     return Schema(config_class, keys, sections)
+
+
+def item_schema(key: Key, number: int) -> Schema:
+    """The keys of one section of a list, under their full names: `data.sources[1].weight`."""
+    if key.section_class is None:
+        raise TypeError(f"{key.name} is no list of sections")
+    view, name = read_schema(key.section_class), f"{key.name}[{number}]"
+    keys = {f"{name}.{word}": dataclasses.replace(inner, name=f"{name}.{word}") for word, inner in view.keys.items()}
+    return Schema(view.config_class, keys, {name: view.config_class})
 
 
 def _collect(section: str, section_class: type, instance: Any, keys: dict[str, Key], sections: dict[str, type]) -> None:
@@ -115,11 +130,17 @@ def _check_kind(kind: Any, where: str) -> None:
         return
     if origin is typing.Literal and all(isinstance(choice, str) for choice in inner):
         return
-    if origin is list and inner[0] in SCALARS:
+    if origin is list and (inner[0] in SCALARS or _is_plain_section(inner[0])):
         return
     if origin is dict and inner[0] is str and inner[1] in SCALARS:
         return
     raise ConfigError(
         f"{where}: a config cannot hold the type {getattr(kind, '__name__', kind)}; use bool, int, float, str, Path, "
-        "Literal of texts, list[...] or dict[str, ...] of these, a dataclass, or one of them `| None`"
+        "Literal of texts, list[...] or dict[str, ...] of these, a dataclass, or one of them `| None`; "
+        "or a list of a dataclass of such keys"
     )
+
+
+def _is_plain_section(kind: Any) -> bool:
+    """A dataclass without sections of its own, which a list may hold."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and set(read_schema(kind).sections) == {""}

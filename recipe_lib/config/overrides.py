@@ -1,13 +1,16 @@
 """`key=value` and `~key` from the command line, applied in order over what the file has set."""
 
+import dataclasses
+import re
 from collections.abc import Sequence
 
 from recipe_lib.config.check import COMMAND_LINE, Checked, Setting, check_section, check_value, unknown_key
-from recipe_lib.config.keys import Schema
+from recipe_lib.config.keys import Schema, item_schema
 from recipe_lib.config.read_yaml import Node, YamlError, parse
 from recipe_lib.config.suggest import show
 from recipe_lib.config.values import describe
 
+_ITEM = re.compile(r"(.+)\[([0-9]{1,4})\]\.([^.\[\]]+)")
 _OPENS_YAML = ("[", "{", '"', "'")
 
 
@@ -38,6 +41,8 @@ def _set(checked: Checked, name: str, text: str, place: str) -> None:
         _set_section(checked, name, value, place)
     elif name in schema.keys:
         check_value(checked, schema.keys[name], value, place, where=COMMAND_LINE, typed=True)
+    elif item := _ITEM.fullmatch(name):
+        _set_in_item(checked, item, value, place)
     elif outer:
         _set_entry(checked, outer, name.removeprefix(f"{outer}."), value, place)
     elif name.startswith(("-", "+")) and name.lstrip("-+"):
@@ -69,7 +74,7 @@ def _set_section(checked: Checked, name: str, value: Node, place: str) -> None:
         inner = Checked(checked.schema)
         check_section(inner, name, value, COMMAND_LINE)
         for fault in inner.faults:
-            checked.fault(place, "", fault.removeprefix(f"{COMMAND_LINE}:1: "))
+            checked.fault(place, "", fault.partition(": ")[2])
         for key, setting in inner.settings.items():
             checked.settings[key] = Setting(setting.value, COMMAND_LINE)
         checked.doubtful |= inner.doubtful
@@ -91,6 +96,35 @@ def _set_entry(checked: Checked, outer: str, inner: str, value: Node, place: str
         earlier = before.value if before else checked.schema.keys[outer].default
         where = f"{before.where}, {COMMAND_LINE}" if before and before.where != COMMAND_LINE else COMMAND_LINE
         checked.set(outer, {**(earlier or {}), **after.value}, where)
+
+
+def _set_in_item(checked: Checked, item: re.Match[str], value: Node, place: str) -> None:
+    """`data.sources[1].weight=2` sets one key of one section of a list."""
+    name, number, word = item[1], int(item[2]), item[3]
+    key = checked.schema.keys.get(name)
+    if key is None or key.section_class is None:
+        unknown_key(checked, place, item[0], "", typed=True)
+        return
+    before = checked.settings.get(name)
+    items = list(before.value if before else key.default)
+    inner = Checked(item_schema(key, number))
+    if number >= len(items):
+        if name not in checked.doubtful:
+            has = f"the last one is {name}[{len(items) - 1}]" if items else "the list is empty"
+            checked.fault(place, "", f"{name}[{number}] is not there, {has}; write {name}=[...] for another list")
+        return
+    if f"{name}[{number}].{word}" in inner.schema.keys:
+        check_value(inner, inner.schema.keys[f"{name}[{number}].{word}"], value, place, where=COMMAND_LINE, typed=True)
+    else:
+        unknown_key(inner, place, item[0], f"{name}[{number}]", typed=True)
+    checked.faults += inner.faults
+    if inner.faults:
+        checked.doubt(name)
+        return
+    for setting in inner.settings.values():
+        items[number] = dataclasses.replace(items[number], **{word: setting.value})
+    where = f"{before.where}, {COMMAND_LINE}" if before and COMMAND_LINE not in before.where else COMMAND_LINE
+    checked.set(name, items, where)
 
 
 def _reset(checked: Checked, name: str, place: str) -> None:

@@ -172,7 +172,7 @@ class _Builder:
             for inner in self.events:
                 if isinstance(inner, yaml.SequenceEndEvent):
                     break
-                node.items.append(self.node(inner, depth + 1, name))
+                node.items.append(self.node(inner, depth + 1, f"{name}[{len(node.items)}]" if name else ""))
             return node
         node = Node("mapping", line)
         for inner in self.events:

@@ -21,7 +21,10 @@ Component = TypeVar("Component", bound=Callable[..., Any])
 
 # kind -> (module whose import registers them, names)
 BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "data.format": ("recipe_lib.data.formats", ("alpaca", "sharegpt", "messages", "prompt_completion", "text")),
+    "data.format": (
+        "recipe_lib.data.formats",
+        ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"),
+    ),
     "optimizer.name": ("recipe_lib.training.optimizers", ("adamw", "sgd")),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
     "log.trackers": ("recipe_lib.training.trackers", ("tensorboard", "wandb", "trackio")),

@@ -20,13 +20,15 @@ def key(
     below: float | None = None,
     also: tuple[float, ...] | None = None,
     length: int | None = None,
+    items: tuple[str, ...] | None = None,
 ) -> Any:
     """One key of a section.
 
     default: its value when the config does not set it. help: one line, with the unit.
     choices: the only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in.
     minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them.
-    length: how many items a list has. On a list, choices and bounds are those of each item.
+    length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
+    items of the list that may stand in place of a choice.
     """
     limits = {
         "choices": choices,
@@ -37,6 +39,7 @@ def key(
         "below": below,
         "also": also,
         "length": length,
+        "items": items,
     }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
     if isinstance(default, (list, dict)):
@@ -61,10 +64,29 @@ class TokenizerConfig:
 
 
 @dataclass
+class SourceConfig:
+    """One of several sources of rows; what it leaves null is taken from the section `data`."""
+
+    source: str = field(metadata={"help": "Like data.source."})
+    weight: float = key(
+        1.0, "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.", above=0
+    )
+    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
+    split: str | None = key(None, "Like data.split; null: the same.")
+    columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.")
+    max_rows: int | None = key(None, "Use only its first rows.", minimum=1)
+
+
+@dataclass
 class DataConfig:
     """The training rows."""
 
-    source: str | None = key(None, "File or folder (.json, .jsonl, .txt), or `hub:OWNER/NAME` (extra `datasets`).")
+    source: str | None = key(
+        None,
+        "File or folder (.json, .jsonl, .parquet, .txt), or `hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` "
+        "(extra `datasets`, which .parquet needs too).",
+    )
+    sources: list[SourceConfig] = key([], "Several sources with weights, in place of data.source.")
     format: str = key("alpaca", "How a row is read.", kind="data.format")
     split: str = key("train", "Split of a hub dataset.")
     columns: dict[str, str] = key({}, "The format's column name -> the name it has in your file.")
@@ -73,7 +95,20 @@ class DataConfig:
         "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
         choices=("auto", "chat", "plain"),
     )
-    train_on: str = key("answer", "Tokens the loss counts.", choices=("answer", "all"))
+    train_on: str | list[str] = key(
+        "assistant",
+        "Tokens the loss counts: every answer (`assistant`), the `last` one, `all` tokens, or a list of roles; a "
+        "message's own `train: false` takes it out.",
+        choices=("assistant", "last", "all"),
+        items=("system", "user", "assistant", "tool"),
+    )
+    trained_share: str = key(
+        "check",
+        "`check`: a run in which no token or every token is trained stops; `any`: it does not.",
+        choices=("check", "any"),
+    )
+    packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
+    pad_to_multiple: int = key(1, "Row lengths are rounded up to a multiple of it, with padding.", minimum=1)
     shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
     add_bos: bool = key(
         True,
@@ -82,6 +117,10 @@ class DataConfig:
     max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
     bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
     long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
+    workers: int | None = key(None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1)
+    loader_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0)
+    cache: bool = key(True, "Keep tokenised rows on disk for the next start and for the other ranks of the machine.")
+    cache_dir: str | None = key(None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.")
 
 
 @dataclass
@@ -160,6 +199,52 @@ class MemoryConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
+
+    rank: int = key(16, "Rank of the two matrices.", minimum=1)
+    alpha: float = key(32.0, "The product is multiplied by alpha / rank.", above=0)
+    dropout: float = key(0.0, "Share of the adapter's inputs set to zero in training.", minimum=0, below=1)
+    targets: list[str] = key(
+        ["q", "k", "v", "o", "gate", "up", "down"],
+        "What gets an adapter.",
+        choices=("q", "k", "v", "o", "gate", "up", "down", "embedding", "head"),
+    )
+    rslora: bool = key(False, "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).")
+    dora: bool = key(False, "Also train the length of each output's weights (DoRA, arXiv 2402.09353).")
+    quantize: str = key(
+        "none",
+        "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
+        choices=("none", "nf4", "int8"),
+    )
+    dtype: str | None = key(None, "Type of the adapters' weights; null: dtype.", choices=("fp32", "bf16"))
+    adapter: str | None = key(None, "Folder of a PEFT adapter to go on training; null: a new one.")
+    merge: bool = key(False, "At the end also write the model with the adapter merged in, as output_dir/model.")
+
+
+@dataclass
+class DpoConfig:
+    """Preference optimisation on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290)."""
+
+    loss: str = key(
+        "sigmoid",
+        "`sigmoid`: DPO; `cdpo`: with dpo.label_smoothing; `ipo` (arXiv 2310.12036); `simpo`: mean log-probabilities, "
+        "no reference (arXiv 2405.14734).",
+        choices=("sigmoid", "cdpo", "ipo", "simpo"),
+    )
+    beta: float = key(0.1, "How strongly the model is held to the reference (simpo: scale of the reward).", above=0)
+    label_smoothing: float = key(0.0, "cdpo: share of pairs taken to be the wrong way round.", minimum=0, below=0.5)
+    margin: float = key(0.5, "simpo: least difference of rewards (gamma).", minimum=0)
+    reference_free: bool = key(False, "sigmoid, cdpo, ipo: take a reference that finds both answers equally likely.")
+    train: str = key(
+        "lora",
+        "`lora`: adapters, the reference is the model without them; `full`: every parameter, the "
+        "reference is a frozen second copy.",
+        choices=("lora", "full"),
+    )
+
+
+@dataclass
 class CheckpointConfig:
     """What is saved, and when."""
 
@@ -217,3 +302,19 @@ class FullFinetuneConfig:
     overwrite: bool = key(False, "Replace what an earlier run left in output_dir.")
     resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.")
     compile: bool = key(False, "torch.compile each layer.")
+
+
+@dataclass
+class LoraFinetuneConfig(FullFinetuneConfig):
+    """Config of `lora_finetune_distributed`."""
+
+    recipe: str = key("lora_finetune_distributed", "The recipe this config is for.")
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class DpoFinetuneConfig(LoraFinetuneConfig):
+    """Config of `dpo_distributed`."""
+
+    recipe: str = key("dpo_distributed", "The recipe this config is for.")
+    dpo: DpoConfig = field(default_factory=DpoConfig)

@@ -1,5 +1,6 @@
 """From the text of a value to the type of its key, or a line that says what was found and what was expected."""
 
+import dataclasses
 import math
 import re
 import typing
@@ -124,12 +125,22 @@ def _to_text(node: Node, key: Key, any_word: bool) -> str:
 
 
 def _convert_list(node: Node, item_kind: Any, key: Key, typed: bool) -> list[Any]:
+    if dataclasses.is_dataclass(item_kind):
+        example = next(iter(typing.get_type_hints(item_kind)))
+        remedy = f"; write [{{{example}: {show(node.text)}}}]" if node.kind == "scalar" and node.text else ""
+        remedy = "; put `- ` before its first key, or [...] around it" if node.kind == "mapping" else remedy
+        raise MismatchError(f"found {describe(node)}, expected {expected(key)}{remedy}")
     if node.kind != "list":
         is_item = node.kind == "scalar" and node.text and "length" not in key.limits
-        remedy = f"; write [{show(node.text)}]" if is_item else ""
+        choices = key.limits.get("choices")
+        meant = CHOICE_ALIASES.get(node.text.lower(), node.text) if choices else node.text
+        remedy = f"; write [{show(meant)}]" if is_item and (not choices or meant in choices) else ""
         raise MismatchError(f"found {describe(node)}, expected {expected(key)}{remedy}")
     only = len(key.kinds) == 1
     values = [_convert_scalar(item, item_kind, key, typed, is_choice=only) for item in node.items]
+    if "items" in key.limits:
+        for value in values:
+            _check_choice(value, key.limits["items"], key)
     for value, item in zip(values, node.items, strict=True):
         if only:
             _check_limits(value, key, item.text)
@@ -189,7 +200,7 @@ def _check_choice(value: Any, choices: typing.Iterable[str], key: Key) -> None:
         return
     alias = CHOICE_ALIASES.get(str(value).lower())
     hint = f"; did you mean {alias}?" if alias in choices else did_you_mean(str(value), choices)
-    if len(key.kinds) > 1 and ("." in str(value) or "*" in str(value)):
+    if value in key.limits.get("items", ()) or (len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))):
         hint = f"; write [{show(str(value))}]"  # a pattern, where a list of them may stand
     raise MismatchError(f"found {quote(str(value))}, expected {expected(key)}{hint}")
 
@@ -237,9 +248,13 @@ def _expected_kind(kind: Any, key: Key) -> str:
 
 def _expected_list(item: Any, key: Key, only: bool) -> str:
     limits = key.limits
+    if dataclasses.is_dataclass(item):
+        return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
     if only and ("choices" in limits or "kind" in limits):
         choices = limits["choices"] if "choices" in limits else registry.names(limits["kind"])
         return f"a list [...] of {', '.join(choices)}"
+    if "items" in limits:
+        return f"a list [...] of {', '.join(limits['items'])}"
     length = f"{limits['length']} " if "length" in limits else ""
     each = bounds(limits) if only else ""
     return f"a list [...] of {length}{_NOUNS[item][1]}{f', each{each}' if each else ''}"

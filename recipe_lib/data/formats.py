@@ -1,24 +1,32 @@
 """How a row of a dataset is read, by the name in `data.format`.
 
-A format is a function from a row (a dict, its columns renamed by `data.columns`) to a Conversation, a Completion or
-a Document. A plugin registers its own with `@register("data.format", "name")`, and says with `@columns(...)` which
-columns it reads; it raises RowFault for a row that it cannot use.
+A format is a function from a row (a dict, its columns renamed by `data.columns`) to a Conversation, a Completion, a
+Document or a Preference. A plugin registers its own with `@register("data.format", "name")`, and says with
+`@columns(...)` which columns it reads; it raises RowFault for a row that it cannot use.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from recipe_lib.config.registry import register
-from recipe_lib.data.samples import Completion, Conversation, Document, Message, RowFault, Sample
+from recipe_lib.data.messages import (
+    Row,
+    check_answers,
+    check_order,
+    conversation,
+    kind_of,
+    list_of,
+    read_message,
+    read_tools,
+    read_turn,
+    read_turns,
+    text_of,
+)
+from recipe_lib.data.samples import Completion, Conversation, Document, Message, Preference, RowFault, Sample
 
-Row = Mapping[str, Any]
+__all__ = ["Reader", "Row", "columns", "conversation", "text_of"]
+
 Reader = Callable[[Row], Sample]
-
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "model": "assistant", "chatgpt": "assistant", "tool": "tool", "observation": "tool", "function_response": "tool",
-}  # fmt: skip
 
 
 def columns(*required: str, optional: Sequence[str] = ()) -> Callable[[Reader], Reader]:
@@ -37,59 +45,29 @@ def read_alpaca(row: Row) -> Conversation:
     """`instruction`, `output`, and perhaps `input` (put under the instruction) and `system`."""
     question = text_of(row, "instruction")
     more = text_of(row, "input", may_be_missing=True)
-    system = text_of(row, "system", may_be_missing=True)
     if not (question + more).strip():
         raise RowFault("empty instruction", "found an empty instruction, expected text")
     messages = [
         {"role": "user", "content": f"{question}\n\n{more}" if more else question},
         {"role": "assistant", "content": text_of(row, "output")},
     ]
-    return conversation([{"role": "system", "content": system}, *messages] if system else messages)
+    return conversation([*_system(row), *messages])
 
 
 @register("data.format", "sharegpt")
-@columns("conversations", optional=("system",))
+@columns("conversations", optional=("system", "tools"))
 def read_sharegpt(row: Row) -> Conversation:
-    """`conversations`: a list of {from, value} or {role, content}; and perhaps `system`."""
-    messages: list[Message] = []
-    system = text_of(row, "system", may_be_missing=True)
-    if system:
-        messages.append({"role": "system", "content": system})
-    for number, turn in enumerate(list_of(row, "conversations"), start=1):
-        where = f"conversations[{number}]"
-        speaker, text = ("from", "value") if "from" in turn else ("role", "content")
-        role = turn.get(speaker)
-        if role not in SHAREGPT_ROLES:
-            known = "human, gpt, system or tool"
-            raise RowFault("unknown role", f"{where}: found the {speaker} {role!r}, expected {known}")
-        messages.append({"role": SHAREGPT_ROLES[role], "content": text_of(turn, text, where=where)})
-    return conversation(messages)
+    """`conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be JSON)."""
+    return conversation([*_system(row), *read_turns(row, "conversations")], read_tools(row))
 
 
 @register("data.format", "messages")
 @columns("messages", optional=("tools",))
 def read_messages(row: Row) -> Conversation:
     """`messages`: a list of {role, content} as chat APIs have it; and perhaps `tools` for the chat template."""
-    messages: list[Message] = []
-    for number, message in enumerate(list_of(row, "messages"), start=1):
-        where = f"messages[{number}]"
-        role = message.get("role")
-        if role not in ROLES:
-            raise RowFault("unknown role", f"{where}: found the role {role!r}, expected one of {', '.join(ROLES)}")
-        calls = message.get("tool_calls")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(_text_part(part, where) for part in content)
-        elif content is None and calls:
-            content = ""
-        else:
-            content = text_of(message, "content", where=where)
-        kept = {name: value for name, value in message.items() if value is not None}
-        messages.append(kept | {"role": role, "content": content})
-    tools = row.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RowFault("tools are no list", f"tools: found {_kind(tools)}, expected a list of objects")
-    return conversation(messages, tools or None)
+    turns = list_of(row, "messages")
+    messages = [read_message(turn, f"messages[{number}]") for number, turn in enumerate(turns, start=1)]
+    return conversation(messages, read_tools(row))
 
 
 @register("data.format", "prompt_completion")
@@ -112,63 +90,63 @@ def read_text(row: Row) -> Document:
     return Document(text)
 
 
-def text_of(row: Row, name: str, *, may_be_missing: bool = False, where: str = "") -> str:
-    """The text in a column. Raises RowFault: missing, no text, or not encodable as UTF-8."""
-    value = row.get(name)
-    if value is None and may_be_missing:
-        return ""
-    label = f"{where}.{name}" if where else name
-    if not isinstance(value, str):
-        raise RowFault(f"{name} is no text", f"{label}: found {_kind(value)}, expected text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
+@register("data.format", "preference")
+@columns("chosen", "rejected", optional=("prompt", "conversations", "system", "tools"))
+def read_preference(row: Row) -> Preference:
+    """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike.
+
+    What comes before them is `prompt` (text, or messages) or `conversations`; where the conversations hold it already,
+    neither is needed. The prompt is all that both have in common, up to the answer in which they part.
+    """
+    if row.get("prompt") is not None and row.get("conversations") is not None:
+        raise RowFault("two prompts", "found prompt and conversations, expected one of the two")
+    name = "prompt" if row.get("prompt") is not None else "conversations"
+    before = [*_system(row), *_messages(row, name, "user")] if row.get(name) is not None else _system(row)
+    chosen, rejected = (_continued(before, _messages(row, answer, "assistant")) for answer in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise RowFault("equal answers", "found chosen equal to rejected, expected two different answers")
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    if not shared and all(messages and messages[0]["role"] == "assistant" for messages in (chosen, rejected)):
         raise RowFault(
-            "half a character",
-            f"{label}: found half a surrogate pair at character {error.start + 1}, expected whole characters",
-        ) from None
-    return value
-
-
-def list_of(row: Row, name: str) -> list[Row]:
-    """The list of objects in a column. Raises RowFault."""
-    value = row.get(name)
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RowFault(f"{name} is no list", f"{name}: found {_kind(value)}, expected a list of objects")
-    return value
-
-
-def conversation(messages: Sequence[Message], tools: Sequence[Row] | None = None) -> Conversation:
-    """Checks the order of the roles and that there is an answer. Raises RowFault."""
-    before = "the start"
-    for number, message in enumerate(messages, start=1):
-        role = message["role"]
-        allowed = {"system": ("the start",), "user": ("the start", "system", "assistant")}.get(role)
-        allowed = allowed or {"assistant": ("user", "tool"), "tool": ("assistant", "tool")}[role]
-        if before not in allowed:
-            after = " or ".join(allowed)
+            "no prompt", "found answers without a prompt, expected prompt, or conversations that begin alike"
+        )
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        last = messages[-1]["role"] if len(messages) > shared else "nothing"
+        if last != "assistant":
             raise RowFault(
-                "wrong role order", f"message {number}: found {role} after {before}, expected it after {after}"
+                f"{name} without an answer", f"{name}: found {last} at its end, expected an answer of its own"
             )
-        before = role
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        raise RowFault("no answer", f"found {len(messages)} messages without an answer, expected one of the assistant")
-    for message in answers:
-        if not message["content"].strip() and not message.get("tool_calls"):
-            raise RowFault("empty answer", "found an empty answer, expected text to train on")
-    return Conversation(messages, tools)
+        if messages[shared]["role"] != "assistant":
+            raise RowFault(
+                "other questions",
+                f"{name}: message {shared + 1} is of the {messages[shared]['role']} and differs between chosen and "
+                "rejected, expected them to part in an answer",
+            )
+        check_order(messages)
+        check_answers([message for message in messages[shared:] if message["role"] == "assistant"], f"answer in {name}")
+    return Preference(chosen[:shared], chosen[shared:], rejected[shared:], read_tools(row))
 
 
-def _text_part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise RowFault("not text", f"{where}: found {_kind(part)} in content, expected parts of the type text")
-    return text_of(part, "text", where=where)
+def _continued(before: list[Message], answer: list[Message]) -> list[Message]:
+    """The whole conversation: the answer holds what comes before it already, or goes on from it."""
+    held = answer[: len(before)] == before and len(answer) > len(before)
+    # A dataset may repeat the question of its conversations in a column of its own.
+    repeated = len(before) == 1 and before[0]["role"] == "user" and before[0] in answer
+    return answer if held or repeated else [*before, *answer]
 
 
-def _kind(value: Any) -> str:
-    """A value in words, for error lines."""
-    if value is None:
-        return "nothing"
-    names = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+def _messages(row: Row, name: str, role: str) -> list[Message]:
+    """A column as messages: a list of them, one of them, or a text of the given role."""
+    value = row.get(name)
+    if isinstance(value, list):
+        return read_turns(row, name)
+    if isinstance(value, dict):
+        return [read_turn(value, name)]
+    if not isinstance(value, str):
+        raise RowFault(f"{name} is no text", f"{name}: found {kind_of(value)}, expected text or messages")
+    return [{"role": role, "content": text_of(row, name)}]
+
+
+def _system(row: Row) -> list[Message]:
+    text = text_of(row, "system", may_be_missing=True)
+    return [{"role": "system", "content": text}] if text else []

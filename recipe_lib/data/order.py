@@ -1,25 +1,29 @@
-"""Which rows a step trains on: a function of (seed, epoch, step) alone, whatever the number of ranks.
+"""Which items a step trains on: a function of (seed, epoch, step) alone, whatever the number of ranks.
 
-The order of an epoch sorts the rows by 64-bit numbers drawn from Philox-4x64 with the key (seed, epoch). numpy
+The order of an epoch sorts the items by 64-bit numbers drawn from Philox-4x64 with the key (seed, epoch). numpy
 guarantees that stream for all versions and platforms (unlike `Generator.permutation`), so a run can be resumed
 elsewhere. Two equal numbers, one chance in 10^7 for a million rows, keep file order.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
+from recipe_lib.data.packing import Packs, pack
 from recipe_lib.errors import DataError
+
+# Numbers of one key that are independent of each other: the highest word of Philox' counter.
+_ORDER, _SHARES, _PACKS = 0, 1, 2
+_EPOCHS_KEPT = 2
 
 
 def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
     """Optimizer steps in an epoch; the rows left over are not used in it. Raises DataError if there is not one."""
-    if num_rows < rows_per_step:
-        raise DataError(
-            f"data.source: found {num_rows} usable rows, expected at least {rows_per_step} for one step "
-            "(batch_size x gradient_accumulation_steps x ranks); lower batch_size or gradient_accumulation_steps"
-        )
-    return num_rows // rows_per_step
+    return _steps(num_rows, rows_per_step, f"data.source: found {num_rows} usable rows")
 
 
 def global_rows(num_rows: int, seed: int, epoch: int, step: int, rows_per_step: int, shuffle: bool) -> np.ndarray:
@@ -35,9 +39,199 @@ def global_rows(num_rows: int, seed: int, epoch: int, step: int, rows_per_step: 
     return _epoch_order(num_rows, seed, epoch)[start:end].copy()
 
 
+class Items(Protocol):
+    """What a plan needs to know of a dataset. An item is a row, or a pair of rows that stay together.
+
+    group: rows of an item. item_lengths: int64 `[items]`, tokens. source_of: int `[items]`, the source of each.
+    weights: how often the items of each source are taken in an epoch.
+    """
+
+    group: int
+    item_lengths: np.ndarray
+    source_of: np.ndarray
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """See above."""
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """items: in the order they are taken. packs: of places in that order, and the order of the packs; None: no packing.
+    row_length: tokens of the fullest pack."""
+
+    items: np.ndarray
+    packs: Packs | None = None
+    pack_order: np.ndarray | None = None
+    row_length: int | None = None
+
+    @property
+    def slots(self) -> int:
+        return len(self.items) if self.packs is None else len(self.packs)
+
+    def slot(self, number: int) -> np.ndarray:
+        if self.packs is None or self.pack_order is None:
+            return self.items[number : number + 1]
+        return self.items[self.packs[int(self.pack_order[number])]]
+
+
+class DataPlan:
+    """Which items each step takes, in so many slots: a slot is a row of a batch, and holds an item or a pack of them.
+
+    The order of an epoch's slots does not depend on how many of them make a step, nor on ranks or workers. Slots left
+    over at the end of an epoch are not used in it.
+
+    Weights: of a source with weight w each item is taken floor(w) times an epoch, and a share w - floor(w) of them,
+    drawn anew each epoch, once more. Packing: the lengths of an epoch's items decide which go together.
+    """
+
+    def __init__(
+        self,
+        dataset: Items,
+        *,
+        seed: int,
+        slots_per_step: int,
+        shuffle: bool,
+        packing_capacity: int | None = None,
+    ) -> None:
+        """slots_per_step: batch_size x accumulation x ranks. shuffle false: file order in every epoch.
+
+        packing_capacity: tokens of a row that several items may share; for pairs, a pair's rows have that much each.
+        Raises DataError if an epoch has not one step.
+        """
+        self.slots_per_step = slots_per_step
+        self._seed, self._shuffle, self._group = seed, shuffle, dataset.group
+        self._capacity = packing_capacity * dataset.group if packing_capacity else None
+        self._lengths, self._weights = dataset.item_lengths, [float(weight) for weight in dataset.weights]
+        self._source_of = dataset.source_of
+        self._plain = all(weight == 1 for weight in self._weights)
+        self._whole = all(weight == int(weight) for weight in self._weights)  # every epoch takes the same items
+        self._steps_of: dict[int, int] = {}
+        self._epochs: dict[int, _Epoch] = {}
+        _steps(self._slots(0), slots_per_step, self._found(self._slots(0)))
+
+    def steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch (from 0); with weights that are no whole numbers epochs may differ."""
+        epoch = 0 if self._whole else epoch
+        if epoch not in self._steps_of:
+            self._steps_of[epoch] = self._slots(epoch) // self.slots_per_step
+        return self._steps_of[epoch]
+
+    def total_steps(self, epochs: int, max_steps: int | None = None) -> int:
+        """Steps of a run of so many epochs, at most `max_steps`."""
+        if self._whole:
+            steps = epochs * self.steps(0)
+            return steps if max_steps is None else min(steps, max_steps)
+        steps = 0
+        for epoch in range(epochs):
+            if max_steps is not None and steps >= max_steps:
+                return max_steps
+            steps += self.steps(epoch)
+        return steps if max_steps is None else min(steps, max_steps)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """(epoch, step within it) of a step of the run, all from 0."""
+        if step < 0:
+            raise ValueError(f"found step {step}, expected 0 or more")
+        if self._whole:
+            return divmod(step, self.steps(0))
+        epoch = 0
+        while step >= self.steps(epoch):
+            step -= self.steps(epoch)
+            epoch += 1
+        return epoch, step
+
+    def slots(self, step: int) -> list[np.ndarray]:
+        """The items of each slot of a step of the run (from 0): int64 arrays, `slots_per_step` of them."""
+        number, step = self.locate(step)
+        epoch, start = self._epoch(number), step * self.slots_per_step
+        return [epoch.slot(at) for at in range(start, start + self.slots_per_step)]
+
+    def row_length(self, step: int) -> int | None:
+        """Tokens of the fullest pack of the epoch that a step is in; None without packing."""
+        return self._epoch(self.locate(step)[0]).row_length if self._capacity else None
+
+    def packing_efficiency(self, epoch: int = 0) -> float:
+        """Share of an epoch's packed rows that is no padding; 1 without packing, where a batch has its own width."""
+        found = self._epoch(epoch)
+        if found.row_length is None:
+            return 1.0
+        return float(self._lengths[found.items].sum() / (found.slots * found.row_length))
+
+    def _slots(self, epoch: int) -> int:
+        return self._epoch(epoch).slots
+
+    def _epoch(self, number: int) -> _Epoch:
+        if number not in self._epochs:
+            while len(self._epochs) >= _EPOCHS_KEPT:
+                del self._epochs[next(iter(self._epochs))]
+            self._epochs[number] = self._draw(number)
+        return self._epochs[number]
+
+    def _draw(self, number: int) -> _Epoch:
+        """An epoch's items in order, and their packs in an order of their own."""
+        items = self._taken(number)
+        if self._shuffle:
+            items = items[_drawn_order(len(items), self._seed, number, _ORDER)]
+        if self._capacity is None:
+            return _Epoch(items)
+        lengths = self._lengths[items]
+        packs = pack(lengths, self._capacity)
+        if self._shuffle:
+            order = _drawn_order(len(packs), self._seed, number, _PACKS)
+        else:
+            order = np.argsort(packs.items[packs.offsets[:-1]], kind="stable")  # by the first item in each
+        longest = int(np.add.reduceat(lengths[packs.items], packs.offsets[:-1]).max()) if len(packs) else 0
+        return _Epoch(items, packs, order, longest)
+
+    def _taken(self, epoch: int) -> np.ndarray:
+        """The items of an epoch in file order, as often as their source's weight says."""
+        if self._plain:
+            return np.arange(len(self._lengths), dtype=np.int64)
+        numbers = _numbers(len(self._lengths), self._seed, epoch, _SHARES)
+        parts = []
+        for source, weight in enumerate(self._weights):
+            own = np.flatnonzero(self._source_of == source)
+            whole = int(weight)
+            parts += [own] * whole
+            count = _share(weight - whole, len(own), epoch)
+            parts.append(np.sort(own[np.argsort(numbers[own], kind="stable")[:count]]))
+        return np.concatenate(parts).astype(np.int64, copy=False)
+
+    def _found(self, slots: int) -> str:
+        if self._capacity:
+            return f"data.packing: found {slots} packs of up to {self._capacity} tokens"
+        kind = "rows" if self._group == 1 else "pairs"
+        return f"data.source: found {slots} usable {kind}" + ("" if self._plain else " an epoch by the weights")
+
+
+def _share(share: float, number: int, epoch: int) -> int:
+    """Items that a share of `number` comes to in an epoch, so that epochs together have what they should."""
+    per_epoch = share * number
+    return math.floor(round((epoch + 1) * per_epoch, 6)) - math.floor(round(epoch * per_epoch, 6))
+
+
+def _steps(slots: int, slots_per_step: int, found: str) -> int:
+    if slots < slots_per_step:
+        raise DataError(
+            f"{found}, expected at least {slots_per_step} for one step "
+            "(batch_size x gradient_accumulation_steps x ranks); lower batch_size or gradient_accumulation_steps"
+        )
+    return slots // slots_per_step
+
+
 @lru_cache(maxsize=2)
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
-    order = np.argsort(np.random.Philox(key=key).random_raw(num_rows), kind="stable")
+    order = _drawn_order(num_rows, seed, epoch, _ORDER)
     order.flags.writeable = False
     return order
+
+
+def _drawn_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    return np.argsort(_numbers(number, seed, epoch, stream), kind="stable")
+
+
+def _numbers(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(number)

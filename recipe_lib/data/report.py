@@ -1,23 +1,33 @@
 """What became of the rows of a dataset, in numbers and in lines for the log."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from recipe_lib.errors import DataError
 
 
 @dataclass
 class DataReport:
-    """Counts of one pass over a dataset. Tokens are targets: what a row's tokens are to predict."""
+    """Counts of one pass over a dataset. Tokens are targets: what a row's tokens are to predict.
+
+    A pair counts as one row that was read and as two rows of the dataset. parts: the same for each source, where there
+    are several.
+    """
 
     source: str
     format: str
     max_seq_len: int
     template: str = "none"
-    train_on: str = "answer"
+    train_on: str | list[str] = "assistant"
     adds_bos: bool = False
     rows_read: int = 0
     rows: int = 0
+    pairs: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
     bad_rows: Counter[str] = field(default_factory=Counter)
     first_bad: dict[str, str] = field(default_factory=dict)  # cause -> the first such row's place and detail
     truncated_rows: int = 0
@@ -25,26 +35,88 @@ class DataReport:
     emptied_rows: int = 0  # truncated rows whose whole answer was cut off; they are left out
     long_answer_tokens: int = 0  # trained tokens of rows over the limit, before anything was cut
     lost_answer_tokens: int = 0
+    untrained_ends: int = 0  # answers whose beginning is trained and whose end-of-turn token is not
     texts: int = 0  # documents, which are cut into rows
+    text_tokens: int = 0  # tokens of those rows
     dropped_pieces: int = 0  # last pieces of documents that do not fill a row
     dropped_tokens: int = 0
     apart_rows: int = 0
+    duplicate_rows: int = 0  # the same as an earlier one, token by token; they are trained on all the same
+    first_duplicate: str = ""
+    parts: list["DataReport"] = field(default_factory=list)
 
     @property
     def trained_share(self) -> float:
         """Share of the tokens that the loss counts, 0 to 1."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
+    def add(self, other: "DataReport") -> None:
+        """Adds the counts of another pass, over rows that come later."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if self.template == "none":
+            self.template = other.template
+        self.bad_rows.update(other.bad_rows)
+        self.first_bad = other.first_bad | self.first_bad
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        parts = [part.to_json() for part in self.parts]
+        return vars(self) | {"bad_rows": dict(self.bad_rows), "parts": parts}
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> "DataReport":
+        """The report that `to_json` made into values. Raises TypeError or KeyError for anything else."""
+        parts = [DataReport.from_json(part) for part in content["parts"]]
+        return DataReport(**dict(content) | {"bad_rows": Counter(content["bad_rows"]), "parts": parts})
+
+    def check_share(self) -> None:
+        """Raises DataError if, from one of the sources, the loss counts no token or every token."""
+        for part in self.parts or [self]:
+            fault = part.share_fault()
+            if fault:
+                raise DataError(f"{part.source}: {fault}, or set data.trained_share to any if it is meant")
+
+    def share_fault(self) -> str | None:
+        """What is wrong with the share of trained tokens of one source; None: nothing.
+
+        Texts are learnt as a whole, and so is everything where `data.train_on` is all. A row's first token is never
+        trained, because nothing stands before it; it is a prompt only if it was meant to be one.
+        """
+        tokens, trained = self.tokens - self.text_tokens, self.trained_tokens - self.text_tokens
+        if self.train_on == "all" or not tokens or (trained and self.prompt_tokens):
+            return None
+        found, wanted = ("every token", "prompts beside the answers") if trained else ("no token", "answers")
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return (
+            f"found that the loss counts {found} of {rows}, expected {wanted}; correct data.format, "
+            "data.columns or data.train_on"
+        )
+
     def lines(self) -> list[str]:
         """The report as log lines."""
         everything = self.train_on == "all" or self.texts > 0
         what = "all tokens" if everything else "answers with their end-of-turn token"
         read = f"cut from {self.texts} texts" if self.texts else f"of {self.rows_read}"
+        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} rows"
         lines = [
-            f"data: {self.rows} rows {read} read from {self.source} (format {self.format}, template "
+            f"data: {kind} {read} read from {self.source} (format {self.format}, template "
             f"{self.template}), {self.tokens} tokens; the loss counts {what}: {_percent(self.trained_share)} of them",
+            *(f"data: {part.part_line()}" for part in self.parts),
             f"data: {self._bos_line()}",
         ]
+        return lines + self._lost_lines() + self._bad_lines()
+
+    def part_line(self) -> str:
+        """One source among several, in a line."""
+        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} rows"
+        return (
+            f"{kind} of {self.rows_read} from {self.source} (format {self.format}), {self.tokens} tokens, "
+            f"{_percent(self.trained_share)} trained"
+        )
+
+    def _lost_lines(self) -> list[str]:
+        lines = []
         long = self.truncated_rows + self.skipped_long_rows
         if long:
             share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
@@ -54,15 +126,29 @@ class DataReport:
                 f"data: {long} of {self.rows_read} rows ({_percent(long / self.rows_read)}) exceed {self.max_seq_len} "
                 f"tokens and were {done}{empty}; {_percent(share)} of their answer tokens lost"
             )
+        if self.untrained_ends:
+            lines.append(
+                f"data: {self.untrained_ends} answers end without their end-of-turn token, so nothing teaches the "
+                "model to stop there"
+            )
         if self.dropped_pieces:
             lines.append(
                 f"data: {self.dropped_pieces} last pieces of texts ({self.dropped_tokens} tokens) do not fill a row of "
                 f"{self.max_seq_len} tokens and were left out"
             )
+        return lines
+
+    def _bad_lines(self) -> list[str]:
+        lines = []
         if self.apart_rows:
             lines.append(
                 f"data: in {self.apart_rows} rows an answer's first letters would join the prompt's last token; "
                 "the answer is encoded on its own there, as it is generated"
+            )
+        if self.duplicate_rows:
+            lines.append(
+                f"data: {self.duplicate_rows} rows are the same as an earlier one, and are trained on all the same "
+                f"(first: {self.first_duplicate})"
             )
         bad = sum(self.bad_rows.values())
         if bad:
@@ -76,6 +162,9 @@ class DataReport:
             return "the chat template alone says whether a row begins with BOS"
         what = "text" if self.texts else "row"
         return f"each {what} begins with BOS" if self.adds_bos else f"no BOS is put before a {what}"
+
+
+_COUNTS = [item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"]
 
 
 def _percent(share: float) -> str:

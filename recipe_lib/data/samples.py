@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from recipe_lib.errors import DataError
+
 Message = Mapping[str, Any]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
 
 
@@ -30,7 +32,17 @@ class Document:
     text: str
 
 
-Sample = Conversation | Completion | Document
+@dataclass(frozen=True)
+class Preference:
+    """Two ways to go on from the same messages; each ends with a message of the assistant."""
+
+    prompt: Sequence[Message]
+    chosen: Sequence[Message]
+    rejected: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+Sample = Conversation | Completion | Document | Preference
 
 
 class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned into a DataError or a count)
@@ -39,6 +51,11 @@ class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned i
     def __init__(self, cause: str, detail: str) -> None:
         self.cause = cause
         super().__init__(detail)
+
+
+# One rendering of a conversation: its first messages only, whether a prompt for the next answer follows, and what to
+# write in place of the contents of some messages.
+Wanted = tuple[int, bool, tuple[tuple[int, str], ...]]
 
 
 class TextTokenizer(Protocol):
@@ -78,10 +95,11 @@ class TextTokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """What an id stands for."""
 
-    def render_chat(
+    def render_chats(
         self,
         messages: Sequence[Message],
-        add_generation_prompt: bool,
+        wanted: Sequence[Wanted],
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """The conversation as the chat template writes it."""
+    ) -> Sequence[str | DataError]:
+        """Renderings of one conversation by the chat template, all in one go; where it objects, what it said. Raises
+        DataError: the template cannot be run at all."""

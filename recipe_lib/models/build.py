@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +22,36 @@ def build_meta(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
         return Decoder(spec).to(dtype)
 
 
+@runtime_checkable
+class StoredWeight(Protocol):
+    """A module whose weight `[out, in]` is no parameter: it makes its own form of it, from rows that it asks for."""
+
+    in_features: int
+    out_features: int
+
+    def fill_weight(self, read_rows: Callable[[int, int], Tensor]) -> None:
+        """read_rows: `(start, stop)` to those rows of the weight. All ranks that share the weight call it."""
+
+
+def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
+    """The modules whose weight is no parameter, by the name that it would have; `NAME_...` are what they keep."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, StoredWeight)}
+
+
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, spec: DecoderSpec) -> None:
     """Fills materialised parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
     A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only the blocks of rows
     that its shard overlaps and keeps its part of them; nothing is communicated, and no more than a block is held.
+    A quantised weight is made of the values that it would have had.
     """
+    stored = stored_weights(model)
+    for name, module in stored.items():
+        _fill_stored(module, f"{seed}/{name}", spec.init_std)
     for name, parameter in model.named_parameters():
+        if name.rpartition("_")[0] in stored:
+            continue
         local, offset = local_part(parameter)
         if name.endswith("norm.weight"):
             local.fill_(0.0 if spec.norm_offset else 1.0)
@@ -45,8 +69,33 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local(), tuple(offset)
 
 
+def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
+    shape = torch.Size((module.out_features, module.in_features))
+
+    def draw_rows(start: int, stop: int) -> Tensor:
+        rows = torch.empty((stop - start, shape[1]))
+        _fill_normal(rows, (start, 0), shape, key, std)
+        return rows
+
+    module.fill_weight(draw_rows)
+
+
 def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, key: str, std: float) -> None:
-    """Writes the part at `offset` of a normal tensor of `shape`; each of its row blocks has a generator of its own."""
+    """Writes the part at `offset` of a normal tensor of `shape`."""
+    fill_random(local, offset, shape, key, lambda values, generator: values.normal_(0.0, std, generator=generator))
+
+
+def fill_random(
+    local: Tensor,
+    offset: tuple[int, ...],
+    shape: torch.Size,
+    key: str,
+    draw: Callable[[Tensor, torch.Generator], Tensor],
+) -> None:
+    """Writes into `local` the part that begins at `offset` of a random tensor of `shape`, which follows from `key`.
+
+    draw: `fn(values, generator)` fills fp32 values on the host. Each block of rows has a generator of its own.
+    """
     if local.numel() == 0:
         return
     block_rows = max(1, _BLOCK_ELEMENTS // math.prod(shape[1:]))
@@ -56,6 +105,6 @@ def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, key:
         top, bottom = block * block_rows, min((block + 1) * block_rows, shape[0])
         digest = hashlib.sha256(f"{key}/{block}".encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        values = torch.empty((bottom - top, *shape[1:]), dtype=torch.float32).normal_(0.0, std, generator=generator)
+        values = draw(torch.empty((bottom - top, *shape[1:]), dtype=torch.float32), generator)
         start, stop = max(top, first), min(bottom, last)
         local[start - first : stop - first].copy_(values[(slice(start - top, stop - top), *columns)])

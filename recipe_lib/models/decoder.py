@@ -17,6 +17,7 @@ from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.cross_entropy import linear_cross_entropy
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
+from recipe_lib.ops.token_log_probs import token_log_probs
 
 Rotation = tuple[Tensor, Tensor]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -203,10 +204,16 @@ class OutputHead(nn.Module):
         labels: Tensor | None = None,
         chunks: int = 1,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        per_token: bool = False,
     ) -> Tensor:
-        """Logits, or with labels `[b, s]` the sum of token losses in `chunks` pieces (`loss`: a custom one)."""
+        """Logits, or with labels `[b, s]` the sum of token losses in `chunks` pieces (`loss`: a custom one).
+
+        per_token: not the sum, but the log-probability of each label `[b, s]`.
+        """
         if labels is None:
             return self.finish(F.linear(hidden, self.weight))
+        if per_token:
+            return token_log_probs(hidden, self.weight, labels, chunks=chunks, softcap=self.softcap)
         return linear_cross_entropy(
             hidden.flatten(0, 1), self.weight, labels.flatten(), chunks=chunks, softcap=self.softcap, loss=loss
         )
@@ -241,12 +248,14 @@ class Decoder(nn.Module):
         loss_chunks: int = 1,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         cache: KVCache | None = None,
+        per_token: bool = False,
     ) -> Tensor:
         """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, the fp32 (fp64) sum of token losses.
 
         positions: `[b, s]`; None: 0, 1, ... in each row, behind what the cache holds. attention: the documents of each
         row; None: one. labels: `labels[b, i]` is the token that follows `tokens[b, i]`; -100 counts nothing.
         loss_chunks: pieces that the loss is computed in. loss: `fn(logits [m, v], labels [m]) -> sum` in place of
-        cross-entropy. cache: keys and values of earlier tokens; this call's are added to it.
+        cross-entropy. cache: keys and values of earlier tokens; this call's are added to it. per_token: with labels,
+        the log-probability of each `[b, s]` in place of the sum, 0 where it counts nothing.
         """
-        return self.lm_head(self.model(tokens, positions, attention, cache), labels, loss_chunks, loss)
+        return self.lm_head(self.model(tokens, positions, attention, cache), labels, loss_chunks, loss, per_token)

@@ -78,13 +78,30 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file; expected a Hugging Face model folder with config.json") from None
+        raise CheckpointError(_no_config(file)) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file}: not a readable JSON file ({reason}); download the file again") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: found a JSON {type(config).__name__}, expected an object with model_type")
     return config
+
+
+def _no_config(file: Path) -> str:
+    """Why there is no config.json: what the folder is instead of a model, if that is one of the usual mistakes."""
+    folder = file.parent
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter to it and "
+            "model.path to the model that it was trained beside"
+        )
+    packed = sorted(path.name for path in folder.glob("*.gguf"))
+    if packed:
+        return (
+            f"{folder}: has {packed[0]} but no config.json; GGUF files cannot be trained: take the safetensors "
+            "checkpoint that this one was made from"
+        )
+    return f"{file}: no such file; expected a Hugging Face model folder with config.json"
 
 
 def preset_names() -> list[str]:

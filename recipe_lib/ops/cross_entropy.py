@@ -6,7 +6,7 @@ each chunk's gradient is made at once, while its logits are there. What is kept 
 of the hidden states `[n, d]` and one of the weight `[v, d]`, which the backward pass returns anyway.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,74 @@ def linear_cross_entropy(
     if not wants_gradient:
         return _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, None, None)
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunks, softcap, loss)
+
+
+def projected_cross_entropy(
+    project: Callable[..., Tensor],
+    hidden: Tensor,
+    trained: Sequence[Tensor | None],
+    labels: Tensor,
+    *,
+    chunks: int,
+    softcap: float | None = None,
+    loss: Loss | None = None,
+) -> Tensor:
+    """`linear_cross_entropy` for a projection with parts of its own, such as an adapter beside a frozen weight.
+
+    project: `fn(hidden [m, d], *trained) -> logits [m, v]`; row by row alike, called once for each chunk, its last
+    operation one whose backward does not read its result, which is overwritten. trained: the tensors (or None) that
+    project computes with and that may want a gradient; any others that it finds by itself get none. The rest: see
+    there.
+    """
+    if loss is cross_entropy:
+        loss = None
+    return _ProjectedCrossEntropy.apply(project, labels, chunks, softcap, loss, hidden, *trained)
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    """Like _LinearCrossEntropy; a chunk's gradients come from its logits' by autograd, over this chunk alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        project: Callable[..., Tensor],
+        labels: Tensor,
+        chunks: int,
+        softcap: float | None,
+        loss: Loss | None,
+        hidden: Tensor,
+        *trained: Tensor | None,
+    ) -> Tensor:
+        wanted = [index for index, wants in enumerate(ctx.needs_input_grad[5:]) if wants]
+        inputs: list[Any] = [None if tensor is None else tensor.detach() for tensor in (hidden, *trained)]
+        grads = {index: torch.zeros_like(inputs[index].requires_grad_()) for index in wanted}
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        rows, pieces = hidden.shape[0], max(1, min(chunks, hidden.shape[0]))
+        for piece in range(pieces):
+            part = slice(rows * piece // pieces, rows * (piece + 1) // pieces)
+            inputs[0] = hidden[part].detach().requires_grad_(0 in wanted)
+            with torch.set_grad_enabled(bool(wanted)):
+                logits = project(*inputs)
+            value, logits_grad = _chunk_loss(logits.detach().to(dtype), labels[part], softcap, loss, bool(wanted))
+            total += value
+            if logits_grad is None:
+                continue
+            leaves = [inputs[index] for index in wanted]
+            found = torch.autograd.grad(logits, leaves, logits_grad.to(logits.dtype))
+            del logits, logits_grad
+            for index, grad in zip(wanted, found, strict=True):
+                (grads[0][part] if index == 0 else grads[index]).add_(grad)
+        ctx.grads = tuple(grads.get(index) for index in range(len(inputs)))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("projected_cross_entropy went backward twice: its gradients are handed over once")
+        grads, ctx.grads = ctx.grads, None
+        return (None, None, None, None, None, *(None if grad is None else grad.mul_(grad_output) for grad in grads))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -20,13 +20,17 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from recipe_lib.adapters import is_adapter
+from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.layers import layer_names
 from recipe_lib.parallel.world import World
 from recipe_lib.parallel.wrapping import Unit, resolve_wrapping
 
-_EMBEDDINGS = (nn.Embedding, ScaledEmbedding)  # modules whose backward reads tokens, not the weight
+# Not classes derived from them, whose backward might read what was freed: a crash.
+_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # modules whose backward reads tokens, not the weight
+_HEADS = (OutputHead, AdaptedHead)  # with labels they make their gradients in forward
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -71,6 +75,8 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
             _shard_module(members[0], parallel.reshard_after_forward, options)
     fully_shard(model, **options)
     model.register_forward_hook(_free_after_evaluation)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        model.register_forward_hook(_forget_order)
     for tie in retie:
         tie()
     for module in model.modules():
@@ -103,16 +109,20 @@ def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[
     """Makes one module a unit; the embedding and the output projection get what their size deserves."""
     kind = type(module)
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
-    if kind is OutputHead:  # not a class derived from it, whose backward might read what was freed: a crash
+    if kind in _HEADS:
         module.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
-    if kind in _EMBEDDINGS or kind is OutputHead:
+    if kind in _EMBEDDINGS + _HEADS:
         module.register_forward_pre_hook(_gather_now, prepend=True)
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """With labels the head makes its gradients in its forward, so its weight need not be gathered for backward."""
+    """For a sum of losses the head makes its gradients in its forward, and its weight is not gathered for backward.
+
+    It is for logits, and for the log-probabilities of single tokens.
+    """
     labels = kwargs.get("labels", args[1] if len(args) > 1 else None)
-    unit.set_unshard_in_backward(labels is None)
+    per_token = kwargs.get("per_token", args[4] if len(args) > 4 else False)
+    unit.set_unshard_in_backward(labels is None or per_token)
 
 
 def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
@@ -132,12 +142,23 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
                 module.reshard()
 
 
+def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """FSDP notes every unit that runs, for backward to gather by; in a frozen model, such as a reference that another
+    one is compared with, no backward comes that takes the notes off, and they would grow with every forward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            if state._fsdp_param_group is not None:
+                state._fsdp_param_group._post_forward_indices.clear()
+
+
 def _is_tied_pair(members: list[nn.Module]) -> bool:
-    """An embedding and the output head that uses the same matrix, and nothing else."""
-    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) is not OutputHead:
+    """An embedding and the output head that uses the same matrix, and nothing else but adapters."""
+    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) not in _HEADS:
         return False
-    held = {id(parameter) for member in members for parameter in member.parameters()}
-    return held == {id(members[0].weight)}
+    named = [pair for member in members for pair in member.named_parameters()]
+    return {id(parameter) for name, parameter in named if not is_adapter(name)} == {id(members[0].weight)}
 
 
 def _shard_tied_pair(
@@ -150,7 +171,7 @@ def _shard_tied_pair(
     each. Here the head's forward is a second forward method of the embedding's unit, so the matrix is gathered for
     each use and freed in between; and the head's gradient is handed over when it is made, so that it is reduced at
     once, where autograd would hold it until the embedding's gradient is there. It costs one gather and one reduction
-    of the matrix more.
+    of the matrix more. An adapter of the embedding is in its unit, one of the head in the root.
 
     Returns what makes the head's parameter the embedding's sharded one again, to be called when the root is sharded.
     """

@@ -90,16 +90,17 @@ def _units_of_policy(model: nn.Module, policy: str) -> list[Unit]:
 
 
 def _matrices_outside(model: nn.Module, layers: list[str]) -> list[str]:
-    """Names of modules outside the layers that own a parameter of two dimensions or more: embedding, output."""
-    inside = tuple(f"{name}." for name in layers)
-    return [
-        name
-        for name, module in model.named_modules()
-        if name
-        and name not in layers
-        and not name.startswith(inside)
-        and any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
-    ]
+    """Names of modules outside the layers that own a parameter of two dimensions or more: embedding, output.
+
+    What is inside of one of them, such as an adapter's matrices, is gathered with it.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = name.startswith(tuple(f"{outer}." for outer in layers + found))
+        matrix = any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+        if name and name not in layers and not inside and matrix:
+            found.append(name)
+    return found
 
 
 def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:

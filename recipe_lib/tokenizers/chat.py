@@ -1,104 +1,218 @@
-"""Chat templates: Jinja that came with a checkpoint, rendered in a sandbox that can neither reach out nor run away.
+"""Chat templates. One that came with a checkpoint is somebody else's code and is rendered in a process of its own
+(`template_process`); one that the user has named is rendered here.
 
-Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special tokens by name,
-`raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}` (which only marks).
+There is one such process for each of ours, whatever the number of templates. It is started anew after a fork, since
+two processes cannot share its pipes, and after it had to be stopped.
 """
 
-import datetime
+import atexit
+import contextlib
+import hashlib
 import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+import markupsafe
 
 from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import template_process
+from recipe_lib.tokenizers.template_process import Renderer, TemplateFault, Wanted
 
-# The clock stands still, or the same rows would be other tokens tomorrow and a run could not be resumed. It shows the
-# date that Llama 3's templates fall back to where there is no clock.
-DATE = datetime.datetime(2024, 7, 26)
+SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
+LARGEST_ANSWER = 1 << 31  # bytes; what the process may answer is far below, by its own limits
 
-SPARE_CHARACTERS = 1 << 20  # a rendering may be this much longer than 16 times what it is made from
+START_SECONDS = 60.0  # that the process may take to start, on a machine with better things to do
+_TOO_LONG = "was stopped: it took more than {:g} s"
 
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` renders as what is between."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+Messages = Sequence[Mapping[str, Any]]
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also refuses the products that would fill the memory in one expression."""
-
-    intercepted_binops = frozenset({"*", "**"})
-    largest = SPARE_CHARACTERS
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or not all(isinstance(side, (int, float)) for side in (left, right)):
-            size = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
-            if operator == "**" or size[0] * size[1] > self.largest:
-                raise jinja2.sandbox.SecurityError(f"{operator} is too large here")
-        return super().call_binop(context, operator, left, right)
+class _Stopped(Exception):  # noqa: N818  (turned into a DataError)
+    """The process is gone; str(): why, as the end of a sentence about the template."""
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+class _TemplateProcess:
+    """The process and its pipes. known: names of the templates that it has compiled."""
+
+    def __init__(self) -> None:
+        folders = sorted({str(Path(module.__file__ or "").parents[1]) for module in (jinja2, markupsafe)})
+        program = "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
+        self.known: set[str] = set()
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", program, template_process.__file__, *folders],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=kept,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for us; without us its input ends, and so does it
+            )
+        except OSError as error:
+            raise _Stopped(f"could not be started in a process of its own ({error.strerror})") from None
+        self._selector = selectors.DefaultSelector()
+        assert self._child.stdin and self._child.stdout
+        self._input, self._output = self._child.stdin, self._child.stdout
+        self._selector.register(self._output, selectors.EVENT_READ)
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> Any:
+        """What the process answers, within so many seconds. Raises _Stopped; the process is of no use then."""
+        line = json.dumps(request, default=str).encode("ascii") + b"\n"
+        try:
+            self._input.write(line)
+            self._input.flush()
+            return json.loads(self._line(time.monotonic() + seconds))
+        except TimeoutError:  # it watches the time itself, so it does not even do that
+            raise _Stopped(_TOO_LONG.format(SECONDS)) from None
+        except (OSError, ValueError):
+            raise _Stopped(self._why()) from None
+
+    def _line(self, deadline: float) -> bytes:
+        """The bytes up to the next line end. Raises TimeoutError; ValueError: it ended, or wrote too many bytes."""
+        parts, length = [], 0
+        while length < LARGEST_ANSWER:
+            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            part = os.read(self._output.fileno(), 1 << 20)
+            if not part:
+                break
+            parts.append(part)
+            length += len(part)
+            if part.endswith(b"\n"):
+                return b"".join(parts)
+        raise ValueError
+
+    def _why(self) -> str:
+        try:
+            code = self._child.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            code = self._child.wait()
+        if code in (-signal.SIGALRM, -signal.SIGPROF):
+            return _TOO_LONG.format(SECONDS)
+        how = f"signal {-code}" if code < 0 else f"code {code}"
+        return f"was stopped: its process ended with {how} (it may use {template_process.MEMORY >> 20} MiB)"
+
+    def close(self, kill: bool) -> None:
+        """Gives back the pipes. kill: also ends the process."""
+        self._selector.close()
+        for pipe in (self._input, self._output):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        if kill:
+            self._child.kill()
+            self._child.wait()
+        else:
+            self._child.returncode = 0  # it is another process' child; ours must not wait for it
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as text for a model: nothing is escaped for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+class _Keeper:
+    """The one process, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _TemplateProcess | None = None
+
+    def ask(self, template: Mapping[str, Any], request: Mapping[str, Any] | None, seconds: float) -> Any:
+        """Makes the template known, then puts the request. Raises _Stopped."""
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._process = _TemplateProcess()
+                if template["name"] not in self._process.known:
+                    fault = self._process.ask(template, START_SECONDS + SECONDS)
+                    if fault is not None:
+                        return fault
+                    self._process.known.add(template["name"])
+                return None if request is None else self._process.ask(request, seconds)
+            except _Stopped:
+                self._drop(kill=True)
+                raise
+
+    def _drop(self, kill: bool) -> None:
+        if self._process is not None:
+            self._process.close(kill)
+        self._process = None
+
+    def after_fork(self) -> None:
+        """The parent's process is not ours."""
+        self._lock = threading.Lock()
+        self._drop(kill=False)
+
+    def at_exit(self) -> None:
+        """Leaves no process behind."""
+        self._drop(kill=True)
+
+
+_keeper = _Keeper()
+os.register_at_fork(after_in_child=_keeper.after_fork)
+atexit.register(_keeper.at_exit)
 
 
 class ChatTemplate:
-    """A compiled chat template. place: the file it came from, for error lines."""
+    """A compiled chat template. source: its Jinja; place: the file it came from, for error lines."""
 
-    def __init__(self, source: str, place: str, special_tokens: Mapping[str, str | None]) -> None:
-        """Raises DataError for a template that is not Jinja."""
+    def __init__(
+        self, source: str, place: str, special_tokens: Mapping[str, str | None], trusted: bool = False
+    ) -> None:
+        """trusted: the user's own file, rendered in this process. Raises DataError for what is not Jinja."""
         self.source, self.place = source, place
-        self._tokens = {role: text for role, text in special_tokens.items() if text is not None}
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = DATE.strftime
+        tokens = {role: text for role, text in special_tokens.items() if text is not None}
+        self._renderer: Renderer | None = None
+        name = hashlib.sha256(json.dumps([source, tokens], sort_keys=True).encode()).hexdigest()
+        self._template = {"name": name, "source": source, "tokens": tokens, "seconds": SECONDS}
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(
-                f"{place}: line {error.lineno}: the chat template is not valid Jinja ({error.message}); correct it, "
-                "or set tokenizer.chat_template to another file"
-            ) from None
-        except RecursionError:
-            raise DataError(f"{place}: the chat template is nested too deep; use another file") from None
+            if trusted:
+                self._renderer = Renderer(source, tokens)
+                return
+            fault = self._ask(None, 0)
+        except TemplateFault as error:
+            fault = str(error)
+        if fault is not None:
+            raise DataError(f"{place}: {fault}")
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool, tools: Messages | None = None) -> str:
         """The conversation as text. Raises DataError with what the template itself objects to."""
-        room = SPARE_CHARACTERS + 16 * len(self.source) + 16 * len(json.dumps([messages, tools], default=str))
-        parts, length = [], 0
+        (found,) = self.render_many(messages, [(len(messages), add_generation_prompt, ())], tools)
+        if isinstance(found, DataError):
+            raise found
+        return found
+
+    def render_many(
+        self, messages: Messages, wanted: Sequence[Wanted], tools: Messages | None = None
+    ) -> list[str | DataError]:
+        """Renderings of parts of one conversation, in one go: (how many of its messages, whether a prompt for the next
+        answer follows, (number, content) to write in place of a message's own). Where the template objects, what it
+        said. Raises DataError: the template took too long or had to be stopped."""
+        if self._renderer is not None:
+            pairs = [self._here(messages, one, tools) for one in wanted]
+        else:
+            request = {"name": self._template["name"], "messages": list(messages), "wanted": list(wanted)}
+            limits = {"tools": tools, "seconds": SECONDS}
+            pairs = self._ask(request | limits, (1 + len(wanted)) * SECONDS)
+        return [DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs]
+
+    def _here(self, messages: Messages, wanted: Wanted, tools: Messages | None) -> tuple[str | None, str | None]:
+        assert self._renderer is not None
         try:
-            given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
-            for part in self._template.generate(**self._tokens, **given, documents=None):
-                parts.append(part)
-                length += len(part)
-                if length > room:
-                    raise jinja2.TemplateError(f"it renders more than {room} characters")
-        except RecursionError:
-            raise DataError(f"{self.place}: the chat template failed (it calls itself without end)") from None
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{self.place}: the chat template failed ({said})") from None
-        return "".join(parts)
+            return self._renderer.render_one(messages, wanted, tools), None
+        except TemplateFault as fault:
+            return None, str(fault)
+
+    def _ask(self, request: Mapping[str, Any] | None, seconds: float) -> Any:
+        try:
+            return _keeper.ask(self._template, request, seconds)
+        except _Stopped as stopped:
+            raise DataError(
+                f"{self.place}: the chat template {stopped}; set tokenizer.chat_template to another file"
+            ) from None

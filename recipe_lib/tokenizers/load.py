@@ -25,7 +25,7 @@ def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) ->
     settings = read_settings(file.parent)
     if chat_template is not None:
         settings.chat_template = read_template(Path(chat_template))
-        settings.chat_template_place = str(chat_template)
+        settings.chat_template_place, settings.own_template = str(chat_template), True
     return Tokenizer(_read_vocabulary(file, settings), settings, str(file))
 
 

@@ -42,7 +42,8 @@ class Settings:
     """What the JSON files in a tokenizer's folder say.
 
     roles: `bos_token` etc. -> its text; None: said to have none. added: token -> itself; listed: the same from
-    added_tokens.json, which knows no more than ids.
+    added_tokens.json, which knows no more than ids. own_template: the chat template is a file that the user has named,
+    not one that came with the tokenizer.
     """
 
     roles: dict[str, str | None] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Settings:
     bos_id: int | None = None
     chat_template: str | None = None
     chat_template_place: str = ""
+    own_template: bool = False
 
 
 def read_json(path: Path) -> Any:

@@ -38,11 +38,13 @@ class Tokenizer:
         )
         self._declared_stops = frozenset(settings.stop_ids)
         self._special_ids = frozenset(token.id for token in self._by_id.values() if token.special)
+        matched = {token.content for token in vocabulary.added} if vocabulary.matches_added else set()
         always = {
             content: token
             for content, token in self._added.items()
-            if not token.special and token.id >= vocabulary.size and not vocabulary.matches_added
+            if not token.special and token.id >= vocabulary.size and content not in matched
         }
+        self._always_ids = frozenset(token.id for token in always.values())
         specials = {content: token for content, token in self._added.items() if token.special}
         self._split_ordinary = _splitter(always)
         self._split_special = _splitter(always | specials)
@@ -50,7 +52,9 @@ class Tokenizer:
         if settings.chat_template is not None:
             found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
             tokens = {role: self.token_bytes(i).decode() for role, i in found.items() if i is not None}
-            self._template = ChatTemplate(settings.chat_template, settings.chat_template_place, settings.roles | tokens)
+            self._template = ChatTemplate(
+                settings.chat_template, settings.chat_template_place, settings.roles | tokens, settings.own_template
+            )
 
     @property
     def chat_template(self) -> str | None:
@@ -72,10 +76,9 @@ class Tokenizer:
         """Ids that end an answer: the configured ones, EOS, and what the chat template puts behind an answer."""
         ids = set(self._declared_stops) | ({self.eos_id} if self.eos_id is not None else set())
         if self._template:
-            try:
-                messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-                rendered = self._template.render(messages, False)
-            except DataError:  # a template for other conversations than this one
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            (rendered,) = self._template.render_many(messages, [(2, False, ())])
+            if isinstance(rendered, DataError):  # a template for other conversations than this one
                 return frozenset(ids)
             after = self.encode(rendered[rendered.rindex("b") + 1 :] if "b" in rendered else "", allow_special=True)
             ids.update(next(([i] for i in after if i in self._special_ids), []))
@@ -126,7 +129,7 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that an id stands for, special tokens as they are written. Raises DataError for no id of ours."""
         added, vocabulary = self._by_id.get(token), self._vocabulary
-        if added is not None and (added.special or not (vocabulary.matches_added or token < vocabulary.size)):
+        if added is not None and (added.special or token in self._always_ids):
             return added.content.encode()
         if added is None and not 0 <= token < vocabulary.size:
             raise DataError(f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}")
@@ -139,11 +142,23 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as the chat template writes it. Raises DataError: no template, or it objects."""
+        return self._needed_template().render(messages, add_generation_prompt, tools)
+
+    def render_chats(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        wanted: Sequence[tuple[int, bool, Sequence[tuple[int, str]]]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[str | DataError]:
+        """Several renderings of a conversation in one go, as `ChatTemplate.render_many` has them."""
+        return self._needed_template().render_many(messages, wanted, tools)
+
+    def _needed_template(self) -> ChatTemplate:
         if self._template is None:
             raise DataError(
                 f"{self.place}: the tokenizer has no chat template; set tokenizer.chat_template to a Jinja file"
             )
-        return self._template.render(messages, add_generation_prompt, tools)
+        return self._template
 
     def eats_space(self, token_before: int | None) -> bool:
         """Whether a text that begins after this id (None: at the start) begins with a space that is not its own."""

@@ -1,30 +1,35 @@
 """What happens in a training run around the model: optimizer, schedule, clipping, seeds, stop signals and records."""
 
 from recipe_lib.training.clipping import clip_grad_norm
+from recipe_lib.training.data import TrainingData
+from recipe_lib.training.exports import export_trained_adapter, export_trained_model
+from recipe_lib.training.loop import Step, TrainingLoop
 from recipe_lib.training.losses import build_loss
-from recipe_lib.training.metrics import step_metrics
-from recipe_lib.training.numbers import derived_numbers, total_steps
-from recipe_lib.training.optimizers import build_optimizer, set_learning_rate, set_numbers
-from recipe_lib.training.output import check_output, check_same_data
-from recipe_lib.training.run_log import RunLog
-from recipe_lib.training.schedules import learning_rate
-from recipe_lib.training.seeds import derive_seed, set_seeds
-from recipe_lib.training.stop import StopSignal
+from recipe_lib.training.numbers import derived_numbers
+from recipe_lib.training.optimizers import build_optimizer
+from recipe_lib.training.output import check_output
+from recipe_lib.training.resume import resume_run, save_run
+from recipe_lib.training.run import run_recipe
+from recipe_lib.training.seeds import derive_seed
+from recipe_lib.training.source import ModelSource, find_model
+from recipe_lib.training.validation import validation_loss
 
 __all__ = [
-    "RunLog",
-    "StopSignal",
+    "ModelSource",
+    "Step",
+    "TrainingData",
+    "TrainingLoop",
     "build_loss",
     "build_optimizer",
     "check_output",
-    "check_same_data",
     "clip_grad_norm",
     "derive_seed",
     "derived_numbers",
-    "learning_rate",
-    "set_learning_rate",
-    "set_numbers",
-    "set_seeds",
-    "step_metrics",
-    "total_steps",
+    "export_trained_adapter",
+    "export_trained_model",
+    "find_model",
+    "resume_run",
+    "run_recipe",
+    "save_run",
+    "validation_loss",
 ]

@@ -5,29 +5,24 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.models.build import stored_weights
 from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from recipe_lib.data.dataset import Dataset
+    from recipe_lib.data import DataPlan, Dataset
     from recipe_lib.parallel.world import World
 
 
-def total_steps(steps_per_epoch: int, epochs: int, max_steps: int | None) -> int:
-    """Optimizer steps of the whole run."""
-    steps = steps_per_epoch * epochs
-    return steps if max_steps is None else min(steps, max_steps)
-
-
 def derived_numbers(
-    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", steps_per_epoch: int
+    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", plan: "DataPlan"
 ) -> list[str]:
     """Lines for the log, each number with its unit and how it comes about. model: as it will be trained, or sharded."""
     return [
         _devices(cfg, world),
-        *_batch(cfg, world, rows),
-        _steps(cfg, len(rows), steps_per_epoch),
-        _learning_rate(cfg, total_steps(steps_per_epoch, cfg.epochs, cfg.max_steps)),
+        *_batch(cfg, world, rows, plan),
+        _steps(cfg, rows, plan),
+        _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_model(cfg, model),
     ]
 
@@ -41,27 +36,31 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     )
 
 
-def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset") -> list[str]:
+def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "DataPlan") -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
     global_rows = cfg.batch_size * accumulation * world.data_ranks
     share = rows.report.trained_share
-    step_tokens = rows.report.tokens / max(1, len(rows)) * global_rows
+    per_row = rows.report.tokens / max(1, rows.items)
+    step_tokens = rows.report.tokens / plan.steps(0) if cfg.data.packing else per_row * global_rows
+    unit = "packed rows" if cfg.data.packing else "rows" if rows.group == 1 else "pairs"
+    longest = cfg.max_seq_len * rows.group
     return [
-        f"global batch: {global_rows} rows = batch_size {cfg.batch_size} x gradient_accumulation_steps {accumulation} "
-        f"x data ranks {world.data_ranks}",
+        f"global batch: {global_rows} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
+        f"{accumulation} x data ranks {world.data_ranks}",
         f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} of them trained "
-        f"({share:.1%}); at most {format_count(global_rows * cfg.max_seq_len)} "
-        f"({global_rows} rows x max_seq_len {cfg.max_seq_len})",
+        f"({share:.1%}); at most {format_count(global_rows * longest)} "
+        f"({global_rows} {unit} x {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})",
     ]
 
 
-def _steps(cfg: FullFinetuneConfig, rows: int, steps_per_epoch: int) -> str:
-    steps = total_steps(steps_per_epoch, cfg.epochs, cfg.max_steps)
-    full = steps_per_epoch * cfg.epochs
+def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
+    steps, full = plan.total_steps(cfg.epochs, cfg.max_steps), plan.total_steps(cfg.epochs, None)
     cut = "" if steps == full else f", cut by max_steps from {full}"
     if cfg.max_steps is not None and cfg.max_steps > full:
         cut = f"; max_steps {cfg.max_steps} needs more epochs"
-    return f"steps: {steps} ({steps_per_epoch} per epoch of {rows} rows x {cfg.epochs} epochs{cut})"
+    unit = "rows" if rows.group == 1 else "pairs"
+    packed = " in packs" if cfg.data.packing else ""
+    return f"steps: {steps} ({plan.steps(0)} per epoch of {rows.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
 
 
 def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
@@ -80,7 +79,10 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
 def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    count = sum(parameter.numel() for parameter in every)
+    stored = stored_weights(model)  # quantised: fewer, packed numbers stand for the weights
+    plain = (parameter for name, parameter in model.named_parameters() if name.rpartition("_")[0] not in stored)
+    count = sum(parameter.numel() for parameter in plain)
+    count += sum(weight.in_features * weight.out_features for weight in stored.values())
     trained_count = sum(parameter.numel() for parameter in trained)
     parameters, gradients = local_bytes(every), local_bytes(trained)
     state = optimizer_state_bytes(cfg.optimizer, every)

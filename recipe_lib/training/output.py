@@ -3,10 +3,12 @@
 output_dir/config.yaml     every value that was used     metrics.jsonl   one JSON object a step
            state/step_N/   to go on from                 summary.json    how it ended
            model/          the Hugging Face folder       report.html     the curves
+           adapter/        PEFT's layout, where adapters were trained
 """
 
 import dataclasses
 import fcntl
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from recipe_lib.training.report import REPORT_FILE
 
 STATE_FOLDER = "state"
 MODEL_FOLDER = "model"
+ADAPTER_FOLDER = "adapter"
 CONFIG_FILE = "config.yaml"
 
 
@@ -34,7 +37,7 @@ def check_output(cfg: FullFinetuneConfig) -> None:
     if cfg.overwrite:
         return
     has_state = any((folder / STATE_FOLDER).glob("step_*"))
-    has_model = (folder / MODEL_FOLDER).exists()
+    has_model = any((folder / name).exists() for name in (MODEL_FOLDER, ADAPTER_FOLDER))
     if cfg.resume is None and (has_state or has_model):
         held = "saved states" if has_state else "a trained model"
         remedy = "resume=latest goes on from them, " if has_state else ""
@@ -96,7 +99,7 @@ def open_output(cfg: FullFinetuneConfig) -> None:
 
 
 def _remove_earlier_run(folder: Path) -> None:
-    for name in (STATE_FOLDER, MODEL_FOLDER, "trackers"):
+    for name in (STATE_FOLDER, MODEL_FOLDER, ADAPTER_FOLDER, "trackers"):
         if (folder / name).exists():
             files.remove_folder(folder / name)
     for name in (METRICS_FILE, SUMMARY_FILE, REPORT_FILE, CONFIG_FILE):
@@ -115,6 +118,12 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"{path}: was saved with a global batch of {saved['rows_per_step']} rows, found {now['rows_per_step']}; "
             f"make batch_size x gradient_accumulation_steps x ranks {saved['rows_per_step']} again"
         )
+    for key, was in saved["order"].items():
+        if was != now["order"][key]:
+            raise CheckpointError(
+                f"{path}: was saved with {key}={json.dumps(was)}, found {key}={json.dumps(now['order'][key])}; the "
+                f"order of the rows follows from it: set {key} as it was"
+            )
     if saved["data"] != now["data"]:
         raise CheckpointError(
             f"{path}: was saved with other rows (fingerprint {saved['data'][:12]}, found {now['data'][:12]}); go on "

@@ -154,7 +154,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tm
     def export_sharded(out: Path, replicate: int) -> int:
         alive: list[weakref.ref] = []
         most = 0
-        real = weights_out._whole
+        real = weights_out.whole
 
         def count(parameter: torch.Tensor) -> torch.Tensor:
             nonlocal most
@@ -163,7 +163,7 @@ def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tm
             alive.append(weakref.ref(whole))
             return whole
 
-        weights_out._whole = count
+        weights_out.whole = count
         with tiny_world(replicate) as world:
             model = tiny_model(world, spec=spec)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

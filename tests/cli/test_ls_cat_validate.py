@@ -45,7 +45,7 @@ def test_ls_of_no_recipe(capsys: pytest.CaptureFixture):
         "",
         f"error: full_finetun: no such recipe; did you mean {RECIPE}?\n",
     )
-    assert run(capsys, "ls", "zzz")[2].startswith(f"error: zzz: no such recipe; one of: {RECIPE}")
+    assert run(capsys, "ls", "zzz")[2].startswith("error: zzz: no such recipe; one of: dpo_distributed, ")
 
 
 def test_cat_is_the_file(capsys: pytest.CaptureFixture):

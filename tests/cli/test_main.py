@@ -87,10 +87,14 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
     [
         (["lss"], "error: tune: unknown verb 'lss'; did you mean ls?"),
         (["generat", "x"], "error: tune: unknown verb 'generat'; did you mean generate?"),
-        (["zzz"], "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, run, generate"),
+        (
+            ["zzz"],
+            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, run, export, generate",
+        ),
         (
             ["--verbose"],
-            "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, run, generate",
+            "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, data, run, export, "
+            "generate",
         ),
         (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
         (["generate", "x", "--promt", "a"], "error: tune generate: unknown option --promt; did you mean --prompt?"),

@@ -4,20 +4,32 @@ import dataclasses
 
 import pytest
 
-from recipe_lib.config import FullFinetuneConfig, load_config
-from recipe_lib.config.compatibility import INCOMPATIBLE
+from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, load_config, register
+from recipe_lib.config.compatibility import INCOMPATIBLE, incompatibilities
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.places import RECIPE_CONFIGS
 from recipe_lib.errors import ConfigError
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
+PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
+
+
+def good(entry) -> str:
+    """A config of the entry's recipe that is right."""
+    return PAIRS if entry.recipe == "dpo_distributed" else GOOD
+
+
+@pytest.fixture(autouse=True)
+def another_loss():
+    register("loss", "mine")(lambda logits, labels: logits)
 
 
 @pytest.mark.parametrize("entry", INCOMPATIBLE, ids=lambda entry: entry.name)
 def test_each_is_refused_alone(write, entry):
-    path = write(GOOD)
-    load_config(path)
+    path, schema = write(good(entry)), RECIPE_CONFIGS[entry.recipe]
+    load_config(path, (), schema)
     with pytest.raises(ConfigError) as caught:
-        load_config(path, entry.example)
+        load_config(path, entry.example, schema)
     place = str(path) if all(word.startswith("~") for word in entry.example) else "command line"
     assert caught.value.faults == [f"{place}: {', '.join(entry.keys)}: {entry.reason}; {entry.remedy}"]
 
@@ -28,17 +40,16 @@ def test_each_half_is_fine(write, entry):
     for left_out in range(len(entry.example)):
         rest = [word for place, word in enumerate(entry.example) if place != left_out]
         try:
-            load_config(write(GOOD), rest)
+            load_config(write(good(entry)), rest, RECIPE_CONFIGS[entry.recipe])
         except ConfigError as error:
-            # adamw and a null validation.source are defaults: naming them changes nothing.
-            is_default = entry.example[left_out] in ("optimizer.name=adamw", "~validation.source")
-            assert is_default or entry.reason not in str(error)
+            # Defaults, which naming does not change; and what only another entry asks for.
+            is_idle = entry.example[left_out] in ("optimizer.name=adamw", "~validation.source", "tokenizer.path=x")
+            assert is_idle or entry.reason not in str(error)
 
 
 def test_keys_exist_and_names_differ():
-    keys = read_schema(FullFinetuneConfig).keys
     for entry in INCOMPATIBLE:
-        assert set(entry.keys) <= set(keys)
+        assert {*entry.keys, *entry.reads} <= set(read_schema(RECIPE_CONFIGS[entry.recipe]).keys)
         assert entry.unread is None or entry.unread in entry.keys
     assert len({entry.name for entry in INCOMPATIBLE}) == len(INCOMPATIBLE)
 
@@ -47,10 +58,10 @@ def test_predicates_read_objects_too():
     """The table also serves code that holds a finished config object."""
     cfg = FullFinetuneConfig()
     cfg.resume, cfg.overwrite = "latest", True
-    assert [entry.name for entry in INCOMPATIBLE if entry.unread is None and entry.applies(cfg)] == [
+    assert [entry.name for entry in incompatibilities(cfg, (), read_schema(FullFinetuneConfig).keys)] == [
         "no model",
-        "no data",
         "resume and overwrite",
+        "no data",
     ]
 
 
@@ -89,8 +100,40 @@ def test_sensible_things_are_not_refused(load):
         ["checkpoint.save_model=false"],
         ["log.project=mine"],
         ["model.path=/no/such/folder", "data.source=/no/such/file"],
+        ["~data.source", "data.sources=[{source: 'hub:owner/name'}, {source: b.jsonl}]", "data.split=test"],
+        ["~data.source", "data.sources=[{source: a, format: text}, {source: b}]", "data.train_on=last"],
+        ["data.format=text", "data.train_on=all"],
+        ["data.format=text", "data.packing=true"],
     ):
         load("", *overrides)
+    for overrides in (
+        ["lora.dora=true", "lora.targets=[q, embedding, head]", "lora.quantize=nf4", "lora.dtype=fp32"],
+        ["lora.rslora=true", "lora.dropout=0.1", "memory.cpu_offload=true"],
+        ["dtype=fp64", "device=cpu"],
+    ):
+        load("", *overrides, schema=LoraFinetuneConfig)
+    for overrides in (
+        ["data.packing=true", "dpo.loss=simpo", "dpo.margin=1"],
+        ["dpo.loss=cdpo", "dpo.label_smoothing=0.1", "dpo.reference_free=true"],
+        ["dpo.train=full", "dpo.loss=ipo"],
+        ["~data.source", "data.sources=[{source: a, weight: 0.5}, {source: b}]"],
+    ):
+        load("", "data.format=preference", *overrides, schema=DpoFinetuneConfig)
+
+
+def test_a_format_of_a_plugin_may_give_pairs(load):
+    register("data.format", "my_pairs")(lambda row: row)
+    assert load("", "data.format=my_pairs", schema=DpoFinetuneConfig).data.format == "my_pairs"
+
+
+def test_formats_of_sources_are_judged_one_by_one(faults):
+    line = "command line: dpo.loss, data.format: the loss compares a chosen with a rejected answer, which rows of this "
+    found = faults("", "~data.source", "data.sources=[{source: a, format: preference}, {source: b}]",
+                   schema=DpoFinetuneConfig)  # fmt: skip
+    assert found == [line.replace("command line", "c.yaml") + "format do not have; set data.format to preference"]
+    found = faults("", "data.format=preference", "validation.source=v.jsonl", "validation.format=alpaca",
+                   schema=DpoFinetuneConfig)  # fmt: skip
+    assert found == [line + "format do not have; set data.format to preference"]
 
 
 def test_a_class_without_a_section_is_judged_by_the_rest(tmp_path):

@@ -37,7 +37,9 @@ def test_by_name(checkout):
     assert places.find_recipe("other") == checkout / "recipes/other.py"
     assert places.list_recipes() == ["full_finetune_distributed", "other"]
     assert places.list_configs() == {
+        "dpo_distributed": [],
         "full_finetune_distributed": ["llama3/8B_full", "qwen2_5/0.5B_full"],
+        "lora_finetune_distributed": [],
         "other": [],
     }
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from recipe_lib.config import FullFinetuneConfig
+from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import CHOICE_ALIASES, KEY_ALIASES
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.registry import names
 
 ALL = "; `tune cat CONFIG --describe` lists all keys"
 
@@ -86,11 +87,33 @@ def test_every_single_typo_finds_its_key(faults):
 
 
 def test_aliases_lead_to_keys_that_exist():
-    schema = read_schema(FullFinetuneConfig)
+    schema = read_schema(DpoFinetuneConfig)  # it has the sections of all recipes
     assert set(KEY_ALIASES.values()) <= {*schema.keys, *schema.sections}
     assert not set(KEY_ALIASES) & set(schema.keys)
     choices = {choice for key in schema.keys.values() for choice in key.limits.get("choices", ())}
-    assert set(CHOICE_ALIASES.values()) <= {*choices, "messages", "adamw"}
+    assert set(CHOICE_ALIASES.values()) <= {*choices, *names("data.format"), "adamw"}
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [("lora_r", "lora.rank"), ("lora_alpha", "lora.alpha"), ("target_modules", "lora.targets"),
+     ("use_dora", "lora.dora"),
+     ("load_in_4bit", "lora.quantize"), ("sample_packing", "data.packing"), ("loss_type", "dpo.loss"),
+     ("lora.r", "lora.rank"), ("dataset_num_proc", "data.workers"), ("roles_to_train", "data.train_on"),
+     ("data.datasets", "data.sources"), ("lora.ranks", "lora.rank"), ("dpo.gamma", "dpo.margin")],
+)  # fmt: skip
+def test_words_of_adapters_and_data(faults, word, ours):
+    found = faults("", f"{word}=1", "data.format=preference", schema=DpoFinetuneConfig)
+    assert found == [f"command line: {word}=1: unknown key; did you mean {ours}?"]
+
+
+def test_a_key_of_another_recipe(faults):
+    assert faults("lora: {rank: 8}\n", "lora.alpha=8", "dpo_beta=0.2", "load_in_4bit=true") == [
+        "c.yaml:1: lora: unknown key; lora is a section of the recipe lora_finetune_distributed",
+        "command line: lora.alpha=8: unknown key; lora.alpha is a key of the recipe lora_finetune_distributed",
+        "command line: dpo_beta=0.2: unknown key; dpo.beta is a key of the recipe dpo_distributed",
+        "command line: load_in_4bit=true: unknown key; lora.quantize is a key of the recipe lora_finetune_distributed",
+    ]
 
 
 def test_all_faults_at_once_in_file_order(faults):

@@ -62,7 +62,7 @@ REFUSED = [
     ("resume: !!python/object/apply:os.system [ls]\n",
      ["1: resume: found the tag !!python/object/apply:os.system; tags are refused, remove it"]),
     ("log: !mine {run_name: x}\n", ["1: log: found the tag !mine; tags are refused, remove it"]),
-    ("log:\n  trackers: [!!str wandb]\n", ["2: log.trackers: found the tag !!str; tags are refused, remove it"]),
+    ("log:\n  trackers: [!!str wandb]\n", ["2: log.trackers[0]: found the tag !!str; tags are refused, remove it"]),
     ("seed: 1\nepochs: 2\nseed: 3\n", ["3: seed: set twice, first on line 1; remove one of the two"]),
     ("log:\n  keep: 3\nlog:\n  run_name: x\n", ["3: log: set twice, first on line 1; remove one of the two"]),
     ("optimizer: {lr: 1, lr: 2}\n", ["1: optimizer.lr: set twice, first on line 1; remove one of the two"]),
@@ -121,7 +121,7 @@ def test_empty_files_are_all_defaults(faults, load):
     for text in ("", "# nothing\n", "---\n"):
         assert [line.partition(": ")[2].partition(":")[0] for line in faults(text, whole=True)] == [
             "model.path, model.preset",
-            "data.source",
+            "data.source, data.sources",
         ]
     assert load("log:\nmemory: {}\n") == load("")
 

@@ -1,11 +1,13 @@
 """The tokenizers of tests/tokenizers, and a writer of data files."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.tokenizers.conftest import real_folder  # noqa: F401  (a fixture)
 from tests.tokenizers.made import write_json
@@ -32,3 +34,13 @@ def rows_file(tmp_path: Path) -> Callable[..., str]:
         return str(tmp_path / name)
 
     return write
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """The log lines, as they come."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    return lines

@@ -2,11 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from recipe_lib.config.schema import DataConfig
-from recipe_lib.data import build_dataset, global_rows, make_step, validation_steps
+from recipe_lib.data import DataPlan, Dataset, build_dataset, global_rows, make_step, validation_steps
+from recipe_lib.data.report import DataReport
+from recipe_lib.models import build_meta, init_weights
+from tests.parallel.small_models import small_spec
 
 PAD = 5  # a token like any other, on purpose
 
@@ -89,7 +93,7 @@ def test_validation_sees_every_row_once(dataset, ranks, size):
 
 
 def test_the_wrong_number_of_rows_is_our_mistake(dataset):
-    with pytest.raises(ValueError, match="5 rows for 1 ranks x 2 micro-batches x 4"):
+    with pytest.raises(ValueError, match="5 slots for 1 ranks x 2 micro-batches x 4"):
         make_step(dataset, global_rows(len(dataset), 0, 0, 0, 5, True), 0, 1, 4, 2)
 
 
@@ -97,3 +101,143 @@ def test_moving_keeps_what_there_is(dataset):
     step = make_step(dataset, global_rows(len(dataset), 0, 0, 0, 4, True), 0, 1, 4, 1).to("meta")
     assert step.micro_batches[0].tokens.device.type == step.micro_batches[0].labels.device.type == "meta"
     assert step.micro_batches[0].attention is None and step.trained_tokens > 0
+
+
+def made_dataset(rows: int, group: int = 1, longest: int = 16, seed: int = 0) -> Dataset:
+    """Random rows; about half of the targets are trained, and at least the last."""
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(2, longest + 2, rows)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    ids = draw.integers(0, 512, offsets[-1]).astype(np.int32)
+    trained = draw.integers(0, 2, offsets[-1]).astype(np.uint8)
+    trained[offsets[:-1]], trained[offsets[1:] - 1] = 0, 1
+    return Dataset(ids, offsets, trained, DataReport("made", "text", longest), {}, group=group)
+
+
+def documents(batch) -> list[tuple[list[int], list[int], list[int]]]:
+    """(tokens, labels, positions) of each document that has a label, as attention and positions have it."""
+    found = []
+    for row in range(len(batch.tokens)):
+        for number in range(int(batch.attention.documents[row].max()) + 1):
+            inside = batch.attention.documents[row] == number
+            part = [tensor[row][inside].tolist() for tensor in (batch.tokens, batch.labels, batch.positions)]
+            if any(label != -100 for label in part[1]):
+                found.append(tuple(part))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "size"), [(1, 1, 4), (2, 2, 1), (4, 1, 1)])
+def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulation, size):
+    rows = made_dataset(60)
+    plan = DataPlan(rows, seed=1, slots_per_step=4, shuffle=True, packing_capacity=40)
+    slots = plan.slots(2)
+    steps = [
+        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.row_length(2)) for rank in range(ranks)
+    ]
+    found = [document for step in steps for batch in step.micro_batches for document in documents(batch)]
+    expected = [
+        (rows[item].tokens.tolist(), rows[item].labels.tolist(), list(range(len(rows[item].tokens))))
+        for item in np.concatenate(slots).tolist()
+    ]
+    assert sorted(found) == sorted(expected) and len(found) > 4
+    assert {batch.tokens.shape for step in steps for batch in step.micro_batches} == {(size, 40)}
+    assert {step.items for step in steps} == {len(expected)}
+    assert {step.total_tokens for step in steps} == {sum(len(tokens) for tokens, _, _ in expected)}
+    assert {step.padded_tokens for step in steps} == {160}
+    assert {step.trained_tokens for step in steps} == {
+        sum(label != -100 for _, labels, _ in expected for label in labels)
+    }
+
+
+def test_a_pack_of_one_is_packed_like_the_others():
+    rows = made_dataset(4)
+    (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, row_length=20).micro_batches
+    assert batch.tokens.shape == (2, 20) and batch.attention is not None
+    (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD).micro_batches
+    assert batch.attention is None and batch.positions is None and batch.segments is None
+
+
+def test_rows_are_as_long_as_a_multiple():
+    rows = made_dataset(8)
+    for multiple in (1, 7, 64):
+        step = make_step(rows, np.arange(8), 0, 1, 8, 1, PAD, multiple)
+        width = step.micro_batches[0].tokens.shape[1]
+        assert width % multiple == 0 and 0 <= width - rows.lengths.max() < multiple
+        assert step.padded_tokens == 8 * width
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    model = build_meta(small_spec(), torch.float64).to_empty(device="cpu")
+    init_weights(model, 3, model.spec)
+    return model
+
+
+def loss_of(model, steps) -> torch.Tensor:
+    batches = [batch for step in steps for batch in step.micro_batches]
+    return sum(model(batch.tokens, batch.positions, batch.attention, labels=batch.labels) for batch in batches)
+
+
+def test_the_loss_of_packed_rows_is_that_of_the_rows(decoder):
+    rows = made_dataset(24)
+    plan = DataPlan(rows, seed=0, slots_per_step=4, shuffle=True, packing_capacity=50)
+    slots = plan.slots(0)
+    packed = make_step(rows, slots, 0, 1, 2, 2, PAD, 16, plan.row_length(0))
+    items = np.concatenate(slots)
+    alone = make_step(rows, items, 0, 1, len(items), 1, PAD)
+    losses, gradients = [], []
+    for step in (packed, alone):
+        decoder.zero_grad()
+        loss = loss_of(decoder, [step])
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in decoder.parameters()]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("packing", [None, 24])
+def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
+    pairs = made_dataset(40, group=2)
+    plan = DataPlan(pairs, seed=3, slots_per_step=4, shuffle=True, packing_capacity=packing)
+    for step in range(plan.steps(0)):
+        slots = plan.slots(step)
+        for rank in range(2):
+            made = make_step(pairs, slots, rank, 2, 2, 1, PAD, 4, plan.row_length(step))
+            assert made.items == sum(map(len, slots))
+            (batch,) = made.micro_batches
+            assert batch.tokens.shape[0] == (2 if packing else 4)
+            own = np.concatenate(slots[2 * rank : 2 * rank + 2])
+            assert batch.num_segments == 2 * len(own)
+            for segment in range(batch.num_segments):
+                row = pairs[2 * int(own[segment // 2]) + segment % 2]
+                inside = batch.segments == segment
+                assert batch.tokens[inside].tolist() == row.tokens.tolist()
+                assert batch.labels[inside].tolist() == row.labels.tolist()
+            padding = batch.segments == -1
+            assert (batch.labels[padding] == -100).all() and (batch.tokens[padding] == PAD).all()
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("packing", [None, 20])
+@pytest.mark.parametrize(("ranks", "size"), [(1, 5), (2, 4), (3, 2)])
+def test_validation_counts_every_item_once(decoder, group, packing, ranks, size):
+    rows = made_dataset(22, group)
+    by_rank = [list(validation_steps(rows, rank, ranks, size, PAD, 4, packing)) for rank in range(ranks)]
+    assert len({len(steps) for steps in by_rank}) == 1
+    assert sum(step.items for step in by_rank[0]) == rows.items
+    assert sum(step.trained_tokens for step in by_rank[0]) == rows.trained_counts.sum()
+    whole = loss_of(decoder, [make_step(rows, np.arange(rows.items), 0, 1, rows.items, 1, PAD)])
+    assert sum(loss_of(decoder, steps) for steps in by_rank).item() == pytest.approx(whole.item(), rel=1e-12)
+    if packing:
+        assert len(by_rank[0]) < -(-rows.items // size // ranks)
+
+
+def test_packed_batches_move_whole():
+    pairs = made_dataset(8, group=2)
+    step = make_step(pairs, [np.array([0, 1]), np.array([2, 3])], 0, 1, 2, 1, PAD).to("meta")
+    batch = step.micro_batches[0]
+    moved = [batch.tokens, batch.labels, batch.positions, batch.segments]
+    moved += [batch.attention.documents, batch.attention.boundaries]
+    assert {tensor.device.type for tensor in moved} == {"meta"}
+    assert batch.num_segments == 8 and step.items == 4

@@ -45,7 +45,7 @@ def test_labels_are_the_next_tokens_of_the_answer(chatml, rows_file):
 
 
 def test_report_of_clean_rows(chatml, rows_file):
-    source = rows_file(PAIR, PAIR)
+    source = rows_file(PAIR, PAIR | {"prompt": "a"})
     dataset = build(source, chatml)
     share = 100 * dataset.trained_counts.sum() / dataset.lengths.sum()
     assert dataset.report.lines() == [
@@ -106,7 +106,13 @@ def test_a_row_of_exactly_the_limit_is_kept_whole(chatml, rows_file, length):
 
 
 def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
-    source = rows_file(PAIR, {"prompt": 1, "completion": "x"}, {"prompt": 2, "completion": "x"}, {"prompt": "x"}, PAIR)
+    source = rows_file(
+        PAIR,
+        {"prompt": 1, "completion": "x"},
+        {"prompt": 2, "completion": "x"},
+        {"prompt": "x"},
+        PAIR | {"prompt": "a"},
+    )
     with open(source, "ab") as file:
         file.write(b'{"prompt": "\xff"}\n{oops}\n')
     refused(

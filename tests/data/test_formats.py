@@ -105,7 +105,11 @@ def said(*pairs):
             "message 2: found tool after user, expected it after assistant",
         ),
         ("messages", said(("user", "a"), ("assistant", "")), "found an empty answer"),
-        ("messages", said(("user", "a"), ("assistant", "b")) | {"tools": "f"}, "tools: found text, expected a list of"),
+        (
+            "messages",
+            said(("user", "a"), ("assistant", "b")) | {"tools": "f"},
+            "tools: found text that is no JSON, expected a list",
+        ),
         (
             "prompt_completion",
             {"prompt": "a", "completion": ""},
@@ -138,11 +142,32 @@ def test_wild_files(realdata):
             except RowFault as fault:
                 bad.append((fault.cause, row))
         assert all(cause == "empty answer" and not row["output"].strip() for cause, row in bad)
-    for row in json.loads((folder / "toolcall" / "glaive_toolcall_en_demo.json").read_text()):
-        speakers = {turn["from"] for turn in row["conversations"]}
-        try:
-            read("sharegpt", row)
-        except RowFault as fault:
-            assert "function_call" in speakers and "found the from 'function_call'" in str(fault)
-        else:
-            assert "function_call" not in speakers
+
+
+def test_wild_tool_calls(realdata):
+    """Every row is read; calls, answers of tools and tools are those of the file."""
+    called = 0
+    for row in json.loads((realdata / "datasets" / "toolcall" / "glaive_toolcall_en_demo.json").read_text()):
+        sample, turns = read("sharegpt", row), row["conversations"]
+        assert len(sample.messages) == len(turns)
+        for message, turn in zip(sample.messages, turns, strict=True):
+            if turn["from"] == "function_call":
+                (call,) = message["tool_calls"]
+                assert call["function"] == json.loads(turn["value"]) and message["content"] == ""
+                called += 1
+            else:
+                assert message["content"] == turn["value"] and "tool_calls" not in message
+        tools = json.loads(row["tools"])
+        assert [tool["function"] for tool in sample.tools or []] == tools
+    assert called == 211
+
+
+def test_wild_pairs(realdata):
+    rows = json.loads((realdata / "datasets" / "dpo" / "dpo_en_demo.json").read_text())
+    for row in rows:
+        sample = read("preference", row)
+        assert [message["content"] for message in sample.prompt] == [turn["value"] for turn in row["conversations"]]
+        assert roles(Conversation(sample.chosen)) == [("assistant", row["chosen"]["value"])]
+        assert roles(Conversation(sample.rejected)) == [("assistant", row["rejected"]["value"])]
+        assert sample.prompt[-1]["role"] == "user"
+    assert len(rows) == 300

@@ -1,14 +1,19 @@
 """Rows come out of files in order, each with its place; what cannot be read is one line with file and line."""
 
+import copy
+import hashlib
 import json
+import multiprocessing
 import re
-import sys
-import types
+import tracemalloc
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
+from recipe_lib.config.schema import SourceConfig
+from recipe_lib.data import row_files
 from recipe_lib.data.samples import RowFault
-from recipe_lib.data.sources import read_rows
+from recipe_lib.data.sources import open_sources, read_rows
 from recipe_lib.errors import DataError
 
 
@@ -16,56 +21,16 @@ def read(source, split="train"):
     return list(read_rows(str(source), split))
 
 
+def opened(path):
+    (file,) = open_sources(SourceConfig(str(path)))
+    return file
+
+
 def refused(source, line):
     with pytest.raises(DataError) as caught:
         read(source)
     assert re.search(line, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_json_rows_have_their_line(tmp_path):
-    (tmp_path / "a.json").write_text('[\n {"a": 1},\n\n {"a": "]},{"},\n {"a":\n  [2]}, {"a": 3}\n]\n')
-    places, rows = zip(*read(tmp_path / "a.json"), strict=True)
-    assert rows == ({"a": 1}, {"a": "]},{"}, {"a": [2]}, {"a": 3})
-    assert [place.removeprefix(str(tmp_path)) for place in places] == [
-        "/a.json:2 (row 1)", "/a.json:4 (row 2)", "/a.json:5 (row 3)", "/a.json:6 (row 4)",
-    ]  # fmt: skip
-
-
-def test_json_of_other_shapes(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text('{"data": [{"a": 1}, {"a": 2}], "version": 1}')
-    assert [row for _, row in read(file)] == [{"a": 1}, {"a": 2}]
-    file.write_text('{"x": {"data": [7]},\n "data" : [\n  {"a": 1},\n  {"a": 2}\n ], "version": 1}\n')
-    assert read(file) == [(f"{file}:3 (row 1)", {"a": 1}), (f"{file}:4 (row 2)", {"a": 2})]
-    file.write_text('{"data": []}')
-    assert read(file) == []
-    file.write_text('{"a": 1}')
-    assert read(file) == [(f"{file} (row 1)", {"a": 1})]
-    file.write_text("\ufeff [ ] ", encoding="utf-8")
-    assert read(file) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (b"", r"a.json: the file is empty, expected rows or text"),
-        (b" \n ", r"the file is empty"),
-        (b'[{"a": 1},\n {"a" 2}]', r"a.json:2: column 7: invalid JSON \(Expecting ':' delimiter\), expected a list"),
-        (b'[{"a": 1}\n {"a": 2}]', r"a.json:2: column 2: invalid JSON \(Expecting ',' delimiter\)"),
-        (b'[{"a": 1},\n {"a": 2}', r"a.json:2: column 10: invalid JSON"),
-        (b'[{"a": 1},]', r"a.json:1: column \d+: invalid JSON"),
-        (b'[{"a": 1}] x', r"a.json:1: column 12: invalid JSON \(Extra data\)"),
-        (b'{"a": 1}\n{"a": 2}\n', r"a.json:2: column 1: invalid JSON \(Extra data\).*name the file .jsonl"),
-        (b'["\n\xff"]', r"a.json:2: found the byte 0xff, expected UTF-8"),
-        (b"3", r'a.json: found int, expected a list of objects or {"data"'),
-        (b"[" * 100_000, r"a.json: JSON nested too deep"),
-        (b'{"a":' * 100_000, r"a.json: JSON nested too deep"),
-    ],
-)
-def test_json_files_that_are_refused(content, line, tmp_path):
-    (tmp_path / "a.json").write_bytes(content)
-    refused(tmp_path / "a.json", line)
 
 
 def test_json_lines(tmp_path):
@@ -91,6 +56,112 @@ def test_empty_json_lines(content, tmp_path):
     refused(tmp_path / "a.jsonl", r"a.jsonl: the file is empty, expected rows")
 
 
+def write_lines(path, count, blank_every=None):
+    """Lines of differing lengths, ends and letters, some of them blank; gives (line, row) of each row."""
+    rows, lines = [], []
+    for number in range(count):
+        if blank_every and number % blank_every == 1:
+            lines.append((" \t" * (number % 3)).encode() + b"\n")
+        rows.append((len(lines) + 1, {"n": number, "text": "é" * (number % 7) + "x" * (number % 50)}))
+        end = b"\r\n" if number % 5 == 0 else b"\n"
+        lines.append(b" " * (number % 2) + json.dumps(rows[-1][1], ensure_ascii=False).encode() + end)
+    path.write_bytes(b"".join(lines).removesuffix(b"\n"))
+    return rows
+
+
+@pytest.mark.parametrize("blank_every", [None, 3])
+@pytest.mark.parametrize("block", [1, 7, 64, 2**20])
+def test_json_lines_by_number(blank_every, block, tmp_path, monkeypatch):
+    """Any range of rows is what a plain reading of the file gives, however the pass for the index cuts the file."""
+    monkeypatch.setattr(row_files, "BLOCK", block)
+    path = tmp_path / "a.jsonl"
+    rows = [(f"{path}:{line}", row) for line, row in write_lines(path, 60, blank_every)]
+    file = opened(path)
+    assert len(file) == 60 and list(file.read()) == rows
+    for start, stop in ((0, 0), (0, 1), (59, 60), (17, 43), (58, 99), (60, 70), (5, None)):
+        assert list(file.read(start, stop)) == rows[start:stop], (start, stop)
+    assert [file.place_of(row) for row in range(60)] == [place for place, _ in rows]
+
+
+def test_identity_is_that_of_the_content(tmp_path):
+    one, two = tmp_path / "a.jsonl", tmp_path / "more" / "a.jsonl"
+    two.parent.mkdir()
+    write_lines(one, 10), write_lines(two, 10)
+    content = one.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    assert opened(one).identity == {"name": "a.jsonl", "size": len(content), "sha256": digest} == opened(two).identity
+    two.write_bytes(content[:-2] + b"!}")
+    assert opened(two).identity["sha256"] != digest and opened(two).identity["size"] == len(content)
+
+
+def _sums(file, ranges, answers):
+    answers.put([sum(row["n"] for _, row in file.read(start, stop)) for start, stop in ranges])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_files_serve_forked_processes_and_pickles(name, tmp_path):
+    path = tmp_path / name
+    rows = [{"n": number} for number in range(500)]
+    if name == "a.parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=70)
+    else:
+        path.write_text(json.dumps(rows) if name == "a.json" else "".join(f"{json.dumps(row)}\n" for row in rows))
+    file = opened(path)
+    assert len(file) == 500
+    list(file.read(3, 5))
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    workers = [context.Process(target=_sums, args=(file, [(0, 250), (250, 500)], answers)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    expected = [sum(range(250)), sum(range(250, 500))]
+    assert [answers.get(timeout=60) for _ in workers] == [expected, expected]
+    for worker in workers:
+        worker.join()
+    assert ForkingPickler.dumps(file)
+    assert list(copy.deepcopy(file).read(7, 9)) == list(file.read(7, 9))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_memory_does_not_grow_with_the_file(name, tmp_path):
+    """15 MB of rows are indexed, hashed and read in less than 10 MB."""
+    path, line = tmp_path / name, json.dumps({"text": "x" * 1000})
+    with path.open("w") as file:
+        file.write("[" if name == "a.json" else "")
+        for number in range(15_000):
+            file.write(line + ("\n" if name == "a.jsonl" else ",\n" if number < 14_999 else "]"))
+    tracemalloc.start()
+    try:
+        file = opened(path)
+        assert len(file) == 15_000 and file.identity["size"] > 15_000_000
+        assert sum(len(row["text"]) for _, row in file.read()) == 15_000_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000_000
+
+
+def test_a_file_that_changed_since(tmp_path):
+    """What no longer fits the index is a fault of the row, not a crash."""
+    for name, content in (("a.jsonl", '{"a": 1}\n{"a": 2}\n'), ("a.json", '[{"a": 1}, {"a": 2}]')):
+        (tmp_path / name).write_text(content)
+        file = opened(tmp_path / name)
+        assert len(file) == 2
+        (tmp_path / name).write_text('{"b"')
+        assert [type(row) for _, row in file.read()] == [RowFault, RowFault]
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(DataError, match=r"a.json: the file cannot be read \(No such file or directory\)"):
+        list(file.read())
+
+
+def test_numbers_of_too_many_digits(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": ' + "1" * 5000 + "}\n")
+    assert "a number of more digits than can be read" in str(read(tmp_path / "a.jsonl")[0][1])
+    (tmp_path / "a.json").write_text('[{"a": 1},\n{"a": ' + "1" * 5000 + "}]")
+    refused(tmp_path / "a.json", r"a.json:2: column 1: invalid JSON \(a number of too many digits\)")
+
+
 def test_text_keeps_its_line_ends(tmp_path):
     (tmp_path / "a.txt").write_bytes("one\r\ntwo é\n".encode())
     assert read(tmp_path / "a.txt") == [(str(tmp_path / "a.txt"), {"text": "one\r\ntwo é\n"})]
@@ -108,9 +179,9 @@ def test_folders_are_read_in_order_of_names(tmp_path):
 
 def test_sources_that_are_not_there(tmp_path):
     refused(tmp_path / "x.json", r"x.json: no such file or folder; set data.source")
-    refused(tmp_path, r"found no .json, .jsonl, .txt file in the folder")
+    refused(tmp_path, r"found no .json, .jsonl, .parquet, .txt file in the folder")
     (tmp_path / "a.csv").write_text("a,b")
-    refused(tmp_path / "a.csv", r"a.csv: found a .csv file, expected one of .json, .jsonl, .txt")
+    refused(tmp_path / "a.csv", r"a.csv: found a .csv file, expected one of .json, .jsonl, .parquet, .txt")
     (tmp_path / "rows").write_text("{}")
     refused(tmp_path / "rows", r"rows: found a nameless file")
 
@@ -122,34 +193,7 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.open", no)
-    refused(tmp_path / "a.jsonl", r"a.jsonl: the file cannot be opened \(Permission denied\); check its permissions")
-
-
-def test_hub_without_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(
-        "hub:owner/name", r"hub:owner/name needs the package datasets; run `pip install 'tune-recipes\[datasets\]'`"
-    )
-
-
-def test_hub_rows(monkeypatch):
-    asked = []
-
-    def load_dataset(name, split):
-        asked.append((name, split))
-        if name == "owner/none":
-            raise FileNotFoundError("Dataset 'owner/none' doesn't exist\nmore")
-        return [{"a": 1}, {"a": 2}]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert read("hub:owner/name", "test") == [
-        ("hub:owner/name (row 1)", {"a": 1}),
-        ("hub:owner/name (row 2)", {"a": 2}),
-    ]
-    assert asked == [("owner/name", "test")]
-    refused(
-        "hub:owner/none", r"hub:owner/none: the hub dataset cannot be loaded \(Dataset 'owner/none' doesn't exist\)$"
-    )
+    refused(tmp_path / "a.jsonl", r"a.jsonl: the file cannot be read \(Permission denied\); check its permissions")
 
 
 def test_real_files(realdata):
@@ -163,3 +207,12 @@ def test_real_files(realdata):
     for place, row in read(folder / "alpaca" / "identity.json"):
         line = int(re.search(r":(\d+) \(row", place).group(1))
         assert json.dumps(row["instruction"], ensure_ascii=False) in text[line], place
+
+
+@pytest.mark.parametrize("name", ["alpaca/identity.json", "gsm8k/test.jsonl", "dpo/dpo_en_demo.json"])
+def test_real_files_by_number(realdata, name):
+    file = opened(realdata / "datasets" / name)
+    rows = list(file.read())
+    assert len(rows) == len(file)
+    for start in range(0, len(file), 97):
+        assert list(file.read(start, start + 3)) == rows[start : start + 3]

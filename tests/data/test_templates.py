@@ -13,6 +13,7 @@ from recipe_lib.data.samples import Completion, RowFault
 from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
+from tests.data.masks_cases import trained_texts
 from tests.tokenizers.made import write_json
 
 # tokenizer, template (None: its own), what ends a turn, what the template puts before the answer's first letter
@@ -57,14 +58,8 @@ def encoder_of(real_folder, realdata):
 
 
 def answers(encoder: Encoder, sample) -> list[str]:
-    """The text of each run of trained ids, decoded behind what stands before it."""
-    encoded, found, tokenizer = encoder.encode(sample), [], encoder.tokenizer
-    for at, trained in enumerate(encoded.trained):
-        if trained and not encoded.trained[at - 1]:
-            found.append([at, at])
-        if trained:
-            found[-1][1] = at + 1
-    return [tokenizer.decode(encoded.ids[:b]).removeprefix(tokenizer.decode(encoded.ids[:a])) for a, b in found]
+    """The text of each run of trained ids."""
+    return trained_texts(encoder, encoder.encode(sample))
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -132,22 +127,30 @@ def test_a_template_that_moves_the_system_message_is_refused_with_the_place(real
     path = real_folder("mistral") / "mistral_instruct_tokenizer_240323.model.v3"
     encoder = Encoder(load_tokenizer(path, file), "auto")
     assert answers(encoder, FOUR_TURNS)[1] == " user\n\nassistant</s>"
-    line = r"message 3: the chat template writes what stands before it differently.*found 'Hi!.*expected 's\\n\\nHi!"
+    line = (
+        r"message 3: the chat template writes what stands before it differently once it is there: at token 4 found "
+        r"' Hi', expected ' s' as when generating; set tokenizer.chat_template to one that does not$"
+    )
     with pytest.raises(RowFault, match=line):
         encoder.encode(conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages]))
 
 
-def test_qwen3_drops_old_thoughts(real_folder, realdata):
+def test_qwen3_drops_old_thoughts_and_says_what_helps(real_folder, realdata):
     config = json.loads((real_folder("qwen3") / "tokenizer_config.json").read_text())
     (file := real_folder("qwen2_5") / "qwen3.jinja").write_text(config["chat_template"])
     encoder = Encoder(load_tokenizer(real_folder("qwen2_5"), file), "auto")
     thought = {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}
     assert answers(encoder, conversation([FOUR_TURNS.messages[0], thought])) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
-    assert answers(encoder, FOUR_TURNS) == [
-        "Hello, 你好 😀<|im_end|>", "<think>\n\n</think>\n\nuser\n\nassistant<|im_end|>",
-    ]  # fmt: skip
     twice = conversation([FOUR_TURNS.messages[0], thought, FOUR_TURNS.messages[0], thought])
-    assert answers(encoder, twice) == ["c<|im_end|>", "<think>\nb\n</think>\n\nc<|im_end|>"]
+    line = (
+        r"message 2: the chat template writes it otherwise later on: at token \d+ found 'c', expected '<.*' as when "
+        r"the answer comes last; set data.train_on to last, or tokenizer.chat_template to one that does not$"
+    )
+    with pytest.raises(RowFault, match=line):
+        encoder.encode(twice)
+    last = Encoder(encoder.tokenizer, "auto", "last")
+    assert answers(last, twice) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
+    assert answers(last, FOUR_TURNS) == ["<think>\n\n</think>\n\nuser\n\nassistant<|im_end|>"]
 
 
 def test_a_prompt_that_its_own_template_does_not_go_on_from_is_refused(real_folder, realdata):

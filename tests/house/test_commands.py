@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli import data as data_verb
+from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import run as run_verb
 from recipe_lib.cli.main import main as tune
@@ -86,6 +88,14 @@ def check_tune(words: list[str]) -> None:
             assert tune(words) == 0, line
     elif verb == "run":
         check_run(rest)
+    elif verb == "data":
+        arguments = data_verb.read(rest)
+        if arguments.config.startswith("demo/full"):
+            assert tune(words) == 0, line
+        else:
+            assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
+    elif verb == "export":
+        export_verb.read(rest)
     else:
         assert verb in ("ls", "cat", "cp", "validate"), f"no rule for: {line}"
         assert tune(words) == 0, line
@@ -117,6 +127,7 @@ def edit_recipe(path: Path, block: Block) -> None:
         imported = "from recipe_lib.config import FullFinetuneConfig, parse_arguments\n"
         assert text.count(line) == 1 and text.count(imported) == 1
         text = text.replace(line, block.text).replace(imported, f"{imported}from recipe_lib.config.schema import key\n")
+        text = text.replace("from pathlib", "from dataclasses import dataclass\nfrom pathlib", 1)
     else:
         line = next(line for line in text.splitlines(keepends=True) if "build_meta(" in line)
         text = text.replace(line, line + block.text)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
-from recipe_lib.config.places import list_presets
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.places import RECIPE_CONFIGS, list_presets
+from recipe_lib.config.schema import DpoFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
@@ -17,7 +18,7 @@ from tests.house.test_configs import NAMES, flatten
 
 DOCUMENTS = documents()
 NAMED = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
-KEYS = flatten(FullFinetuneConfig())
+KEYS = flatten(DpoFinetuneConfig())
 BASE = "model: {preset: demo/0.5M}\ntokenizer: {path: there}\ndata: {source: rows.jsonl}\n"
 
 
@@ -46,16 +47,21 @@ def test_configs_are_valid(path: Path, tmp_path: Path):
     for block in blocks(path):
         if block.language == "yaml":
             (tmp_path / "config.yaml").write_text(block.text, encoding="utf-8")
-            assert load_config(tmp_path / "config.yaml")
+            recipe = recipe_of(tmp_path / "config.yaml") or "full_finetune_distributed"
+            assert load_config(tmp_path / "config.yaml", (), RECIPE_CONFIGS[recipe])
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
 def test_overrides_are_valid(path: Path, tmp_path: Path):
     """Every `key=value` in the running text."""
-    (tmp_path / "config.yaml").write_text(BASE, encoding="utf-8")
     for override in re.findall(r"`([a-z_]+(?:\.[a-z_]+)?=[^`\s]+)`", path.read_text(encoding="utf-8")):
-        if not override.endswith("key=value"):
-            assert load_config(tmp_path / "config.yaml", [override])
+        if override.endswith("key=value"):
+            continue
+        base = BASE.replace("preset: demo/0.5M", "path: there") if override.startswith("lora.") else BASE
+        (tmp_path / "config.yaml").write_text(base, encoding="utf-8")
+        pairs = override.startswith("dpo.") or override == "data.format=preference"
+        schema = DpoFinetuneConfig if pairs else LoraFinetuneConfig
+        assert load_config(tmp_path / "config.yaml", [override, *(["data.format=preference"] * pairs)], schema)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
@@ -77,7 +83,10 @@ def test_every_preset_is_in_the_table():
     shipped = {name for name in list_presets() if not name.startswith("demo/")}
     assert told - {"config.json", "transformers"} - {f"{family}/config.json", f"{family}/transformers"} >= shipped
     assert {name for name in told if name.split("/")[0] in {preset.split("/")[0] for preset in shipped}} == shipped
-    assert {f"{name}_full" for name in shipped} == {name for name in NAMES if not name.startswith("demo/")}
+    methods = ("full", "lora", "qlora", "dora", "dpo")
+    assert {f"{name}_full" for name in shipped} <= set(NAMES)
+    assert {f"{name}_qlora" for name in shipped} <= set(NAMES)
+    assert {name for name in NAMES if not name.startswith("demo/")} <= {f"{n}_{m}" for n in shipped for m in methods}
 
 
 def test_readme_arithmetic():

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_report
+from recipe_lib.adapters import add_adapters
+from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_meta
 from tests.parallel.small_models import small_spec
 
@@ -19,16 +21,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this
 
 def test_the_dry_run_measures_and_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--output", str(tmp_path)]) == 0
-    assert "speed, demo/0.5M, 1 x 32 tokens, full: " in capsys.readouterr().out
+    assert "speed, full, demo/0.5M, 1 x 32 tokens, full: " in capsys.readouterr().out
     text = (tmp_path / "gpu-check-dry-run-cpu.md").read_text()
     assert "dry run, CPU" in text and f"torch {torch.__version__}" in text and "GPU check" not in text
     report = json.loads((tmp_path / "gpu-check-dry-run-cpu.json").read_text())
-    assert report["kind"] == "dry run, CPU" and len(report["cases"]) == 4
+    assert report["kind"] == "dry run, CPU" and len(report["cases"]) == 7
     memory = [entry["result"] for entry in report["cases"] if entry["case"]["kind"] == "memory"]
-    assert [result["later_steps"]["kind"][:12] for result in memory] == ["resident set"] * 2
-    speed = report["cases"][-1]["result"]
-    assert len(speed["losses"]) == len(speed["grad_norms"]) == 3
-    assert speed["losses"][0] > speed["losses"][-1]  # the same batch each step
+    assert [result["later_steps"]["kind"][:12] for result in memory] == ["resident set"] * 4
+    for speed in [entry["result"] for entry in report["cases"][-2:]]:
+        assert len(speed["losses"]) == len(speed["grad_norms"]) == 3
+        assert speed["losses"][0] > speed["losses"][-1]  # the same batch each step
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "gpu-check-dry-run-cpu.json",
         "gpu-check-dry-run-cpu.md",
@@ -37,14 +39,20 @@ def test_the_dry_run_measures_and_says_that_it_is_one(tmp_path: Path, capsys: py
 
 def test_the_gpu_plan_covers_what_is_asked() -> None:
     cases = gpu_check.plan(gpu=True)
-    memory = {(case.ranks, case.sequence, case.wrapping) for case in cases if case.kind == "memory" and case.capped}
+    capped = [case for case in cases if case.kind == "memory" and case.capped]
+    memory = {(case.ranks, case.sequence, case.wrapping) for case in capped if case.method == "full"}
     assert memory == {
         (ranks, sequence, wrapping)
         for ranks in (2, 4)
         for sequence in (512, 2048, 4096, 8192)
         for wrapping in ("layers", "memory_efficient")
     }
-    assert sum(case.kind == "speed" for case in cases) == 3 and all("8B" in case.preset for case in cases)
+    assert [case.method for case in cases if case.kind == "speed"] == ["qlora", "lora", *["full"] * 3]
+    assert {(case.method, case.preset, case.ranks, case.sequence) for case in capped if case.method != "full"} == {
+        *((method, "llama3/8B", 1, sequence) for method in ("lora", "qlora") for sequence in (2048, 8192)),
+        *(("qlora", "llama3/70B", ranks, sequence) for ranks in (2, 4) for sequence in (512, 4096)),
+    }
+    assert all("8B" in case.preset for case in cases if case.method == "full")
 
 
 def test_flop_of_a_token() -> None:
@@ -55,6 +63,10 @@ def test_flop_of_a_token() -> None:
         found = gpu_check.speed_of(case, spec, build_meta(spec, torch.float32), [9.0, 0.5, 0.5])
         assert found["flop_per_token"] == 6 * (3 * layer + 512 * 32) + 6 * 3 * 10 * 32
         assert found["tokens_per_second"] == 40
+    model = build_meta(spec, torch.float32)
+    add_adapters(model, LoraConfig(rank=2, targets=["q"], quantize="nf4"), torch.float32)
+    found = gpu_check.speed_of(case, spec, model, [0.5, 0.5])
+    assert found["flop_per_token"] == 4 * (3 * layer + 512 * 32) + 6 * 3 * 2 * (32 + 32) + 6 * 3 * 10 * 32
 
 
 class NoRoom:

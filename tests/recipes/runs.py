@@ -23,11 +23,13 @@ PLAIN = Path(__file__).parent / "plain.yaml"  # a config that sets nothing
 Hook = Callable[[Any], None]
 
 
+FULL, LORA, DPO = "full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"
+
+
 @cache
-def recipe_module() -> ModuleType:
-    """The recipe's file as a module."""
-    path = ROOT / "recipes" / "full_finetune_distributed.py"
-    spec = importlib.util.spec_from_file_location("full_finetune_distributed", path)
+def recipe_module(name: str = FULL) -> ModuleType:
+    """A recipe's file as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -35,11 +37,11 @@ def recipe_module() -> ModuleType:
     return module
 
 
-def arguments(output: Path) -> list[str]:
+def arguments(output: Path, config: str = "demo/full") -> list[str]:
     """Command line of a run of seconds: the demo's tokenizer and rows, a model of two layers of width 32."""
     return [
         "--config",
-        "demo/full",
+        config,
         f"model.preset={ROOT / 'tests' / 'recipes' / 'tiny.json'}",
         "max_seq_len=64",
         "batch_size=4",
@@ -76,15 +78,27 @@ class Run:
     recipe: Any
 
 
-def run_here(argv: list[str], before_training: Hook | None = None, before_model: Hook | None = None) -> Run:
+def recipe_class(module: ModuleType) -> type[Any]:
+    """The class that a recipe's file is about: the one with a training step."""
+    made = (value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__)
+    return next(value for value in made if hasattr(value, "train_step"))
+
+
+def run_here(
+    argv: list[str],
+    before_training: Hook | None = None,
+    before_model: Hook | None = None,
+    recipe: str = FULL,
+) -> Run:
     """The recipe's `main(argv)`, with exit code and lines as `exit_code_of` would give them.
 
     before_model, before_training: called with the recipe when its data is read, and when all is set up and resumed.
     """
-    module = recipe_module()
+    module = recipe_module(recipe)
+    original = recipe_class(module)
     made: list[Any] = []
 
-    class Observed(module.FullFinetune):
+    class Observed(original):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
@@ -101,7 +115,7 @@ def run_here(argv: list[str], before_training: Hook | None = None, before_model:
 
     log = _Lines()
     get_logger().addHandler(log)
-    original, module.FullFinetune = module.FullFinetune, Observed
+    setattr(module, original.__name__, Observed)
     try:
         code = module.main(argv) or 0
     except UserError as error:
@@ -111,7 +125,7 @@ def run_here(argv: list[str], before_training: Hook | None = None, before_model:
         code = STOPPED_AND_SAVED
         log.lines.append(str(stopped))
     finally:
-        module.FullFinetune = original
+        setattr(module, original.__name__, original)
         get_logger().removeHandler(log)
     return Run(code, log.lines, made[0] if made else None)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recipe_lib.data.dataset import Dataset
+from recipe_lib.data.order import DataPlan
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, parameters, run_here, steps
 
@@ -63,8 +64,11 @@ def uneven_rows(recipe: Any) -> None:
     trained = np.zeros(offsets[-1], dtype=np.uint8)
     for end, count in zip(offsets[1:], TRAINED * STEPS, strict=True):
         trained[end - count : end] = 1
-    recipe.rows = Dataset(ids, offsets, trained, recipe.rows.report, "uneven rows")
-    assert list(recipe.rows.trained_counts) == TRAINED * STEPS
+    data = recipe.data
+    data.rows = Dataset(ids, offsets, trained, data.rows.report, "uneven rows")
+    data.plan = DataPlan(data.rows, seed=0, slots_per_step=ROWS, shuffle=False, packing_capacity=None)
+    data.total_steps = STEPS
+    assert list(data.rows.trained_counts) == TRAINED * STEPS
 
 
 def train(
@@ -89,7 +93,7 @@ def train(
         before_model=uneven_rows,
     )
     assert run.code == 0, run.said
-    assert run.recipe.total_steps == STEPS
+    assert run.recipe.data.total_steps == STEPS
     return {"steps": steps(output), "parameters": parameters(run.recipe)}
 
 
@@ -164,7 +168,7 @@ def mean_of_micro_batches(recipe: Any) -> None:
     honest = recipe.summed_loss
 
     def summed_loss(batch: Any) -> Any:
-        step_tokens = recipe.rows.trained_counts[:ROWS].sum()
+        step_tokens = recipe.data.rows.trained_counts[:ROWS].sum()
         parts = recipe.cfg.gradient_accumulation_steps * recipe.world.data_ranks
         return honest(batch) * step_tokens / max(1, int((batch.labels >= 0).sum())) / parts
 

@@ -88,6 +88,7 @@ LEVERS = [
         "validation.batch_size=2",
     ),
     _same("saving", "checkpoint.save_every_steps=1", "checkpoint.keep=3"),
+    _other("packing", "data.packing=true", "data.max_rows=300"),
     _other("tying", "model.preset={folder}/untied.json"),
     _other("optimizer", "optimizer.name=sgd", "~optimizer.betas"),
     _other("optimizer", "optimizer.name=sgd", "optimizer.momentum=0.9"),

@@ -126,17 +126,16 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
         taken: list[list[int]] = []
 
         def watch(recipe: Any) -> None:
-            ids = {tuple(recipe.rows[number].tokens.tolist()): number for number in range(len(recipe.rows))}
-            honest = recipe.next_batches
+            data = recipe.data
+            ids = {tuple(data.rows[number].tokens.tolist()): number for number in range(len(data.rows))}
+            honest = recipe.train_step
 
-            def next_batches() -> Any:
-                batches = honest()
+            def train_step(batches: Any) -> Any:
                 rows = [row for batch in batches.micro_batches for row in batch.tokens.tolist()]
-                pad = recipe.tokenizer.pad_id
-                taken.append([ids[tuple(_without_end(row, pad))] for row in rows])
-                return batches
+                taken.append([ids[tuple(_without_end(row, data.tokenizer.pad_id))] for row in rows])
+                return honest(batches)
 
-            recipe.next_batches = next_batches
+            recipe.train_step = train_step
 
         argv = [*arguments(tmp_path / "run"), "batch_size=1", "gradient_accumulation_steps=4", "epochs=3"]
         assert run_here([*argv, "data.max_rows=23", "checkpoint.save_model=false", *overrides], watch).code == 0

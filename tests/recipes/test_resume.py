@@ -43,15 +43,15 @@ def stop_after(step: int, rank: int = 0, number: int = signal.SIGTERM) -> Callab
     """Makes a rank send itself the signal in the middle of that step."""
 
     def arrange(recipe: Any) -> None:
-        honest, sent = recipe.summed_loss, []
+        honest, begun = recipe.train_step, [recipe.step]
 
-        def summed_loss(batch: Any) -> Any:
-            if recipe.step + 1 == step and recipe.world.rank == rank and not sent:
+        def train_step(batches: Any) -> Any:
+            begun[0] += 1
+            if begun[0] == step and recipe.world.rank == rank:
                 os.kill(os.getpid(), number)
-                sent.append(number)
-            return honest(batch)
+            return honest(batches)
 
-        recipe.summed_loss = summed_loss
+        recipe.train_step = train_step
 
     return arrange
 
@@ -262,10 +262,11 @@ def test_changed_numbers_of_the_optimizer_hold_after_a_resume(tmp_path: Path, na
 
     def change_after_the_stop(recipe: Any) -> None:
         """The same by hand, in a run without a stop; SGD's decay is read from the config when it steps."""
-        honest = recipe.train_step
+        honest, begun = recipe.train_step, []
 
         def train_step(batches: Any) -> Any:
-            if recipe.step == STOP:
+            begun.append(batches)
+            if len(begun) == STOP + 1:
                 for group in recipe.optimizer.param_groups:
                     if name == "adamw":
                         group.update(betas=tuple(config.betas), eps=config.eps, weight_decay=config.weight_decay)

@@ -14,8 +14,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None}
 
 
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, "chat.jinja", TOKENS)
+def template(source: str, trusted: bool = False) -> ChatTemplate:
+    return ChatTemplate(source, "chat.jinja", TOKENS, trusted)
 
 
 TEMPLATES = [
@@ -37,7 +37,7 @@ def test_renders_as_transformers_does(name, realdata, tmp_path):
     reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     source = (realdata / "chat-templates" / f"{name}.jinja").read_text()
     tokens = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    ours = ChatTemplate(source, name, tokens)
+    ours, trusted = ChatTemplate(source, name, tokens), ChatTemplate(source, name, tokens, trusted=True)
     tool = {"type": "function", "function": {"name": "f<1>", "description": "é", "parameters": {"a": [1, 2]}}}
     for messages in ([USER], [USER, ANSWER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER]):
         for prompt in (True, False):
@@ -52,6 +52,7 @@ def test_renders_as_transformers_does(name, realdata, tmp_path):
                         ours.render(messages, prompt, tools)
                     continue
                 assert ours.render(messages, prompt, tools) == expected
+                assert trusted.render(messages, prompt, tools) == expected
 
 
 def test_the_clock_stands_still():
@@ -70,6 +71,7 @@ def test_helpers():
     assert template("{{ unk_token is defined }}{{ tools is none }}").render([], False) == "FalseTrue"
 
 
+@pytest.mark.parametrize("trusted", [True, False], ids=["here", "apart"])
 @pytest.mark.parametrize(
     ("source", "line"),
     [
@@ -87,11 +89,12 @@ def test_helpers():
         ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "renders more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
         ("{% include 'other' %}", "the chat template failed"),
+        ("{{ messages | random }}{{ lipsum() }}{{ [] | first | wordwrap(1) }}{{ 1/0 }}", "the chat template failed"),
     ],
 )
-def test_templates_that_object_or_misbehave(source, line):
+def test_templates_that_object_or_misbehave(source, line, trusted):
     with pytest.raises(DataError, match=line) as caught:
-        template(source).render([], False)
+        template(source, trusted).render([], False)
     assert "\n" not in str(caught.value)
 
 
@@ -106,6 +109,21 @@ def test_syntax_errors_name_the_line(source):
         DataError, match=r"^chat.jinja: line 2: the chat template is not valid Jinja \(.*\); correct it"
     ):
         template("\n" + source)
+
+
+def test_several_renderings_in_one_go():
+    source = (
+        "{% for m in messages %}{{ m.content or raise_exception('empty') }},{% endfor %}{{ add_generation_prompt }}"
+    )
+    messages = [{"content": "a"}, {"content": "b"}, {"content": ""}]
+    wanted = [(2, False, ()), (1, True, ()), (3, False, ()), (3, False, ((0, "é"), (2, "\ue000"))), (0, True, ())]
+    for trusted in (False, True):
+        found = template(source, trusted).render_many(messages, wanted)
+        assert [str(one) for one in found] == [
+            "a,b,False", "a,True", "chat.jinja: the chat template failed (empty)", "é,b,\ue000,False", "True",
+        ]  # fmt: skip
+        assert [type(one) for one in found] == [str, str, DataError, str, str]
+    assert messages[0] == {"content": "a"}
 
 
 def test_a_template_nested_too_deep():

@@ -7,7 +7,7 @@ from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.report import DataReport
-from recipe_lib.training.numbers import derived_numbers, total_steps
+from recipe_lib.training.numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -16,8 +16,17 @@ CPU = torch.device("cpu")
 class Rows:
     report = DataReport("rows.json", "alpaca", 512, tokens=1000, trained_tokens=250)
 
-    def __len__(self) -> int:
-        return 20
+    items, group = 20, 1
+
+
+class Plan:
+    """Two steps an epoch."""
+
+    def steps(self, epoch: int) -> int:
+        return 2
+
+    def total_steps(self, epochs: int, max_steps: int | None) -> int:
+        return min(2 * epochs, max_steps or 2 * epochs)
 
 
 def config() -> FullFinetuneConfig:
@@ -37,7 +46,7 @@ def model() -> nn.Module:
 
 def test_every_line_word_for_word() -> None:
     world = SimpleNamespace(size=1, device=CPU, data_ranks=1)
-    assert derived_numbers(config(), world, model(), Rows(), 2) == [
+    assert derived_numbers(config(), world, model(), Rows(), Plan()) == [
         "devices: 1 cpu",
         "global batch: 8 rows = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
         "tokens per step: 400 on average, 100 of them trained (25.0%); at most 4.1 K (8 rows x max_seq_len 512)",
@@ -54,24 +63,18 @@ def test_other_settings_are_said() -> None:
     cfg.max_steps, cfg.lr_schedule.kind, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
     cfg.parallel.data_replicate = 2
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8)
-    lines = derived_numbers(cfg, world, model(), Rows(), 2)
+    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
     assert "steps: 5 (2 per epoch of 20 rows x 3 epochs, cut by max_steps from 6)" in lines
     assert "learning rate: warm-up over 2 steps to 2.00e-05, constant for 3 steps" in lines
     assert lines[-1].startswith("host memory per rank: ")
     assert "optimizer state not known before the first step;" in lines[-1]
     cfg.lr_schedule.warmup_steps = 9
-    lines = derived_numbers(cfg, world, model(), Rows(), 2)
+    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
     assert "learning rate: warm-up over 9 steps to 2.00e-05, not reached: the run has 5 steps" in lines
     cfg.lr_schedule.warmup_steps = 5
-    lines = derived_numbers(cfg, world, model(), Rows(), 2)
+    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
     assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
-
-
-def test_total_steps() -> None:
-    assert total_steps(7, 3, None) == 21
-    assert total_steps(7, 3, 10) == 10
-    assert total_steps(7, 3, 100) == 21
 
 
 def test_a_rank_counts_its_own_shards() -> None:
@@ -81,7 +84,7 @@ def test_a_rank_counts_its_own_shards() -> None:
 
         network = nn.Linear(256, 1024, bias=False)
         fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
-        return derived_numbers(config(), SimpleNamespace(size=2, device=CPU, data_ranks=2), network, Rows(), 1)
+        return derived_numbers(config(), SimpleNamespace(size=2, device=CPU, data_ranks=2), network, Rows(), Plan())
 
     for lines in run_ranks(work, 2):
         assert lines[0] == "devices: 2 cpu = data_replicate 1 x data_shard 2"
@@ -96,5 +99,5 @@ def test_a_rank_counts_its_own_shards() -> None:
 def test_a_limit_beyond_the_epochs_is_said() -> None:
     cfg = config()
     cfg.max_steps = 100
-    lines = derived_numbers(cfg, SimpleNamespace(size=1, device=CPU, data_ranks=1), model(), Rows(), 2)
+    lines = derived_numbers(cfg, SimpleNamespace(size=1, device=CPU, data_ranks=1), model(), Rows(), Plan())
     assert "steps: 6 (2 per epoch of 20 rows x 3 epochs; max_steps 100 needs more epochs)" in lines

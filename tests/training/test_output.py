@@ -8,8 +8,8 @@ import pytest
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.errors import CheckpointError, ConfigError, StorageError
 from recipe_lib.parallel import start_world
-from recipe_lib.training import RunLog
 from recipe_lib.training.output import check_output, check_same_data, lock_output, open_output, unlock_output
+from recipe_lib.training.run_log import RunLog
 
 
 def config(folder: Path, **values: object) -> FullFinetuneConfig:
@@ -126,10 +126,16 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
             "p: was saved with other rows (fingerprint aaaaaaaaaaaa, found bbbbbbbbbbbb); go on with the data, "
             "tokenizer and max_seq_len of the saved run, or start anew in another output_dir",
         ),
+        (
+            "order",
+            {"data.packing": True},
+            "p: was saved with data.packing=false, found data.packing=true; the order of the rows follows from it: set "
+            "data.packing as it was",
+        ),
     ],
 )
 def test_a_step_must_mean_the_same_rows(key: str, found: object, line: str) -> None:
-    saved = {"seed": 1, "rows_per_step": 8, "data": "a" * 64}
+    saved = {"seed": 1, "rows_per_step": 8, "data": "a" * 64, "order": {"data.packing": False}}
     check_same_data(saved, dict(saved), Path("p"))
     with pytest.raises(CheckpointError) as caught:
         check_same_data(saved, saved | {key: found}, Path("p"))

@@ -1,0 +1,21 @@
+"""Adapters: LoRA and DoRA beside frozen, perhaps quantised weights; merging; the names that PEFT gives them."""
+
+from recipe_lib.adapters.lora import (
+    adapter_parameters,
+    adapters_off,
+    add_adapters,
+    describe_adapters,
+    has_adapters,
+    init_adapters,
+    is_adapter,
+)
+
+__all__ = [
+    "adapter_parameters",
+    "adapters_off",
+    "add_adapters",
+    "describe_adapters",
+    "has_adapters",
+    "init_adapters",
+    "is_adapter",
+]

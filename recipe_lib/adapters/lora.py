@@ -1,0 +1,189 @@
+"""Adapters for a decoder: where they go, how they begin, and the model without them.
+
+What a recipe calls, in its order:
+
+    add_adapters(model, cfg.lora, dtype)   # on the meta model, before checkpointing, compilation and sharding
+    load_weights(model, ...)               # the frozen weights, once there is memory
+    init_adapters(model, seed)             # then the adapters: the model begins as what was loaded
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from recipe_lib.adapters.layers import (
+    AdaptedEmbedding,
+    AdaptedHead,
+    AdaptedLinear,
+    AdaptedModule,
+    AdaptedQuantisedLinear,
+    AdapterSettings,
+)
+from recipe_lib.adapters.quantised import QuantisedLinear, can_quantise
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models.build import fill_random, local_part
+from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.layers import layer_names
+from recipe_lib.units import format_bytes
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Where a layer's linears are, by the word that lora.targets has for them.
+LINEARS = {
+    "q": ("self_attn", "q_proj"),
+    "k": ("self_attn", "k_proj"),
+    "v": ("self_attn", "v_proj"),
+    "o": ("self_attn", "o_proj"),
+    "gate": ("mlp", "gate_proj"),
+    "up": ("mlp", "up_proj"),
+    "down": ("mlp", "down_proj"),
+}
+
+
+def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
+    """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta model.
+
+    dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
+    embedding and the head share; with `cfg.quantize` all linears of the layers, adapted or not, get quantised storage.
+    """
+    settings = adapter_settings(cfg, dtype)
+    model.requires_grad_(False)
+    for name in layer_names(model):
+        layer = model.get_submodule(name)
+        for target, (owner_name, child) in LINEARS.items():
+            owner = layer.get_submodule(owner_name)
+            setattr(
+                owner, child, _linear(getattr(owner, child), settings if target in cfg.targets else None, cfg.quantize)
+            )
+    if "embedding" in cfg.targets:
+        model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
+    if "head" in cfg.targets:
+        model.lm_head = AdaptedHead(model.lm_head, settings)
+
+
+def _linear(base: nn.Linear, settings: AdapterSettings | None, quantize: str) -> nn.Module:
+    """What takes the place of a linear; settings: None for one without an adapter."""
+    if quantize != "none" and can_quantise(base.in_features, base.out_features, quantize):
+        return QuantisedLinear(base, quantize) if settings is None else AdaptedQuantisedLinear(base, quantize, settings)
+    return base if settings is None else AdaptedLinear(base, settings)
+
+
+def adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
+    """The settings of the config's adapters; dtype: see `add_adapters`."""
+    return AdapterSettings(
+        rank=cfg.rank,
+        scaling=cfg.alpha / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank),
+        dropout=cfg.dropout,
+        dora=cfg.dora,
+        dtype=_DTYPES[cfg.dtype] if cfg.dtype else dtype,
+    )
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """Fills the adapters of a model whose frozen weights are loaded; it then computes what it did without them.
+
+    As in PEFT: A uniform within 1 / sqrt(in), B zero; of an embedding A zero, B normal. A parameter's values follow
+    from (seed, its name, its full shape) alone. DoRA's lengths are those of the loaded weights (a collective).
+    """
+    for name, parameter in adapter_parameters(model).items():
+        local, offset = local_part(parameter)
+        if name.endswith("lora_A.weight"):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            fill_random(local, offset, parameter.shape, f"{seed}/{name}", _uniform(bound))
+        elif name.endswith("lora_embedding_B"):
+            fill_random(local, offset, parameter.shape, f"{seed}/{name}", _normal)
+        else:
+            local.zero_()
+    init_lengths(model)
+
+
+def _uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
+    return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+
+
+def _normal(values: Tensor, generator: torch.Generator) -> Tensor:
+    return values.normal_(generator=generator)
+
+
+@torch.no_grad()
+def init_lengths(model: nn.Module) -> None:
+    """Sets DoRA's lengths to those that the adapted weights have now; nothing without DoRA. A collective.
+
+    The weights of one FSDP unit are gathered at a time.
+    """
+    for unit, members in _units_with_lengths(model):
+        if unit is not None:
+            unit.unshard()
+        found = [module.weight_norms() for module in members]
+        if unit is not None:
+            unit.reshard()
+        for module, lengths in zip(members, found, strict=True):
+            local, offset = local_part(module.lora_magnitude_vector)
+            local.copy_(lengths[offset[0] : offset[0] + local.shape[0]])
+
+
+def _units_with_lengths(model: nn.Module) -> list[tuple[FSDPModule | None, list[AdaptedModule]]]:
+    """The adapted modules with DoRA's lengths, by the FSDP unit that holds their parameters; None: not sharded."""
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    found: dict[str | None, list[AdaptedModule]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedModule) and module.lora_magnitude_vector is not None:
+            holding = [unit for unit in units if unit in ("", name) or name.startswith(f"{unit}.")]
+            found.setdefault(max(holding, key=len, default=None), []).append(module)
+    return [(None if unit is None else units[unit], members) for unit, members in found.items()]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters by name, in the model's order: all that is trained."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether any module of the model has an adapter."""
+    return any(isinstance(module, AdaptedModule) for module in model.modules())
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model computes what its frozen weights give, without gradients; all ranks alike.
+
+    No gradients, because with checkpointing a layer would run forward again after the block, adapters on.
+    """
+    modules = [module for module in model.modules() if isinstance(module, AdaptedModule)]
+    for module in modules:
+        module.is_off = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in modules:
+            module.is_off = False
+
+
+def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
+    """One line for the log: what is trained beside what; the model may be sharded."""
+    trained = adapter_parameters(model).values()
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    line = (
+        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {', '.join(cfg.targets)}: "
+        f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} beside "
+        f"{_size(frozen)} frozen"
+    )
+    if cfg.quantize == "none":
+        return line
+    inside = [module for name in layer_names(model) for module in model.get_submodule(name).modules()]
+    whole = sum(type(module) is AdaptedLinear for module in inside)
+    return f"{line}, the layers' linears in {cfg.quantize}" + (f" but {whole} that do not divide" if whole else "")
+
+
+def _size(parameters: Iterable[Tensor]) -> str:
+    return format_bytes(sum(parameter.nbytes for parameter in parameters))

@@ -1,0 +1,145 @@
+"""NF4: 64 numbers as 4-bit codes and one scale, the scales in 8 bits themselves (QLoRA, arXiv 2305.14314).
+
+Quantising is torchao's, number for number; this is the only module that knows where torchao keeps it. Dequantising is
+ours, because it runs in every step: torchao's makes 8-byte indices of the whole matrix, this works in pieces.
+"""
+
+import importlib
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 64  # numbers that share a scale
+SCALES_PER_FACTOR = 256  # scales that share a factor, at most
+# Where the normal distribution's quantiles lie, as torchao rounds them; zero is one of them.
+LEVELS = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+_PIECE_BLOCKS = 2**17  # blocks dequantised at a time: indices of 16 MiB
+_PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}  # as wide as two
+DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept in fp32
+_TORCHAO_HOMES = ("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", "torchao.dtypes.nf4tensor")
+
+
+def blocks_of(elements: int) -> int | None:
+    """Blocks of a matrix of so many numbers; None: it does not divide into blocks and cannot be NF4."""
+    return None if elements % BLOCK else elements // BLOCK
+
+
+def factors_of(blocks: int) -> int:
+    """Length of `factors` for so many blocks: one for each group of scales, and the mean of all scales."""
+    return blocks // _group(blocks) + 1
+
+
+def quantise_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 `[n, 32]`, the first of two numbers in the high bits; and each block's largest magnitude `[n]`.
+
+    values: `[n, 64]`, of the type that arithmetic is done in (bf16 or fp32). A block's codes depend on that block
+    alone. A block of zeros stays zeros, where torchao takes 0 / 0 for the lowest level.
+    """
+    largest = values.abs().amax(dim=1)
+    # Numbers of a zero block are 0 / 0 = NaN, which no comparison places.
+    shares = (values / largest.unsqueeze(1)).nan_to_num_(nan=0.0)
+    borders = _borders(values.dtype).to(values.device)
+    codes = torch.bucketize(shares, borders, right=True, out_int32=True).to(torch.uint8)
+    return codes[:, ::2] << 4 | codes[:, 1::2], largest
+
+
+def quantise_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales, int8 `[n]`, and fp32 factors `[n / group + 1]`, the last of which is the mean of all scales.
+
+    largest: of every block of the matrix `[n]`. Scales that are all the same need nothing beyond the mean: they are
+    zero, as is what torchao makes of them.
+    """
+    scales, factors, mean = _torchao().double_quantize_scalers(largest, 1, _group(len(largest)))
+    scales = scales.masked_fill(factors.isinf().repeat_interleave(_group(len(largest))), 0)
+    return scales, torch.cat([factors, mean.unsqueeze(0)]).float()
+
+
+def dequantise(codes: Tensor, scales: Tensor, factors: Tensor, dtype: torch.dtype, first: int, last: int) -> Tensor:
+    """The numbers of blocks `first` to `last` (exclusive), `[last - first, 64]` of `dtype`, which they were made in.
+
+    codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32; all of the whole matrix.
+    """
+    group = _group(len(scales))
+    start, stop = first // group, -(-last // group)  # groups of scales that the blocks lie in
+    wide = scales[start * group : stop * group].view(-1, group) / factors[start:stop].to(dtype).unsqueeze(1)
+    wide = (wide.flatten() + factors[-1].to(dtype))[first - start * group : last - start * group].unsqueeze(1)
+    pairs = _pairs(dtype, codes.device)
+    numbers = torch.empty((last - first, BLOCK), dtype=dtype, device=codes.device)
+    for at in range(0, last - first, _PIECE_BLOCKS):
+        piece = numbers[at : at + _PIECE_BLOCKS]
+        index = codes[first + at : first + at + len(piece)].flatten().int()
+        piece.copy_(pairs.index_select(0, index).view(dtype).view(-1, BLOCK))
+        piece.mul_(wide[at : at + len(piece)])
+    return numbers
+
+
+def _group(blocks: int) -> int:
+    return math.gcd(blocks, SCALES_PER_FACTOR)
+
+
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For each byte the two numbers that it codes for, as one number twice as wide `[256]`."""
+    levels = torch.tensor(LEVELS, dtype=dtype)
+    both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    return both.view(_PAIRS[dtype]).flatten().to(device)
+
+
+@cache
+def _borders(dtype: torch.dtype) -> Tensor:
+    """The least number of `dtype` that torchao gives to each level but the first `[15]`, found by bisection.
+
+    torchao compares every number with all 16 levels; against borders it takes a tenth of the time, and of the memory.
+    """
+    nearest = _torchao().quantize_tensor_nearest
+    levels = torch.tensor(LEVELS, dtype=dtype)
+    below, above, level = levels[:-1], levels[1:], torch.arange(1, len(LEVELS))
+    while True:
+        middle = (below + above) / 2
+        between = (middle > below) & (middle < above)
+        if not between.any():
+            return above
+        reached = nearest(middle, levels) >= level
+        above, below = torch.where(between & reached, middle, above), torch.where(between & ~reached, middle, below)
+
+
+@cache
+def _torchao() -> Any:
+    """torchao's class of NF4 tensors, which moved from one version to the next; imported when something is quantised.
+
+    On a machine without a GPU the import tells of kernels it cannot load, which nothing here uses.
+    """
+    with _quiet("torchao", "torch.utils._pytree"):
+        for home in _TORCHAO_HOMES:
+            try:
+                return importlib.import_module(home).NF4Tensor
+            except ModuleNotFoundError as error:
+                if not home.startswith(str(error.name)):
+                    raise
+                missing = error
+    raise missing
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Warnings, and what these loggers say below an error, are not shown."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

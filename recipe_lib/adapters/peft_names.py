@@ -1,0 +1,118 @@
+"""The names of adapters in PEFT's files, and how they lie beside ours.
+
+A file names an adapter after the module of the Hugging Face model that it belongs to. That is a module of ours, but for
+models whose file fuses several linears into one (Phi 3): there one adapter of the file stands beside several of ours.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from recipe_lib.adapters.lora import LINEARS
+from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.weight_names import parameter_shapes, weight_map
+
+PREFIX = "base_model.model."
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+TARGETS = (*LINEARS, "embedding", "head")
+FIRST, SECOND, LENGTHS, FROZEN = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "base_layer.weight"
+EMBEDDING_FIRST, EMBEDDING_SECOND = "lora_embedding_A", "lora_embedding_B"
+SUFFIXES = (FIRST, SECOND, LENGTHS, FROZEN, EMBEDDING_FIRST, EMBEDDING_SECOND)
+# What the decoder is called in multimodal models, older and newer releases of transformers.
+_MULTIMODAL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head": "lm_head",
+}
+_LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of ours and its rows of the file's matrix: `[start, start + rows)`; target: its word in lora.targets."""
+
+    module: str
+    target: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class FileModule:
+    """A module as files name it: its matrix is `[rows, columns]`, of one part or of several fused ones."""
+
+    name: str
+    rows: int
+    columns: int
+    parts: tuple[Part, ...]
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is the embedding, whose adapter has names and shapes of its own."""
+        return self.name == EMBEDDING
+
+    def shapes(self, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
+        """The adapter's tensors: what follows the module's name -> shape."""
+        if self.is_embedding:
+            shapes = {EMBEDDING_FIRST: (rank, self.rows), EMBEDDING_SECOND: (self.columns, rank)}
+            return shapes | ({LENGTHS: (self.columns,)} if dora else {})
+        shapes = {FIRST: (rank, self.columns), SECOND: (self.rows, rank)}
+        return shapes | ({LENGTHS: (self.rows,)} if dora else {})
+
+
+def target_of(module: str) -> str | None:
+    """The word that lora.targets has for a module of ours; None: it cannot have an adapter."""
+    if module in (EMBEDDING, HEAD):
+        return "embedding" if module == EMBEDDING else "head"
+    return _LEAVES.get(".".join(module.split(".")[-2:]))
+
+
+def file_modules(spec: DecoderSpec) -> dict[str, FileModule]:
+    """Every module that may have an adapter, by its name in a file, in the model's order."""
+    shapes = parameter_shapes(spec)
+    if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
+        shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
+    places = {entry.our_name: (entry.file_name, entry.start) for entry in weight_map(spec)}
+    parts: dict[str, list[Part]] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        target = target_of(module)
+        if target and module != name:
+            file_name, start = places.get(name, (name, 0))
+            parts.setdefault(file_name.removesuffix(".weight"), []).append(Part(module, target, start, shape[0]))
+    return {
+        name: FileModule(name, sum(part.rows for part in held), shapes[f"{held[0].module}.weight"][1], tuple(held))
+        for name, held in parts.items()
+    }
+
+
+def adapted_modules(spec: DecoderSpec, targets: Collection[str]) -> list[FileModule]:
+    """Those of which at least one part is a target."""
+    return [module for module in file_modules(spec).values() if any(part.target in targets for part in module.parts)]
+
+
+def targets_of(modules: Iterable[FileModule]) -> list[str]:
+    """The targets of all parts of the modules, in the order of TARGETS."""
+    found = {part.target for module in modules for part in module.parts}
+    return [target for target in TARGETS if target in found]
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """A tensor's name in a file as the module's (of a text-only model) and what follows; None: not an adapter's name.
+
+    `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` is (`model.layers.0.mlp.up_proj`, `lora_A.weight`).
+    """
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(f".{suffix}")), None)
+    if suffix is None or not name.startswith(PREFIX):
+        return None
+    module = name.removeprefix(PREFIX).removesuffix(f".{suffix}")
+    for other, own in _MULTIMODAL.items():
+        if module.startswith(other):
+            return own + module.removeprefix(other), suffix
+    return module, suffix
+
+
+def tensor_name(module: str, suffix: str, multimodal: bool = False) -> str:
+    """The name of an adapter's tensor in a file. multimodal: it is loaded in a model of which the decoder is a part."""
+    if multimodal and module.startswith("model."):
+        module = f"model.language_model.{module.removeprefix('model.')}"
+    return f"{PREFIX}{module}.{suffix}"

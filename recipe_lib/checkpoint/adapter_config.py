@@ -1,0 +1,207 @@
+"""`adapter_config.json` as PEFT writes it: what of it changes what an adapter computes, and what we refuse by name."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import CheckpointError
+
+CONFIG_FILE = "adapter_config.json"
+_MAX_BYTES = 16 * 1024**2
+# Keys that change nothing for us: who made it, how A and B began, how the library is to run. What the others stand for
+# is either read below, or we do not have it: then any value but these is refused.
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")
+_IRRELEVANT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+# Other starts change the frozen weights, so that the adapter belongs to weights that are in no checkpoint.
+_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The numbers of an adapter. rank_pattern, alpha_pattern: pattern of a module's name -> its own rank or alpha."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    dora: bool
+    base: str = ""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's adapter."""
+        return int(_matching(self.rank_pattern, module, self.rank))
+
+    def scaling_of(self, module: str) -> float:
+        """What the product of its two matrices is multiplied by."""
+        return scaling(_matching(self.alpha_pattern, module, self.alpha), self.rank_of(module), self.rslora)
+
+
+def scaling(alpha: float, rank: int, rslora: bool) -> float:
+    """alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Reads and checks the file. Raises CheckpointError, all faults at once, also for what PEFT has and we have not."""
+    path = folder / CONFIG_FILE
+    fields = _read_json(path, folder)
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f'{path}: peft_type: found {json.dumps(kind)[:80]}, expected "LORA" (LoRA or DoRA)')
+    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in _IRRELEVANT | _READ]
+    start = fields.get("init_lora_weights", True)
+    if start not in _STARTS or isinstance(start, int) and not isinstance(start, bool):
+        faults.append(
+            f"{path}: init_lora_weights: {json.dumps(start)[:80]} changes the frozen weights as well, so the adapter "
+            "does not fit the base; convert it with PEFT (path_initial_model_for_weight_conversion)"
+        )
+    for key, test, expected in _NUMBERS:
+        if key in fields and not test(fields[key]) or key in ("r", "lora_alpha") and key not in fields:
+            found = json.dumps(fields[key])[:80] if key in fields else "no such key"
+            faults.append(f"{path}: {key}: found {found}, expected {expected}; export the adapter again")
+    if any(faults):
+        raise CheckpointError(*(fault for fault in faults if fault))
+    return AdapterConfig(
+        rank=fields["r"],
+        alpha=fields["lora_alpha"],
+        rslora=fields.get("use_rslora", False),
+        dora=fields.get("use_dora", False),
+        base=str(fields.get("base_model_name_or_path") or ""),
+        rank_pattern=fields.get("rank_pattern") or {},
+        alpha_pattern=fields.get("alpha_pattern") or {},
+    )
+
+
+def _read_json(path: Path, folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; expected a PEFT adapter ({CONFIG_FILE} and safetensors)")
+    if not path.is_file():
+        merged = "; it is a model, not an adapter" if (folder / "config.json").is_file() else ""
+        raise CheckpointError(f"{folder}: has no {CONFIG_FILE}{merged}; expected the folder of a PEFT adapter")
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError("too large")
+        fields: Any = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a readable JSON file; fetch or export the adapter again") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path}: found a JSON {type(fields).__name__}, expected an object with peft_type")
+    return fields
+
+
+def _unsupported(path: Path, key: str, value: Any) -> str | None:
+    if any(value is empty or (value == empty and type(value) is type(empty)) for empty in _EMPTY):
+        return None
+    return (
+        f"{path}: {key}: found {json.dumps(value)[:80]}, expected none: this feature of PEFT is not supported; train "
+        "an adapter without it, or merge this one with PEFT first"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_pattern_of(value: Any, test: Any) -> bool:
+    return (
+        value is None or isinstance(value, dict) and all(_compiles(key) and test(item) for key, item in value.items())
+    )
+
+
+def _compiles(pattern: str) -> bool:
+    """A plain part of a name: a pattern of a stranger's file may run for hours, so only these few signs are taken."""
+    return re.fullmatch(r"\^?[\w.\\]+\$?", pattern) is not None and _is_regex(pattern)
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+_NUMBERS = (
+    ("r", _is_rank, "a positive integer"),
+    ("lora_alpha", _is_number, "a number above 0"),
+    ("use_rslora", _is_flag, "true or false"),
+    ("use_dora", _is_flag, "true or false"),
+    ("rank_pattern", lambda value: _is_pattern_of(value, _is_rank), "module names with positive integers"),
+    ("alpha_pattern", lambda value: _is_pattern_of(value, _is_number), "module names with numbers above 0"),
+)
+
+
+def write_fields(
+    cfg: LoraConfig, base: str, modules: Mapping[str, int], target_modules: list[str] | str
+) -> dict[str, Any]:
+    """The file's contents. modules: name -> rank of its adapter, where fused ones have their parts' ranks together.
+
+    The largest rank is the file's `r`, since servers make room for it; scaling is the same everywhere.
+    """
+    rank = max(modules.values())
+    other = {name.rsplit(".", 1)[-1]: own for name, own in modules.items() if own != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": _alpha(cfg, rank),
+        "use_rslora": cfg.rslora,
+        "use_dora": cfg.dora,
+        "lora_dropout": cfg.dropout,
+        "target_modules": target_modules,
+        "rank_pattern": other,
+        "alpha_pattern": {name: _alpha(cfg, own) for name, own in other.items()},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+
+
+def _alpha(cfg: LoraConfig, rank: int) -> float:
+    """The alpha with which an adapter of this rank is scaled as one of `cfg.rank` is."""
+    alpha = cfg.alpha * (math.sqrt(rank / cfg.rank) if cfg.rslora else rank / cfg.rank)
+    return int(alpha) if alpha == int(alpha) else alpha

@@ -1,0 +1,255 @@
+"""A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and a config."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from recipe_lib.adapters.peft_names import (
+    FROZEN,
+    LENGTHS,
+    SECOND,
+    FileModule,
+    adapted_modules,
+    file_modules,
+    split_name,
+    targets_of,
+)
+from recipe_lib.checkpoint.adapter_config import AdapterConfig, read_adapter_config, scaling
+from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.spec import DecoderSpec
+
+TENSOR_FILE = "adapter_model.safetensors"
+# Metadata of that file, beside what PEFT reads: which base it was trained beside, and how that was stored.
+BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
+_READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter on disk. tensors: module as files name it -> what follows its name -> (name in the file, header)."""
+
+    folder: Path
+    config: AdapterConfig
+    tensors: Mapping[str, Mapping[str, tuple[str, TensorEntry]]]
+    metadata: Mapping[str, str]
+
+    @property
+    def path(self) -> Path:
+        """The file with the tensors."""
+        return self.folder / TENSOR_FILE
+
+    def modules(self, spec: DecoderSpec) -> list[FileModule]:
+        """The modules that have an adapter; all of them are the model's, once `check_fits` has said so."""
+        return [module for name, module in file_modules(spec).items() if name in self.tensors]
+
+    def read(self, module: str, suffix: str) -> torch.Tensor:
+        """A whole tensor."""
+        with safe_open(str(self.path), framework="pt") as file:
+            return file.get_tensor(self.tensors[module][suffix][0])
+
+
+def read_adapter(folder: Path) -> AdapterFile:
+    """The adapter in a folder, checked by itself. Raises CheckpointError."""
+    config = read_adapter_config(folder)
+    path = folder / TENSOR_FILE
+    if not path.is_file():
+        pickled = folder / "adapter_model.bin"
+        raise CheckpointError(
+            f"{folder}: has adapter_model.bin but no {TENSOR_FILE}; pickled weights can run code and are not read: "
+            "save the adapter with safe_serialization=True"
+            if pickled.is_file()
+            else f"{folder}: has no {TENSOR_FILE}; export or download the adapter again"
+        )
+    header = read_header(path)
+    tensors: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
+    unknown = []
+    for name, entry in header.tensors.items():
+        split = split_name(name)
+        if split is None:
+            unknown.append(name)
+        else:
+            tensors.setdefault(split[0], {})[split[1]] = (name, entry)
+    _refuse_contents(path, header, unknown)
+    return AdapterFile(folder, config, tensors, header.metadata)
+
+
+def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
+    faults = []
+    if unknown:
+        faults.append(
+            f"{path}: {_several(unknown)} no tensor of a LoRA or DoRA adapter; expected names such as "
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        )
+    if not header.tensors:
+        faults.append(f"{path}: holds no tensors; export the adapter again")
+    other = [name for name, entry in header.tensors.items() if entry.dtype not in _READABLE]
+    if other:
+        faults.append(
+            f"{path}: {min(other)} is of type {header.tensors[min(other)].dtype}, expected F32, BF16, F16 or F64; "
+            "export the adapter again"
+        )
+    if faults:
+        raise CheckpointError(*faults)
+
+
+def _several(names: Collection[str]) -> str:
+    return f"{min(names)} is" if len(names) == 1 else f"{min(names)} and {len(names) - 1} more are"
+
+
+def check_fits(adapter: AdapterFile, spec: DecoderSpec) -> None:
+    """Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for this model."""
+    known = file_modules(spec)
+    strange = adapter.tensors.keys() - known.keys()
+    faults = []
+    if strange:
+        faults.append(
+            f"{adapter.path}: {_several(strange)} no module of this model; the adapter was made for another base"
+            + (f" ({adapter.config.base})" if adapter.config.base else "")
+        )
+    for name in sorted(adapter.tensors.keys() - strange):
+        fault = _module_fault(adapter, known[name], spec)
+        if fault:
+            faults.append(fault)
+            break  # one is enough: the others have the same cause
+    if faults:
+        raise CheckpointError(*faults)
+
+
+def _module_fault(adapter: AdapterFile, module: FileModule, spec: DecoderSpec) -> str | None:
+    config, found = adapter.config, adapter.tensors[module.name]
+    expected = module.shapes(config.rank_of(module.name), config.dora)
+    missing = expected.keys() - found.keys()
+    if missing:
+        return f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the adapter again"
+    if LENGTHS in found and not config.dora:
+        return (
+            f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora false; export or "
+            "download the adapter again"
+        )
+    if FROZEN in found:
+        expected = expected | {FROZEN: (module.rows, module.columns)}
+    if found.keys() - expected.keys():
+        odd = min(found.keys() - expected.keys())
+        return f"{adapter.path}: {module.name}.{odd} is no tensor of this kind of module; export the adapter again"
+    for suffix, shape in expected.items():
+        if found[suffix][1].shape != shape:
+            return (
+                f"{adapter.path}: {module.name}.{suffix} has shape {list(found[suffix][1].shape)}, base and "
+                f"adapter_config.json make it {list(shape)}; the adapter was made for another base or rank"
+            )
+    return None
+
+
+def check_adapter(folder: Path, spec: DecoderSpec, cfg: LoraConfig, base: Path | None = None) -> None:
+    """Finds what is wrong with going on to train an adapter, before memory is taken. Raises CheckpointError.
+
+    spec, cfg: the model's and the run's. base: the checkpoint that will be trained beside it, compared with the one the
+    adapter was trained beside where its file says which that was. Reads headers, and little more.
+    """
+    adapter = read_adapter(folder)
+    check_fits(adapter, spec)
+    faults = [_kind_fault(adapter, cfg), _target_fault(adapter, spec, cfg)]
+    if not any(faults):
+        faults = [_rank_fault(adapter, spec, cfg)]
+    if any(faults):
+        raise CheckpointError(*(fault for fault in faults if fault))
+    if base is not None:
+        check_base(adapter, spec, base)
+
+
+def check_base(adapter: AdapterFile, spec: DecoderSpec, base: Path) -> None:
+    """Raises CheckpointError unless the adapter was trained beside these weights, as far as its file can tell."""
+    made_for = adapter.metadata.get(BASE_FINGERPRINT)
+    if made_for is not None and made_for != base_fingerprint(spec, base):
+        raise CheckpointError(
+            f"{adapter.folder}: was trained beside other weights than those of {base}; take its own base"
+            + (f", {adapter.config.base}" if adapter.config.base else "")
+        )
+    copies = {f"{name}.weight": entries[FROZEN][0] for name, entries in adapter.tensors.items() if FROZEN in entries}
+    check_copies(adapter.path, copies, spec, base)
+
+
+def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
+    found = adapter.config
+    changes = []
+    if found.dora != cfg.dora:
+        changes.append(f"lora.dora={str(found.dora).lower()}")
+    if found.rslora != cfg.rslora:
+        changes.append(f"lora.rslora={str(found.rslora).lower()}")
+    if not changes:
+        return None
+    kind = ("DoRA" if found.dora else "LoRA") + (" scaled by rsLoRA" if found.rslora else "")
+    return f"{adapter.folder}: holds {kind}, the config asks for another kind; set {' '.join(changes)}"
+
+
+def _target_fault(adapter: AdapterFile, spec: DecoderSpec, cfg: LoraConfig) -> str | None:
+    wanted = {module.name: module for module in adapted_modules(spec, cfg.targets)}
+    found = {module.name: used_parts(adapter, module) for module in adapter.modules(spec)}
+    extra = {target for parts in found.values() for target in targets_of([parts]) if target not in cfg.targets}
+    targets = targets_of(found.values())
+    missing = [name for name in wanted if name not in found]
+    partial = [name for name in missing if set(targets_of([wanted[name]])) & set(targets)]
+    if partial:
+        return (
+            f"{adapter.path}: has no adapter for {partial[0]}, though other layers have one; adapters of some layers "
+            "only cannot be trained on: merge it into the base first (tune export --merge)"
+        )
+    if missing or extra:
+        return (
+            f"{adapter.folder}: adapts {', '.join(targets)}, found lora.targets {', '.join(cfg.targets)}; set "
+            f"lora.targets=[{','.join(targets)}]"
+        )
+    return None
+
+
+def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
+    """The module with only those of its fused parts whose rows the adapter changes (all, if it changes none yet)."""
+    if len(module.parts) == 1:
+        return module
+    second = adapter.read(module.name, SECOND)
+    parts = tuple(part for part in module.parts if second[part.start : part.start + part.rows].any())
+    return replace(module, parts=parts or module.parts)
+
+
+def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
+    """Whether a fused module's adapter is that of `parts` adapters of `rank`, one behind the other, apart in B."""
+    if parts < 2 or adapter.config.rank_of(module.name) != parts * rank:
+        return False
+    second = adapter.read(module.name, SECOND)
+    used = used_parts(adapter, module).parts
+    return all(
+        not second[part.start : part.start + part.rows, at * rank : (at + 1) * rank].any()
+        for number, part in enumerate(used)
+        for at in range(parts)
+        if at != number
+    )
+
+
+def usual_scaling(adapter: AdapterFile, spec: DecoderSpec) -> float:
+    """The scaling that the config gives to all modules without a pattern; if there are none, what most of them have."""
+    scalings = [adapter.config.scaling_of(module.name) for module in adapter.modules(spec)]
+    usual = scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
+    return usual if usual in scalings else max(set(scalings), key=scalings.count)
+
+
+def _rank_fault(adapter: AdapterFile, spec: DecoderSpec, cfg: LoraConfig) -> str | None:
+    """Every module has to have lora.rank or less, and the scaling that is usual among them must be the config's."""
+    ranks = []
+    for module in adapter.modules(spec):
+        rank = adapter.config.rank_of(module.name)
+        targets = sum(part.target in cfg.targets for part in module.parts)
+        ranks.append(cfg.rank if stacked_rank(adapter, module, targets, cfg.rank) else rank)
+    rank, usual = max(ranks), usual_scaling(adapter, spec)
+    if rank != cfg.rank or abs(usual / scaling(cfg.alpha, cfg.rank, cfg.rslora) - 1) > 1e-6:
+        alpha = usual / scaling(1.0, rank, cfg.rslora)
+        return (
+            f"{adapter.folder}: has rank {rank} and alpha {alpha:g}, found lora.rank={cfg.rank} "
+            f"lora.alpha={cfg.alpha:g}; set lora.rank={rank} lora.alpha={alpha:g}"
+        )
+    return None

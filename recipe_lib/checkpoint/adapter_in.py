@@ -1,0 +1,80 @@
+"""An adapter from a folder into a model: each rank its own slices."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from recipe_lib.adapters.layers import AdaptedModule
+from recipe_lib.adapters.peft_names import (
+    EMBEDDING_FIRST,
+    EMBEDDING_SECOND,
+    FIRST,
+    LENGTHS,
+    SECOND,
+    FileModule,
+    Part,
+    targets_of,
+)
+from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.build import local_part
+from recipe_lib.models.spec import DecoderSpec
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, spec: DecoderSpec, folder: Path) -> int:
+    """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how many modules.
+
+    model: with adapters, materialised, plain or sharded. An adapter of a lower rank than the model's is filled up with
+    zeros, and stays at its rank: where A and B are both zero, so are their gradients. One that is scaled by another
+    number has the ratio put into B. Raises CheckpointError.
+    """
+    adapter = read_adapter(folder)
+    check_fits(adapter, spec)
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)}
+    filled = set()
+    for module in adapter.modules(spec):
+        used = [part for part in module.parts if part.module in adapted]
+        for number, part in enumerate(used):
+            _fill(adapter, module, part, number, len(used), adapted[part.module])
+            filled.add(part.module)
+    if filled != adapted.keys():
+        raise CheckpointError(
+            f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.targets="
+            f"[{','.join(targets_of(used_parts(adapter, module) for module in adapter.modules(spec)))}]"
+        )
+    return len(filled)
+
+
+def _fill(adapter: AdapterFile, module: FileModule, part: Part, number: int, parts: int, target: AdaptedModule) -> None:
+    """One module of ours. number, parts: which of the fused module's adapted parts it is, and how many there are."""
+    rank, settings = adapter.config.rank_of(module.name), target.settings
+    stacked = stacked_rank(adapter, module, parts, settings.rank)
+    first = number * settings.rank if stacked else 0
+    count = settings.rank if stacked else rank
+    if count > settings.rank:
+        raise CheckpointError(
+            f"{adapter.folder}: has rank {count}, found lora.rank={settings.rank}; set lora.rank={count}"
+        )
+    ratio = adapter.config.scaling_of(module.name) / settings.scaling
+    start = part.start
+    suffixes = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+    with safe_open(str(adapter.path), framework="pt") as file:
+        entries = adapter.tensors[module.name]
+
+        local, (row, *_) = local_part(target.get_parameter(suffixes[0]))
+        local.zero_()
+        rows = file.get_slice(entries[suffixes[0]][0])[first + min(row, count) : first + min(row + len(local), count)]
+        local[: len(rows)].copy_(rows)
+
+        local, (row, *_) = local_part(target.get_parameter(suffixes[1]))
+        local.zero_()
+        source = file.get_slice(entries[suffixes[1]][0])
+        rows = source[start + row : start + row + len(local)][:, first : first + count]
+        local[:, :count].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
+
+        if target.lora_magnitude_vector is not None:
+            local, (row,) = local_part(target.lora_magnitude_vector)
+            local.copy_(file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)])

@@ -1,0 +1,161 @@
+"""A model's adapters as a PEFT folder, which PEFT, vLLM and we ourselves read."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipe_lib.adapters.layers import AdaptedModule
+from recipe_lib.adapters.peft_names import (
+    EMBEDDING_FIRST,
+    EMBEDDING_SECOND,
+    FIRST,
+    LENGTHS,
+    SECOND,
+    FileModule,
+    adapted_modules,
+    tensor_name,
+)
+from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.checkpoint import files
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, write_fields
+from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE, TENSOR_FILE
+from recipe_lib.checkpoint.base_weights import base_fingerprint
+from recipe_lib.checkpoint.ranks import Ranks, decide, together
+from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.weights_out import begin_folder, copy_tokenizer, tokenizer_files, whole
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models.spec import DecoderSpec
+
+
+def export_adapter(
+    model: nn.Module,
+    spec: DecoderSpec,
+    cfg: LoraConfig,
+    out: Path,
+    *,
+    base: str,
+    world: Ranks,
+    base_folder: Path | None = None,
+    source_config: Mapping[str, Any] | None = None,
+    tokenizer_folder: Path | None = None,
+    chat_template: Path | None = None,
+    stop_ids: Collection[int] = (),
+) -> None:
+    """Writes the folder `out`: adapter_config.json and adapter_model.safetensors as PEFT names them. Collective.
+
+    One parameter at a time is gathered and streamed to the disk by rank 0. base: the name or folder that loads the
+    frozen weights. base_folder: where they are here; a mark of them goes into the file, and another base is refused
+    when the adapter is read again. source_config: the base's config.json. tokenizer_folder, chat_template, stop_ids: as
+    for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the same sum, of a larger rank.
+    An `out` that is an adapter's folder already is replaced when the new one is whole.
+    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    """
+    model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    modules = adapted_modules(spec, cfg.targets)
+    ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
+    multimodal = source_config is not None and source_config.get("model_type") == "gemma3"
+    dtype = next(module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule))
+    plan = [
+        PlannedTensor(tensor_name(module.name, suffix, multimodal), dtype, shape)
+        for module in modules
+        for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
+    ]
+    fields = write_fields(cfg, base, ranks, _target_modules(modules, multimodal))
+    copied = tokenizer_files(tokenizer_folder)
+    metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
+    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied, marker=CONFIG_FILE)))
+    try:
+        _write_tensors(temporary / TENSOR_FILE, plan, _pieces(model, modules, cfg), metadata, world)
+
+        def finish() -> None:
+            files.write_json(temporary / CONFIG_FILE, fields)
+            copy_tokenizer(temporary, copied, chat_template, stop_ids)
+            files.publish_folder(temporary, out)
+
+        decide(world, finish)
+    except BaseException:
+        if world.rank == 0:
+            files.discard(temporary)
+        raise
+
+
+def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
+    return [part.target for part in module.parts if part.target in cfg.targets]
+
+
+def _target_modules(modules: list[FileModule], multimodal: bool) -> list[str] | str:
+    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names."""
+    names = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
+    return rf".*\blanguage_model\..*\.({'|'.join(names)})" if multimodal else names
+
+
+def _metadata(model: nn.Module, spec: DecoderSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
+    """What PEFT looks for, and what merging has to know of the base."""
+    metadata = {"format": "pt", BASE_STORAGE: cfg.quantize}
+    dtype = next(parameter.dtype for name, parameter in model.named_parameters() if name.endswith("norm.weight"))
+    metadata[BASE_DTYPE] = str(dtype).removeprefix("torch.")
+    if base_folder is not None:
+        metadata[BASE_FINGERPRINT] = base_fingerprint(spec, base_folder)
+    return metadata
+
+
+def _write_tensors(
+    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: Ranks
+) -> None:
+    """The file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
+
+    def write() -> None:
+        try:
+            if world.rank == 0:
+                write_tensor_file(path, plan, pieces, metadata)
+        finally:
+            for piece in pieces:
+                del piece
+
+    together(world, write)
+
+
+@torch.no_grad()
+def _pieces(model: nn.Module, modules: list[FileModule], cfg: LoraConfig) -> Iterator[torch.Tensor]:
+    """The data of all planned tensors, in their order, one gathered parameter at a time. Collective."""
+    for module in modules:
+        held = [(part, model.get_submodule(part.module)) for part in module.parts]
+        names = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+        adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
+        for owner in adapted:
+            yield whole(owner.get_parameter(names[0]).detach())
+        for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
+            if len(held) == 1:
+                yield whole(owner.get_parameter(names[1]).detach())
+                continue
+            dtype = adapted[0].settings.dtype
+            second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)
+            if owner in adapted:
+                at = adapted.index(owner) * cfg.rank
+                second[:, at : at + cfg.rank] = whole(owner.get_parameter(names[1]).detach()).cpu()
+            yield second
+        if cfg.dora:
+            for _, owner in held:
+                yield _lengths(owner, adapted[0].settings.dtype)
+
+
+def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """DoRA's lengths; of a fused module's part without an adapter those that its rows have. Collective."""
+    if isinstance(module, AdaptedModule):
+        return whole(module.get_parameter(LENGTHS).detach())
+    return torch.linalg.vector_norm(frozen_weight(module).float(), dim=1).to(dtype)
+
+
+def frozen_weight(module: nn.Module) -> torch.Tensor:
+    """The whole weight `[out, in]` of a linear, gathered and dequantised. Collective."""
+    if not isinstance(module, QuantisedLinear):
+        return whole(module.get_parameter("weight").detach())
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype)
+    copy = QuantisedLinear(linear, module.kind)
+    for name, parameter in module.named_parameters(recurse=False):
+        if name != "bias":
+            setattr(copy, name, nn.Parameter(whole(parameter.detach()), requires_grad=False))
+    return copy.full_weight()

@@ -1,0 +1,59 @@
+"""Which base an adapter belongs to: a mark of the weights that does not depend on how files store them."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from recipe_lib.checkpoint.weights_in import FileTensor, read_headers
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.weight_names import WeightEntry, weight_map
+
+_SAMPLE_COLUMNS = 64
+_ROWS = 4096  # rows of a copy that are compared at a time
+
+
+def base_fingerprint(spec: DecoderSpec, folder: Path) -> str:
+    """A hash of some numbers of every weight, rounded to bf16: the same for files of other types, sizes or layouts."""
+    digest = hashlib.sha256()
+    found = read_headers(folder)
+    entries = weight_map(spec, found)
+    for entry in sorted(entries, key=lambda entry: entry.our_name):
+        with safe_open(str(found[entry.file_name].file), framework="pt") as file:
+            rows = file.get_slice(entry.file_name)
+            middle = entry.start + (entry.length or rows.get_shape()[0]) // 2
+            sample = rows[middle : middle + 1].flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
+        digest.update(f"{entry.our_name} ".encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_copies(path: Path, copies: Mapping[str, str], spec: DecoderSpec, base: Path) -> None:
+    """Compares the frozen weights that an adapter's file holds with the base's own. Raises CheckpointError.
+
+    PEFT saves them beside an adapted embedding or head. copies: our parameter -> the tensor's name in the file.
+    """
+    if not copies:
+        return
+    found = read_headers(base)
+    places = {entry.our_name: entry for entry in weight_map(spec, found)}
+    for name, copy in copies.items():
+        entry = places.get(name) or places["model.embed_tokens.weight"]  # a tied head
+        if not _equal(path, copy, found[entry.file_name], entry):
+            raise CheckpointError(
+                f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained beside other "
+                "weights (a resized or trained embedding); take its own base"
+            )
+
+
+def _equal(path: Path, copy: str, tensor: FileTensor, entry: WeightEntry) -> bool:
+    with safe_open(str(path), framework="pt") as ours, safe_open(str(tensor.file), framework="pt") as theirs:
+        own, other = ours.get_slice(copy), theirs.get_slice(entry.file_name)
+        count = own.get_shape()[0]
+        for start in range(0, count, _ROWS):
+            rows = own[start : start + _ROWS]
+            if not torch.equal(rows, other[start : start + _ROWS].to(rows.dtype)):
+                return False
+    return True

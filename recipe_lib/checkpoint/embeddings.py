@@ -1,0 +1,40 @@
+"""Which rows of a checkpoint's embedding were never trained: read from the file, a few rows at a time."""
+
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from recipe_lib.checkpoint.weights_in import read_headers
+from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.weight_names import weight_map
+
+SAMPLE = 512  # rows that say what is usual
+TINY = 1e-2  # a row of a hundredth of the usual length was left as it was initialised, or is zero
+
+
+def untrained_embeddings(
+    spec: DecoderSpec, folder: Path, tokens: Collection[int], special: Collection[int]
+) -> list[int]:
+    """The ids among `tokens` whose embedding is next to zero, or the very same as that of another special token.
+
+    Vocabularies are padded with rows that no text ever reached: they are zeros, tiny, or copies of one vector.
+    special: ids of all special tokens. Raises CheckpointError.
+    """
+    headers = read_headers(folder)
+    entry = next(entry for entry in weight_map(spec, headers) if entry.our_name == "model.embed_tokens.weight")
+    with safe_open(str(headers[entry.file_name].file), framework="pt") as file:
+        rows = file.get_slice(entry.file_name)
+        size = rows.get_shape()[0]
+        sample = np.unique(np.linspace(0, size - 1, min(SAMPLE, size)).astype(int)).tolist()
+        usual = torch.stack([rows[at].float() for at in sample]).norm(dim=1).median()
+        own = {token: rows[token].float() for token in {*tokens, *special} if token < size}
+    same = Counter(row.numpy().tobytes() for row in own.values())
+    return sorted(
+        token
+        for token in tokens
+        if token in own and (own[token].norm() < TINY * usual or same[own[token].numpy().tobytes()] > 1)
+    )

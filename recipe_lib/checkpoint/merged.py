@@ -1,0 +1,167 @@
+"""A base and an adapter as one Hugging Face folder: file to file, part of a tensor at a time, each rank its files.
+
+What is merged is what was trained: the base in the type of the run and, if the run kept it in 4 or 8 bits, with the
+numbers that these stand for.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from recipe_lib.adapters.merging import Update, merge_rows
+from recipe_lib.adapters.peft_names import (
+    EMBEDDING,
+    EMBEDDING_FIRST,
+    EMBEDDING_SECOND,
+    FIRST,
+    HEAD,
+    LENGTHS,
+    SECOND,
+    target_of,
+)
+from recipe_lib.adapters.quantised import can_quantise, dequantised
+from recipe_lib.checkpoint import files
+from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.weights_in import FileTensor, check_weights, read_headers
+from recipe_lib.checkpoint.weights_out import (
+    begin_folder,
+    export_config,
+    finish_model,
+    plan_shards,
+    tokenizer_files,
+)
+from recipe_lib.models.spec import DecoderSpec, read_config, spec_from_config
+from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
+from recipe_lib.units import GIB
+
+_Reader = Callable[[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The frozen weights in their files. storage, dtype: how the run kept them."""
+
+    found: dict[str, FileTensor]
+    places: dict[str, WeightEntry]  # by our name
+    storage: str
+    dtype: torch.dtype
+
+
+def merge_adapter(
+    base_folder: Path,
+    adapter_folder: Path,
+    out: Path,
+    *,
+    quantize: str,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    out_dtype: torch.dtype | None = None,
+    tokenizer_folder: Path | None = None,
+    chat_template: Path | None = None,
+    stop_ids: Collection[int] = (),
+    max_shard_bytes: int = 4 * GIB,
+) -> None:
+    """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
+
+    quantize, dtype: lora.quantize and dtype of the run that trained the adapter. out_dtype: of the files, if another
+    one. tokenizer_folder (default: the
+    base's), chat_template, stop_ids, max_shard_bytes: as for `export_model`. A tied model whose embedding or head is
+    adapted is no longer tied in `out`. The files are dealt out to the ranks, which need a disk in common.
+    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
+    """
+    adapter, spec = together(ranks, lambda: _checked(base_folder, adapter_folder))
+    written = _untied(spec, adapter)
+    stored = out_dtype or dtype
+    parameters = {
+        name: torch.empty(shape, dtype=stored, device="meta") for name, shape in parameter_shapes(written).items()
+    }
+    shards = plan_shards(written, parameters, max_shard_bytes)
+    found = read_headers(base_folder)
+    base = _Base(found, {entry.our_name: entry for entry in weight_map(spec, found)}, quantize, dtype)
+    copied = tokenizer_files(tokenizer_folder or base_folder)
+    temporary = Path(decide(ranks, lambda: begin_folder(out, shards, copied)))
+    try:
+
+        def write() -> None:
+            check_shared(temporary)
+            for name in sorted(shards)[ranks.rank :: ranks.size]:
+                pieces = (piece.to(stored) for piece in _pieces(shards[name], written, base, adapter))
+                write_tensor_file(temporary / name, shards[name], pieces, {"format": "pt"})
+
+        together(ranks, write)
+        config = export_config(read_config(base_folder), written, stored)
+        decide(ranks, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
+    except BaseException:
+        if ranks.rank == 0:
+            files.discard(temporary)
+        raise
+
+
+def _checked(base_folder: Path, adapter_folder: Path) -> tuple[AdapterFile, DecoderSpec]:
+    spec = spec_from_config(read_config(base_folder), where=str(base_folder))
+    check_weights(spec, base_folder)
+    adapter = read_adapter(adapter_folder)
+    check_fits(adapter, spec)
+    check_base(adapter, spec, base_folder)
+    return adapter, spec
+
+
+def _untied(spec: DecoderSpec, adapter: AdapterFile) -> DecoderSpec:
+    """The spec of the merged model: embedding and head differ as soon as one of them has an adapter."""
+    return replace(spec, tied=spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys())
+
+
+def _pieces(
+    tensors: list[PlannedTensor], spec: DecoderSpec, base: _Base, adapter: AdapterFile
+) -> Iterator[torch.Tensor]:
+    """The data of a file's tensors, in their order."""
+    parts: dict[str, list[str]] = {}
+    for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
+        parts.setdefault(entry.file_name, []).append(entry.our_name)
+    shapes = parameter_shapes(spec)
+    for tensor in tensors:
+        module = tensor.name.removesuffix(".weight")
+        update = _update(adapter, module) if module != tensor.name and module in adapter.tensors else None
+        if len(tensor.shape) != 2:
+            yield from (_reader(base, name)(0, shapes[name][0]) for name in parts[tensor.name])
+            continue
+        start = 0
+        for name in parts[tensor.name]:
+            rows = shapes[name][0]
+            own = update if update is None or len(parts[tensor.name]) == 1 else update.of_rows(start, start + rows)
+            yield from merge_rows(_reader(base, name), rows, own)
+            start += rows
+
+
+def _reader(base: _Base, name: str) -> _Reader:
+    """Reads rows of one of our parameters as the run had them: `(start, stop)` to `[stop - start, m]`."""
+    entry = base.places.get(name) or base.places[f"{EMBEDDING}.weight"]  # the head of a base that ties it
+    path, offset = base.found[entry.file_name].file, entry.start
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        with safe_open(str(path), framework="pt") as file:
+            return file.get_slice(entry.file_name)[offset + start : offset + stop].to(base.dtype)
+
+    target = target_of(name.removesuffix(".weight"))
+    if base.storage == "none" or target in (None, "embedding", "head") or not name.endswith(".weight"):
+        return read
+    shape = base.found[entry.file_name].entry.shape
+    rows = entry.length or shape[0]
+    if not can_quantise(shape[1], rows, base.storage):
+        return read
+    weight = dequantised(read(0, rows), base.storage)
+    return lambda start, stop: weight[start:stop]
+
+
+def _update(adapter: AdapterFile, module: str) -> Update:
+    lengths = adapter.read(module, LENGTHS) if adapter.config.dora else None
+    scaling = adapter.config.scaling_of(module)
+    if module == EMBEDDING:  # its matrices are those of the transposed weight
+        first, second = (adapter.read(module, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST))
+        return Update(first, second, scaling, lengths, by_column=True)
+    return Update(adapter.read(module, FIRST), adapter.read(module, SECOND), scaling, lengths)

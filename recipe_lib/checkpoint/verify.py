@@ -1,0 +1,127 @@
+"""An export loaded again and compared with what was trained: names, counts, and logits of a fixed prompt."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
+from recipe_lib.adapters.peft_names import HEAD, file_modules, targets_of
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, scaling
+from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, AdapterFile, check_fits, read_adapter, usual_scaling
+from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.weights_in import load_weights, read_headers
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models import Decoder, DecoderSpec, build_meta
+from recipe_lib.models.weight_names import weight_map
+
+_ROWS, _LENGTH = 2, 32
+# What rounding may change, as a share of the largest logit: sums in another order, or weights rounded once more.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest difference of two models' logits; largest logit; how much the adapters change (None: none)."""
+
+    difference: float
+    largest: float
+    change: float | None
+
+    def agrees(self, dtype: torch.dtype) -> bool:
+        """Whether the difference is what rounding explains, and no more (NaN never does)."""
+        return self.difference <= _TOLERANCE[dtype] * max(self.largest, 1e-3)
+
+    def __str__(self) -> str:
+        change = "" if self.change is None else f"; the adapter changes them by up to {self.change:.2g}"
+        return f"logits differ by {self.difference:.2g} at most (the largest is {self.largest:.3g}{change})"
+
+
+def adapter_settings_of(adapter: AdapterFile, spec: DecoderSpec) -> LoraConfig:
+    """The section `lora` that makes a model for an adapter: its largest rank, and its usual scaling."""
+    modules = adapter.modules(spec)
+    rank = max(adapter.config.rank_of(module.name) for module in modules)
+    return LoraConfig(
+        rank=rank,
+        alpha=usual_scaling(adapter, spec) / scaling(1.0, rank, adapter.config.rslora),
+        rslora=adapter.config.rslora,
+        dora=adapter.config.dora,
+        targets=targets_of(modules),
+        quantize=adapter.metadata.get(BASE_STORAGE, "none"),
+    )
+
+
+def model_with_adapters(
+    spec: DecoderSpec, base: Path, cfg: LoraConfig, dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """The base with new adapters beside it."""
+    model = build_meta(spec, dtype)
+    add_adapters(model, cfg, dtype)
+    model.to_empty(device=device)
+    load_weights(model, spec, base)
+    init_adapters(model, 0)
+    return model.eval()
+
+
+def model_of_adapter(
+    folder: Path, spec: DecoderSpec, base: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[Decoder, int]:
+    """The base with an adapter from its folder, in full precision; and how many modules it was put on."""
+    adapter = read_adapter(folder)
+    check_fits(adapter, spec)
+    cfg = adapter_settings_of(adapter, spec)
+    cfg.dtype = "fp32" if dtype != torch.float64 else None
+    model = model_with_adapters(spec, base, cfg, dtype, device)
+    return model, load_adapter(model, spec, folder)
+
+
+@torch.no_grad()
+def prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
+    """Logits `[2, 32, v]` of a prompt that is the same for all models of one vocabulary, on the host."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(_LENGTH, model.spec.max_positions)
+    tokens = torch.randint(0, model.spec.vocab_size, (_ROWS, length), generator=generator)
+    tokens = tokens.to(next(model.parameters()).device)
+    if with_adapters:
+        return model(tokens).cpu()
+    with adapters_off(model):
+        return model(tokens).cpu()
+
+
+def compare(trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor | None = None) -> Comparison:
+    """trained, exported, before: logits of the trained and of the reloaded model, and of the base alone."""
+    wide = trained.double()
+    difference = float((wide - exported.double()).abs().max())
+    change = None if before is None else float((wide - before.double()).abs().max())
+    return Comparison(difference, float(wide.abs().max()), change)
+
+
+def check_names(folder: Path, spec: DecoderSpec, base: Path) -> int:
+    """Compares an adapter's names with those of the base's own files, as PEFT and vLLM find modules by them.
+
+    Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the base, or if PEFT would
+    put an adapter on a module that has none in the file.
+    """
+    adapter = read_adapter(folder)
+    found = read_headers(base)
+    written = {entry.our_name: entry.file_name for entry in weight_map(spec)}
+    in_base = {
+        written[entry.our_name].removesuffix(".weight") for entry in weight_map(spec, found) if entry.file_name in found
+    }
+    if spec.tied:
+        in_base.add(HEAD)
+    adapted = set(adapter.tensors)
+    last = {name.rsplit(".", 1)[-1] for name in adapted}
+    matched = {name for name in in_base & file_modules(spec).keys() if name.rsplit(".", 1)[-1] in last}
+    for name in sorted(adapted ^ matched):
+        fault = "is no weight of the base" if name in adapted else "has no adapter, and PEFT would make one"
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {name} {fault}; export the adapter again")
+    return len(adapted)
+
+
+def plain_model(spec: DecoderSpec, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A model folder's model."""
+    model = build_meta(spec, dtype).to_empty(device=device)
+    load_weights(model, spec, folder)
+    return model.eval()

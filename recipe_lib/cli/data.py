@@ -1,0 +1,205 @@
+"""`tune data show CONFIG` and `tune data check CONFIG`: a config's rows as they will be trained, before anything is."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.config import load_config
+from recipe_lib.config.plugins import load_plugin
+from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.errors import DONE, USER_ERROR, ConfigError
+
+if TYPE_CHECKING:
+    from recipe_lib.data.show import Shown
+    from recipe_lib.tokenizers import Tokenizer
+
+# (trained, special token) -> how it looks on a terminal
+COLOURS = {(True, True): "bold green", (True, False): "green", (False, True): "yellow", (False, False): "dim"}
+ACTIONS = ("show", "check")
+# What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
+FINDINGS = (
+    "bad-rows", "truncation", "no-answer-left", "untrained-ends", "trained-share", "duplicates", "overlap",
+    "untrained-tokens",
+)  # fmt: skip
+DESCRIPTION = """Looks at the rows of a config, with the tokenizer and the template that training would use.
+
+  show   prints rows as they will be trained: trained text in green (off a terminal between « and »), special tokens
+         in another colour, the border of each document of a pack
+  check  reads every row once and reports what is wrong with them; exit code 2 if anything is"""
+
+
+def run(words: list[str]) -> int:
+    """Prints rows, or the findings over all of them."""
+    arguments = read(words)
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
+    recipe = recipe_for(arguments.config, arguments.recipe)
+    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    return show_rows(cfg, arguments) if arguments.action == "show" else check_rows(cfg, arguments)
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return f"; expected one of {', '.join(names)}"
+
+
+def read(words: list[str]) -> argparse.Namespace:
+    """The command line."""
+    if words and words[0] not in (*ACTIONS, "-h", "--help"):
+        known = f"{did_you_mean(words[0], ACTIONS) or '; expected show or check'}"
+        raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
+    parser = Parser("data", DESCRIPTION)
+    parser.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
+    parser.add_argument("config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`; ~key: its default")
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="show: how many rows (packs); default: 5")
+    parser.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
+    parser.add_argument("--validation", action="store_true", help="show: rows of validation.source")
+    parser.add_argument(
+        "--allow", metavar="FAULT", action="append", default=[], help="check: a fault to put up with, by its name"
+    )
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.add_argument("--recipe", help="check the config against this recipe (name or path)")
+    parser.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
+    arguments = parser.parse(words)
+    for name in arguments.allow:
+        if name not in FINDINGS:
+            raise ConfigError(f"--allow: unknown fault {show(name)}{did_you_mean(name, FINDINGS) or _one_of(FINDINGS)}")
+    if arguments.rows < 1:
+        raise ConfigError(f"--rows: found {arguments.rows}, expected a number >= 1")
+    if arguments.step < 0:
+        raise ConfigError(f"--step: found {arguments.step}, expected a number >= 0")
+    return arguments
+
+
+def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]:
+    """(tokenizer, training rows, validation rows or None, source of the model). tolerant: bad rows are counted."""
+    from recipe_lib.data import build_dataset, build_validation_dataset
+    from recipe_lib.training.data import load_tokenizer_of
+    from recipe_lib.training.source import find_model
+
+    if tolerant:
+        data = dataclasses.replace(cfg.data, bad_rows="skip", trained_share="any", cache=False)
+        long_rows = "truncate" if data.long_rows == "error" else data.long_rows
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, long_rows=long_rows))
+    source = find_model(cfg.model) if cfg.tokenizer.path is None else None
+    tokenizer = load_tokenizer_of(cfg, source)
+    rows = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)
+    return tokenizer, rows, build_validation_dataset(cfg, tokenizer), source
+
+
+def show_rows(cfg: Any, arguments: argparse.Namespace) -> int:
+    """Prints the first rows, or packs, of a step's order."""
+    from recipe_lib.data.show import show_item
+
+    tokenizer, rows, validation, _ = read_datasets(cfg, tolerant=False)
+    if arguments.validation:
+        if validation is None:
+            raise ConfigError("--validation: the config has no validation.source; set it, or leave --validation out")
+        slots = [[item] for item in range(min(arguments.rows, validation.items))]
+    else:
+        slots = list(slots_of(cfg, rows, arguments.step, arguments.rows))
+    shown = [[show_item(validation if arguments.validation else rows, item, tokenizer) for item in s] for s in slots]
+    if arguments.json:
+        print(json.dumps({"rows": [[dataclasses.asdict(row) for item in slot for row in item] for slot in shown]}))
+        return DONE
+    for number, slot in enumerate(shown, start=1):
+        documents = [row for item in slot for row in item]
+        print_slot(number, documents, packed=cfg.data.packing and not arguments.validation)
+    return DONE
+
+
+def slots_of(cfg: Any, rows: Any, step: int, count: int) -> Iterable[list[int]]:
+    """The items of the first slots that a run of one process takes from a step on."""
+    from recipe_lib.data import DataPlan
+    from recipe_lib.training import derive_seed
+
+    plan = DataPlan(
+        rows,
+        seed=derive_seed(cfg.seed, "data"),
+        slots_per_step=1,
+        shuffle=cfg.data.shuffle,
+        packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
+    )
+    total = plan.total_steps(cfg.epochs, None)
+    first = step * cfg.batch_size * cfg.gradient_accumulation_steps
+    for at in range(first, min(first + count, total)):
+        yield [int(item) for slot in plan.slots(at) for item in slot]
+
+
+def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
+    """One row of a batch: a document, a pair, or a pack of them."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    tokens, trained = sum(row.tokens for row in documents), sum(row.trained for row in documents)
+    what = "pack" if packed else "row"
+    held = f" in {len(documents)} documents" if len(documents) > 1 else ""
+    console.print(
+        Text(f"── {what} {number}: {tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})")
+    )
+    for at, row in enumerate(documents, start=1):
+        if len(documents) > 1:
+            console.print(Text(f"-- document {at} of {len(documents)}: {row.place}, {row.tokens} tokens"))
+        else:
+            console.print(Text(f"   {row.place}"))
+        line, colours = Text(), console.is_terminal
+        for trained, pieces in itertools.groupby(row.pieces, key=lambda piece: piece.trained):
+            line.append("«" if trained and not colours else "")
+            for piece in pieces:
+                style = COLOURS[trained, piece.special] if colours else ""
+                line.append(piece.text, style)
+            line.append("»" if trained and not colours else "")
+        console.print(line)
+    console.print()
+
+
+def check_rows(cfg: Any, arguments: argparse.Namespace) -> int:
+    """Prints counts, the length histogram and what is wrong; exit code 2 if something is that was not allowed."""
+    from recipe_lib.data.inspect import ids_used, inspect, special_tokens
+
+    tokenizer, rows, validation, source = read_datasets(cfg, tolerant=True)
+    untrained = None
+    if source is not None and source.folder is not None:
+        from recipe_lib.checkpoint.embeddings import untrained_embeddings
+
+        special = special_tokens(tokenizer)
+        used = sorted(special.keys() & ids_used(rows, validation))
+        untrained = [special[token] for token in untrained_embeddings(source.spec, source.folder, used, special)]
+    found = inspect(rows, validation, cfg.max_seq_len, untrained)
+    faults = [finding for finding in found.findings if finding.name not in arguments.allow]
+    if arguments.json:
+        findings = [dataclasses.asdict(finding) for finding in found.findings]
+        print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}, ensure_ascii=False))
+    else:
+        report(found, rows.report.lines(), cfg.max_seq_len)
+    for finding in faults:
+        print(f"error: {finding.name}: {finding.line}", file=sys.stderr)
+        for place in finding.places:
+            print(f"error: {finding.name}:   {place}", file=sys.stderr)
+    return USER_ERROR if faults else DONE
+
+
+def report(found: Any, lines: list[str], max_seq_len: int) -> None:
+    """The counts in words, and the histogram as bars."""
+    numbers = found.numbers
+    for line in lines:
+        print(line)
+    print(
+        f"lengths: {numbers['shortest_row']} to {numbers['longest_row']} tokens, median {numbers['median_row']}; "
+        f"packed into {numbers['packs']} rows of {max_seq_len} they fill {numbers['packing_efficiency']:.1%} of them"
+    )
+    most = max((count for *_, count in found.histogram), default=1)
+    for low, high, count in found.histogram:
+        print(f"  {low:>7} - {high:<7} {count:>9}  {'#' * round(40 * count / most)}")
+    if "untrained_tokens" in numbers and not numbers["untrained_tokens"]:
+        print("special tokens: every one that the rows use has a trained embedding")
+    if numbers["validation_rows"]:
+        print(f"validation: {numbers['validation_rows']} rows, {numbers['overlapping_rows']} of them also trained on")
+    print(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")

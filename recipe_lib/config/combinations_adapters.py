@@ -1,0 +1,121 @@
+"""Combinations of settings of adapters and of preference optimisation that are refused."""
+
+from recipe_lib.config.combination import Incompatible
+
+_LORA, _DPO = "lora_finetune_distributed", "dpo_distributed"
+
+# A key of the section `lora`, and a value that is not its default.
+_LORA_KEYS = {
+    "rank": "4", "alpha": "8", "dropout": "0.1", "targets": "[q]", "rslora": "true", "dora": "true", "quantize": "nf4",
+    "dtype": "fp32", "adapter": "outputs/run/adapter", "merge": "true",
+}  # fmt: skip
+
+ADAPTERS: tuple[Incompatible, ...] = (
+    Incompatible(
+        "no targets",
+        lambda cfg: len(cfg.lora.targets) == 0,
+        ("lora.targets",),
+        "an empty list leaves nothing to train",
+        "name at least one of q, k, v, o, gate, up, down, embedding, head",
+        ("lora.targets=[]",),
+        recipe=_LORA,
+    ),
+    Incompatible(
+        "quantised fp64",
+        lambda cfg: cfg.lora.quantize != "none" and cfg.dtype == "fp64",
+        ("dtype", "lora.quantize"),
+        "rounding the frozen weights would undo what fp64 is for",
+        "remove lora.quantize, or choose bf16 or fp32",
+        ("dtype=fp64", "lora.quantize=nf4"),
+        recipe=_LORA,
+    ),
+    Incompatible(
+        "lower adapters of fp64",
+        lambda cfg: cfg.lora.dtype is not None and cfg.dtype == "fp64",
+        ("dtype", "lora.dtype"),
+        "adapters in a lower precision would undo what fp64 is for",
+        "remove lora.dtype",
+        ("dtype=fp64", "lora.dtype=fp32"),
+        recipe=_LORA,
+    ),
+    Incompatible(
+        "merge into random weights",
+        lambda cfg: cfg.lora.merge and cfg.model.path is None and cfg.model.preset is not None,
+        ("model.preset", "lora.merge"),
+        "adapters are merged into the files of a checkpoint, and random weights have none",
+        "remove lora.merge, or set model.path",
+        ("~model.path", "model.preset=llama3/8B", "tokenizer.path=x", "lora.merge=true"),
+        recipe=_LORA,
+        reads=("model.path",),
+    ),
+    Incompatible(
+        "merge of what is not saved",
+        lambda cfg: cfg.lora.merge and not cfg.checkpoint.save_model,
+        ("checkpoint.save_model", "lora.merge"),
+        "the adapter that would be merged is not written",
+        "remove one of the two",
+        ("checkpoint.save_model=false", "lora.merge=true"),
+        recipe=_LORA,
+    ),
+    *(
+        Incompatible(
+            f"lora.{word} without adapters",
+            lambda cfg: cfg.dpo.train == "full",
+            ("dpo.train", f"lora.{word}"),
+            "every parameter is trained, and there are no adapters",
+            f"remove lora.{word}, or set dpo.train to lora",
+            ("dpo.train=full", f"lora.{word}={value}"),
+            unread=f"lora.{word}",
+            recipe=_DPO,
+        )
+        for word, value in _LORA_KEYS.items()
+    ),
+    Incompatible(
+        "another loss beside dpo's",
+        lambda cfg: True,
+        ("dpo.loss", "loss"),
+        "the loss of pairs is dpo.loss",
+        "remove loss",
+        ("loss=mine",),
+        unread="loss",
+        recipe=_DPO,
+    ),
+    Incompatible(
+        "cdpo without smoothing",
+        lambda cfg: cfg.dpo.loss == "cdpo" and cfg.dpo.label_smoothing == 0,
+        ("dpo.loss", "dpo.label_smoothing"),
+        "cdpo without label smoothing is sigmoid",
+        "set dpo.label_smoothing to the share of pairs that may be the wrong way round, or choose sigmoid",
+        ("dpo.loss=cdpo",),
+        recipe=_DPO,
+    ),
+    Incompatible(
+        "smoothing of another loss",
+        lambda cfg: cfg.dpo.loss != "cdpo",
+        ("dpo.loss", "dpo.label_smoothing"),
+        "only cdpo reads it",
+        "remove dpo.label_smoothing, or choose cdpo",
+        ("dpo.label_smoothing=0.1",),
+        unread="dpo.label_smoothing",
+        recipe=_DPO,
+    ),
+    Incompatible(
+        "margin of another loss",
+        lambda cfg: cfg.dpo.loss != "simpo",
+        ("dpo.loss", "dpo.margin"),
+        "only simpo reads it",
+        "remove dpo.margin, or choose simpo",
+        ("dpo.margin=1.0",),
+        unread="dpo.margin",
+        recipe=_DPO,
+    ),
+    Incompatible(
+        "reference of simpo",
+        lambda cfg: cfg.dpo.loss == "simpo" and cfg.dpo.reference_free,
+        ("dpo.loss", "dpo.reference_free"),
+        "simpo has no reference",
+        "remove dpo.reference_free",
+        ("dpo.loss=simpo", "dpo.reference_free=true"),
+        recipe=_DPO,
+    ),
+)

@@ -1,0 +1,258 @@
+"""Tokenised rows on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
+
+A folder `<cache>/<key>` holds the arrays of `recipe_lib.data.store` and `manifest.json`: their SHA-256 and the report.
+It is written under another name, synced and renamed, so that it is complete or not there. Who makes it holds the lock
+of `<key>.lock`; the others wait for that file and need no connection to each other. If making fails, the lock file
+says why to the other processes of the same launch, so that they do not all try again.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from recipe_lib import errors
+from recipe_lib.data.dataset import ARRAYS
+from recipe_lib.data.report import DataReport
+from recipe_lib.data.store import ArrayWriter, difference, map_arrays
+from recipe_lib.errors import UserError
+from recipe_lib.logs import get_logger
+
+MANIFEST = "manifest.json"
+FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
+
+
+@dataclass(frozen=True)
+class Stored:
+    """arrays: by the names of ARRAYS. checksums: SHA-256 of each. report: of the pass that made them."""
+
+    arrays: dict[str, np.ndarray]
+    checksums: Mapping[str, str]
+    report: DataReport
+
+
+Make = Callable[[ArrayWriter], DataReport]
+
+
+class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
+    """The cache cannot be used on this machine; str(): why."""
+
+
+def cache_root(folder: str | None) -> Path:
+    """`data.cache_dir`, or its default."""
+    if folder is not None:
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache")) / "tune-recipes"
+
+
+def make_in_memory(make: Make) -> Stored:
+    """What `make` writes, kept in memory."""
+    with ArrayWriter(None) as writer:
+        report = make(writer)
+        return Stored(writer.arrays(), writer.checksums, report)
+
+
+def load_or_make(root: Path, key: str, make: Make) -> Stored | None:
+    """What is stored under a key; made first by one process if it is not there, or not as it was written.
+
+    None: the folder or its disk does not allow it, which is said in a line. Raises what `make` raises; processes of
+    the same launch that have waited for it raise the same.
+    """
+    try:
+        return _read(root / key) or _made_under_lock(root, key, make)
+    except _Unusable as unusable:
+        get_logger().info(
+            "warning: data.cache_dir: tokenised rows cannot be kept in %s (%s); they are kept in memory", root, unusable
+        )
+        return None
+
+
+def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
+    with _locked(root, key) as lock:
+        folder = root / key
+        found = _read(folder, say=True)
+        if found is not None:
+            return found
+        _raise_known_failure(lock)
+        try:
+            return _made(folder, make)
+        except UserError as error:
+            _note_failure(lock, {"error": type(error).__name__, "faults": error.faults})
+            raise
+        except _Unusable as unusable:
+            _note_failure(lock, {"unusable": str(unusable)})
+            raise
+
+
+def _made(folder: Path, make: Make) -> Stored:
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        _remove(partial)
+        _remove(folder)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise _Unusable(error.strerror or str(error)) from None
+    try:
+        with _refusals_of_the_disk(), ArrayWriter(partial) as writer:
+            report = make(writer)
+            writer.sync()
+            _write_manifest(partial, writer.checksums, report)
+            partial.rename(folder)
+            _sync_folder(folder.parent)
+            return Stored(map_arrays(folder), writer.checksums, report)
+    finally:
+        _remove_quietly(partial)
+
+
+@contextmanager
+def _refusals_of_the_disk() -> Iterator[None]:
+    """An OSError inside is the cache's: what goes wrong with the sources is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise _Unusable(error.strerror or str(error)) from None
+
+
+def _write_manifest(folder: Path, checksums: Mapping[str, str], report: DataReport) -> None:
+    content = {"checksums": dict(checksums), "report": report.to_json()}
+    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
+        json.dump({"content": content, "sha256": _checksum(content)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path, say: bool = False) -> Stored | None:
+    """What a folder holds; None: nothing, or not what was written there. say: then with a line about it."""
+    try:
+        if not folder.exists():
+            return None
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = manifest["content"]
+        if _checksum(content) != manifest["sha256"]:
+            fault: str | None = f"{MANIFEST} has other content than was written"
+        else:
+            fault = difference(folder, content["checksums"])
+            if fault is None:
+                return Stored(map_arrays(folder), content["checksums"], DataReport.from_json(content["report"]))
+    except FileNotFoundError:
+        fault = f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        fault = f"{MANIFEST} cannot be read"
+    if say:
+        get_logger().info("data: %s: found a damaged cache (%s); tokenising anew", folder, fault)
+    return None
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder of ours; of somebody else's, nothing but files that have the names of ours. Raises OSError."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    for name in (*ARRAYS, MANIFEST):
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _remove_quietly(folder: Path) -> None:
+    try:
+        _remove(folder)
+    except OSError:
+        pass  # a rest that the next one to hold the lock removes
+
+
+@contextmanager
+def _locked(root: Path, key: str) -> Iterator[TextIO]:
+    """Holds the lock of a key; waits while another process holds it. Raises _Unusable."""
+    path = root / f"{key}.lock"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        raise _Unusable(error.strerror or str(error)) from None
+    with file:
+        try:
+            _let_the_first_rank_go_ahead(file, root / key)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _Unusable(f"no file locks: {error.strerror or error}") from None
+        try:
+            yield file
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # workers have inherited the file, and may outlive the block
+
+
+def _let_the_first_rank_go_ahead(file: TextIO, folder: Path) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return
+    deadline = time.monotonic() + FIRST_RANK_SECONDS
+    while time.monotonic() < deadline and not folder.exists():
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        noted = _noted(file)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        if noted:
+            return
+        time.sleep(0.02)
+
+
+def _launch() -> str | None:
+    """A name for the launch that this process is one of several ranks of; None: it is the only one."""
+    environment = os.environ
+    if int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))) == 1:
+        return None
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", errors.FOLDER_VARIABLE)
+    return "|".join([str(os.getppid()), *(environment.get(name, "") for name in names)])
+
+
+def _note_failure(lock: TextIO, failure: Mapping[str, Any]) -> None:
+    launch = _launch()
+    if launch is not None:
+        try:
+            lock.truncate(0)
+            json.dump({"launch": launch, **failure}, lock)
+            lock.flush()
+        except OSError:
+            pass  # a full disk: the others will find out by themselves
+
+
+def _noted(lock: TextIO) -> dict[str, Any] | None:
+    """The failure of another process of this launch."""
+    lock.seek(0)
+    try:
+        noted = json.load(lock)
+    except (OSError, ValueError):
+        return None
+    return noted if isinstance(noted, dict) and noted.get("launch") == _launch() is not None else None
+
+
+def _raise_known_failure(lock: TextIO) -> None:
+    noted = _noted(lock)
+    if noted is None:
+        return
+    if "unusable" in noted:
+        raise _Unusable(str(noted["unusable"]))
+    kind = getattr(errors, str(noted.get("error")), None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        raise kind(*map(str, noted["faults"]))

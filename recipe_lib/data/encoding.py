@@ -1,0 +1,195 @@
+"""Rows of a file to tokens and labels, a run of rows at a time: what a tokenising process does."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from recipe_lib.config.registry import registered
+from recipe_lib.config.schema import DataConfig, SourceConfig
+from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.dataset import digest_of
+from recipe_lib.data.report import DataReport
+from recipe_lib.data.samples import Conversation, Document, Preference, RowFault, Sample
+from recipe_lib.data.sources import RowFile
+from recipe_lib.data.templates import Encoded, Encoder
+from recipe_lib.errors import DataError, UserError
+
+
+class Task(NamedTuple):
+    """Rows start .. stop (exclusive) of a file; stop None: the file cannot be counted, reading it says why.
+
+    source, file: their numbers, that of the file among those of all sources."""
+
+    source: int
+    file: int
+    start: int
+    stop: int | None
+
+
+@dataclass
+class Chunk:
+    """What a run of rows became. ids int32, trained uint8: of all its rows, one behind the other. lengths: ids of each
+    row. row_of, digests: of each item. fault: why the run stops here; what came before it counts for nothing then."""
+
+    report: DataReport
+    ids: array = field(default_factory=lambda: array("i"))
+    trained: bytearray = field(default_factory=bytearray)
+    lengths: array = field(default_factory=lambda: array("q"))
+    row_of: array = field(default_factory=lambda: array("q"))
+    digests: array = field(default_factory=lambda: array("Q"))
+    fault: UserError | None = None
+
+    def append(self, row: int, *encoded: tuple[Sequence[int], Sequence[bool]]) -> None:
+        """An item of one row, or of several that stay together; row: its number in the file."""
+        ids, trained = array("i"), bytearray()
+        for row_ids, row_trained in encoded:
+            ids.extend(row_ids)
+            trained.extend(row_trained)
+            self.lengths.append(len(row_ids))
+        self.ids.extend(ids)
+        self.trained.extend(trained)
+        self.row_of.append(row)
+        self.digests.append(digest_of(ids.tobytes(), bytes(trained)))
+
+
+class SourceEncoder:
+    """Encodes the rows of one source. section: the section of the config that names its columns, for error lines."""
+
+    def __init__(
+        self, cfg: DataConfig, source: SourceConfig, encoder: Encoder, max_seq_len: int, section: str = "data"
+    ) -> None:
+        """Raises DataError for columns that the source's format does not know."""
+        self.cfg, self.source, self.encoder, self.max_seq_len = cfg, source, encoder, max_seq_len
+        self.section = section
+        self.format, self.columns = source.format or cfg.format, source.columns or {}
+        self.read = registered("data.format", self.format)
+        self.required = tuple(getattr(self.read, "required", ()))
+        known = (*self.required, *getattr(self.read, "optional", ()))
+        for name in self.columns:
+            if known and name not in known:
+                raise DataError(
+                    f"{section}.columns.{name}: the format {self.format} has no such column, expected one of "
+                    f"{', '.join(known)}{did_you_mean(name, known)}"
+                )
+
+    def report(self) -> DataReport:
+        """An empty report."""
+        cfg, encoder = self.cfg, self.encoder
+        return DataReport(
+            self.source.source, self.format, self.max_seq_len, train_on=cfg.train_on, adds_bos=encoder.add_bos
+        )
+
+    def encode(self, file: RowFile, start: int, stop: int | None) -> Chunk:
+        """Rows start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
+        chunk = Chunk(self.report())
+        try:
+            for number, (place, row) in enumerate(file.read(start, stop), start):
+                chunk.report.rows_read += 1
+                try:
+                    if isinstance(row, RowFault):
+                        raise row
+                    self._add(chunk, number, place, self.read(self._renamed(row, place)))
+                except RowFault as fault:
+                    self._bad(chunk.report, place, fault)
+        except UserError as error:
+            chunk.fault = error
+        chunk.report.rows = len(chunk.lengths)
+        chunk.report.tokens = len(chunk.ids) - len(chunk.lengths)
+        chunk.report.trained_tokens = chunk.trained.count(1)
+        return chunk
+
+    def _renamed(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """The row under the names that the format knows. Raises RowFault for a column that is not there."""
+        renamed = dict(row)
+        for name, own in self.columns.items():
+            if own in row:
+                renamed[name] = row[own]
+        missing = [name for name in self.required if self.columns.get(name, name) not in row]
+        if missing:
+            if place.endswith(".txt"):
+                raise DataError(
+                    f"{place}: found a text file, expected .json or .jsonl for the format {self.format}; "
+                    "set data.format to text to train on the text itself"
+                )
+            wanted = ", ".join(self.columns.get(name, name) for name in missing)
+            found = ", ".join(sorted(map(str, row))[:12]) or "none"
+            one = f".{missing[0]}=NAME" if self.section == "data" else f"={{{missing[0]}: NAME}}"
+            raise RowFault(
+                f"no column {wanted}",
+                f"found the columns {found}, expected {wanted} (format {self.format}); "
+                f"name yours with {self.section}.columns{one}",
+            )
+        return renamed
+
+    def _bad(self, report: DataReport, place: str, fault: RowFault) -> None:
+        if self.cfg.bad_rows == "error":
+            raise DataError(f"{place}: {fault}; correct the row, or set data.bad_rows to skip") from None
+        report.bad_rows[fault.cause] += 1
+        report.first_bad.setdefault(fault.cause, f"{place}: {fault}")
+
+    def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
+        report = chunk.report
+        if isinstance(sample, Document):
+            self._add_document(chunk, number, sample.text)
+            return
+        if isinstance(sample, Preference):
+            both: tuple[Encoded, ...] = self.encoder.encode_preference(sample)
+        else:
+            both = (self.encoder.encode(sample),)
+        if isinstance(sample, Conversation | Preference):
+            report.template = self.encoder.template
+        report.apart_rows += any(encoded.apart for encoded in both)
+        kept = self._shortened(report, place, both)
+        if kept:
+            report.pairs += len(kept) == 2
+            report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
+            report.prompt_tokens += sum(map(self._prompt_tokens, kept))
+            chunk.append(number, *((encoded.ids, encoded.trained) for encoded in kept))
+
+    def _prompt_tokens(self, encoded: Encoded) -> int:
+        """Tokens outside of the answers, BOS left out."""
+        first_is_none = bool(encoded.answers and encoded.answers[0][0] == 0)
+        first_is_none |= encoded.ids[0] == self.encoder.tokenizer.bos_id
+        return encoded.trained.count(False) - first_is_none
+
+    def _shortened(self, report: DataReport, place: str, rows: tuple[Encoded, ...]) -> tuple[Encoded, ...]:
+        """The rows of an item within the limit; none, if nothing is left to learn from it. A pair stays one: each of
+        its answers is cut at the same place, and both are left out where one is lost, or where they become equal."""
+        room = self.max_seq_len + 1
+        longest = max(len(encoded.ids) for encoded in rows)
+        if longest <= room:
+            return rows
+        policy = self.cfg.long_rows
+        if policy == "error":
+            raise DataError(
+                f"{place}: found {longest - 1} tokens, expected at most max_seq_len={self.max_seq_len}; "
+                "raise max_seq_len, or set data.long_rows to truncate or skip"
+            )
+        cut = tuple(encoded.cut(room) for encoded in rows)
+        lost = any(not any(encoded.trained) for encoded in cut) or (len(cut) == 2 and cut[0].ids == cut[1].ids)
+        kept = () if policy == "skip" or lost else cut
+        answers = sum(sum(encoded.trained) for encoded in rows)
+        report.truncated_rows += policy == "truncate"
+        report.skipped_long_rows += policy == "skip"
+        report.emptied_rows += policy == "truncate" and lost
+        report.long_answer_tokens += answers
+        report.lost_answer_tokens += answers - sum(sum(encoded.trained) for encoded in kept)
+        return kept
+
+    def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
+        """Cuts a text into rows of max_seq_len + 1 ids; the rest is dropped unless there is nothing else."""
+        encoder, report = self.encoder, chunk.report
+        ids = encoder.tokenizer.encode(text, add_bos=encoder.add_bos)
+        if len(ids) < 2:
+            raise RowFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
+        report.texts += 1
+        room = self.max_seq_len + 1
+        for start in range(0, len(ids), room):
+            piece = ids[start : start + room]
+            if len(piece) < room and start > 0:
+                report.dropped_pieces += 1
+                report.dropped_tokens += len(piece)
+                return
+            report.text_tokens += len(piece) - 1
+            chunk.append(number, (piece, [False] + [True] * (len(piece) - 1)))

@@ -1,0 +1,72 @@
+"""Datasets of the hub, through the package `datasets` (the extra of that name), which maps its files into memory."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.sources import HUB
+from recipe_lib.data.parquet import without_nulls
+from recipe_lib.data.row_files import Located, RowFile, as_row, hash_of
+from recipe_lib.errors import DataError
+
+ROWS_AT_ONCE = 256
+
+
+class HubRows(RowFile):
+    """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
+
+    def __init__(self, source: str, split: str) -> None:
+        super().__init__(source)
+        self.split = split
+        try:
+            import datasets  # noqa: F401  (a missing package is said before anything is read)
+        except ImportError:
+            raise DataError(
+                f"data.source: {source} needs the package datasets; run `pip install 'tune-recipes[datasets]'`"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """As RowFile says; inside a row, a field that holds null is left out."""
+        rows = self._rows
+        stop = len(rows) if stop is None else min(stop, len(rows))
+        for first in range(start, stop, ROWS_AT_ONCE):
+            columns = rows[first : min(first + ROWS_AT_ONCE, stop)]
+            for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
+                yield self.place_of(number), as_row(without_nulls(dict(zip(columns, values, strict=True))))
+
+    def place_of(self, row: int) -> str:
+        """As RowFile says."""
+        return f"{self.place} (row {row + 1})"
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """As RowFile says, of the files that `datasets` keeps the rows in."""
+        name = f"{self.place} {self.split}"
+        files = [Path(file["filename"]) for file in self._rows.cache_files]
+        if files:
+            return {"name": name} | hash_of(*files)
+        digest, size = hashlib.sha256(), 0
+        for _, row in self.read():
+            line = json.dumps(row, sort_keys=True, default=str).encode()
+            digest.update(line)
+            size += len(line)
+        return {"name": name, "size": size, "sha256": digest.hexdigest()}
+
+    @cached_property
+    def _rows(self) -> Any:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+        from huggingface_hub.errors import HTTPError
+
+        name, _, subset = self.place.removeprefix(HUB).partition(":")
+        try:
+            return load_dataset(name, subset or None, split=self.split)
+        except (OSError, ValueError, DatasetsError, HTTPError) as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"data.source: {self.place}: the hub dataset cannot be loaded ({said})") from None

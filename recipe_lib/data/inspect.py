@@ -1,0 +1,144 @@
+"""One look over all rows of a run: what is there, and what is wrong with it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from recipe_lib.data.dataset import Dataset, copies
+from recipe_lib.data.packing import pack
+from recipe_lib.data.samples import TextTokenizer
+
+SHOWN = 5  # places that a finding names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong. name: what `--allow` of `tune data check` takes. rows: how many. places: of the first."""
+
+    name: str
+    line: str
+    rows: int
+    places: Sequence[str] = ()
+
+
+@dataclass
+class Inspection:
+    """numbers: what was counted, by name, as JSON values. histogram: (shortest, longest, rows). findings: faults."""
+
+    numbers: dict[str, Any]
+    histogram: list[tuple[int, int, int]]
+    findings: list[Finding] = field(default_factory=list)
+
+
+def inspect(
+    rows: Dataset, validation: Dataset | None, max_seq_len: int, untrained_tokens: Sequence[str] | None
+) -> Inspection:
+    """Counts and findings over the training rows, and over those of the validation where both matter.
+
+    untrained_tokens: special tokens in the rows whose embedding was never trained; None: there is no checkpoint.
+    """
+    report = rows.report
+    packs = pack(rows.item_lengths, max(max_seq_len, int(rows.item_lengths.max())))
+    slots = len(packs.offsets) - 1
+    numbers = {
+        "rows_read": report.rows_read,
+        "rows": len(rows),
+        "tokens": report.tokens,
+        "trained_tokens": report.trained_tokens,
+        "trained_share": report.trained_share,
+        "bad_rows": sum(report.bad_rows.values()),
+        "bad_rows_by_cause": dict(report.bad_rows),
+        "truncated_rows": report.truncated_rows,
+        "skipped_long_rows": report.skipped_long_rows,
+        "lost_answer_tokens": report.lost_answer_tokens,
+        "rows_without_answer_left": report.emptied_rows,
+        "untrained_ends": report.untrained_ends,
+        "shortest_row": int(rows.lengths.min()),
+        "median_row": int(np.median(rows.lengths)),
+        "longest_row": int(rows.lengths.max()),
+        "packs": slots,
+        "packing_efficiency": float(rows.item_lengths.sum()) / (slots * max_seq_len),
+        "validation_rows": len(validation) if validation is not None else 0,
+    }
+    repeats, earlier = copies(rows.digests)
+    shared = _overlap(rows, validation) if validation is not None else np.array([], dtype=np.int64)
+    numbers |= {"duplicate_rows": len(repeats), "overlapping_rows": len(shared)}
+    if untrained_tokens is not None:
+        numbers["untrained_tokens"] = list(untrained_tokens)
+    findings = [
+        *_row_findings(rows, max_seq_len),
+        *_copy_findings(rows, validation, repeats, earlier, shared),
+        *_token_findings(untrained_tokens or ()),
+    ]
+    return Inspection(numbers, histogram(rows.lengths, max_seq_len), findings)
+
+
+def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int]]:
+    """Rows by length: (shortest, longest, rows) of bins that double in width, the last one up to max_seq_len."""
+    bins, low = [], 1
+    while low <= max_seq_len:
+        high = min(2 * low - 1 if low >= 16 else 15, max_seq_len)
+        bins.append((low, high, int(((lengths >= low) & (lengths <= high)).sum())))
+        low = high + 1
+    used = [at for at, (_, _, count) in enumerate(bins) if count]
+    return bins[used[0] : used[-1] + 1] if used else []
+
+
+def _row_findings(rows: Dataset, max_seq_len: int) -> Iterable[Finding]:
+    report = rows.report
+    for cause, count in report.bad_rows.most_common():
+        yield Finding("bad-rows", f"{count} bad rows: {cause}", count, [report.first_bad[cause]])
+    lost = report.lost_answer_tokens
+    if lost:
+        share = lost / max(1, report.trained_tokens + lost)
+        long = report.truncated_rows + report.skipped_long_rows
+        yield Finding(
+            "truncation", f"{long} rows exceed {max_seq_len} tokens; {lost} answer tokens ({share:.1%}) are lost", long
+        )
+    if report.emptied_rows:
+        line = f"{report.emptied_rows} rows are left out because their whole answer is behind {max_seq_len} tokens"
+        yield Finding("no-answer-left", line, report.emptied_rows)
+    if report.untrained_ends:
+        line = f"{report.untrained_ends} answers end without a trained end-of-turn token: nothing teaches to stop there"
+        yield Finding("untrained-ends", line, report.untrained_ends)
+    for part in report.parts or [report]:
+        fault = part.share_fault()
+        if fault:
+            yield Finding("trained-share", f"{part.source}: {fault}", part.rows)
+
+
+def _copy_findings(
+    rows: Dataset, validation: Dataset | None, repeats: np.ndarray, earlier: np.ndarray, shared: np.ndarray
+) -> Iterable[Finding]:
+    if len(repeats):
+        pairs = zip(repeats[:SHOWN].tolist(), earlier[:SHOWN].tolist(), strict=True)
+        places = [f"{rows.place(item)} is {rows.place(first)}" for item, first in pairs]
+        yield Finding("duplicates", f"{len(repeats)} rows repeat an earlier row", len(repeats), places)
+    if len(shared) and validation is not None:
+        places = [validation.place(item) for item in shared[:SHOWN].tolist()]
+        yield Finding("overlap", f"{len(shared)} validation rows are training rows as well", len(shared), places)
+
+
+def _token_findings(untrained: Sequence[str]) -> Iterable[Finding]:
+    if untrained:
+        names = ", ".join(untrained[:SHOWN]) + (", ..." if len(untrained) > SHOWN else "")
+        line = f"the rows use {names}, whose embeddings the checkpoint has never trained; train the embedding as well"
+        yield Finding("untrained-tokens", line, 0)
+
+
+def _overlap(rows: Dataset, validation: Dataset) -> np.ndarray:
+    """Validation items that are training items as well."""
+    return np.flatnonzero(np.isin(validation.digests, rows.digests))
+
+
+def special_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
+    """The special tokens: id -> text."""
+    texts = tokenizer.special_texts
+    return {ids[0]: text for ids, text in zip(tokenizer.encode_pieces(texts), texts, strict=True) if len(ids) == 1}
+
+
+def ids_used(*datasets: Dataset | None) -> set[int]:
+    """Every id that stands in the rows."""
+    return {number for rows in datasets if rows is not None for number in np.unique(rows.ids).tolist()}

@@ -1,0 +1,180 @@
+"""JSON files: a list of objects, `{"data": [...]}`, or one object; read piece by piece, an item at a time in memory."""
+
+import codecs
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from recipe_lib.data.row_files import LocalFile, Located, empty, not_utf8, opened, parse_row
+from recipe_lib.errors import DataError
+
+PIECE = 2**20  # bytes that are read at a time
+# A fault so near to the end of the window may be only that the window ends there (in a word or in an escape).
+UNSURE = 16
+
+_BLANK = re.compile("[ \t\n\r]*")
+
+
+class JsonFile(LocalFile):
+    """A .json file. Its index is made by decoding each item once, which also finds every fault of the file."""
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """As RowFile says."""
+        items = self._index[start:stop]
+        with opened(self.path) as file:
+            for row, (first, end, _) in enumerate(items, start=start):
+                file.seek(int(first))
+                yield self.place_of(row), parse_row(file.read(int(end - first)))
+
+    def place_of(self, row: int) -> str:
+        """As RowFile says."""
+        line = int(self._index[row, 2])
+        return f"{self.place}:{line} (row {row + 1})" if line else f"{self.place} (row {row + 1})"
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        """First byte, byte behind the last one and line (0: the file is the row) of each item, int64 `[rows, 3]`."""
+        with opened(self.path) as file:
+            return np.array(_Scanner(file, self.place).items(), np.int64).reshape(-1, 3)
+
+
+class _Scanner:
+    """A window onto the text of a file, which moves on as values are taken from it.
+
+    `text[at]` is the next letter; `byte`, `line`, `column` say where it is in the file.
+    """
+
+    def __init__(self, file: BinaryIO, place: str) -> None:
+        self.file, self.place = file, place
+        self.letters = codecs.getincrementaldecoder("utf-8")()
+        self.decoder = json.JSONDecoder()
+        self.text, self.at, self.ended = "", 0, False
+        self.line, self.column = 1, 1
+        self.byte = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+        file.seek(self.byte)
+
+    def items(self) -> array:
+        """Three numbers for each item, as JsonFile's index has them. Raises DataError."""
+        opening = self.next_letter()
+        if not opening:
+            raise empty(self.place)
+        if opening not in "[{":
+            found = type(self.value()).__name__
+            raise DataError(f'{self.place}: found {found}, expected a list of objects or {{"data": [...]}}')
+        items = self.list_items() if opening == "[" else self.object_items()
+        if self.next_letter():
+            raise self.invalid("Extra data", self.at)
+        return items
+
+    def list_items(self) -> array:
+        """Of the list that begins here."""
+        items = array("q")
+        self.advance(self.at + 1)
+        mark = self.next_letter()
+        while mark != "]" or items:
+            first, line = self.byte, self.line
+            self.value()
+            items.extend((first, self.byte, line))
+            mark = self.next_letter()
+            if mark not in (",", "]"):
+                raise self.invalid("Expecting ',' delimiter", self.at)
+            if mark == "]":
+                break
+            self.advance(self.at + 1)
+            self.next_letter()
+        self.advance(self.at + 1)
+        return items
+
+    def object_items(self) -> array:
+        """Of the list under the key `data` (the last one) of the object that begins here; else the object itself."""
+        start, items, mark = self.byte, None, ","
+        self.advance(self.at + 1)
+        if self.next_letter() == "}":
+            mark = "}"
+        while mark == ",":
+            if self.next_letter() != '"':
+                raise self.invalid("Expecting property name enclosed in double quotes", self.at)
+            key = self.value()
+            if self.next_letter() != ":":
+                raise self.invalid("Expecting ':' delimiter", self.at)
+            self.advance(self.at + 1)
+            if self.next_letter() == "[" and key == "data":
+                items = self.list_items()
+            else:
+                self.value()
+                items = None if key == "data" else items
+            mark = self.next_letter()
+            if mark not in (",", "}"):
+                raise self.invalid("Expecting ',' delimiter", self.at)
+            if mark == ",":
+                self.advance(self.at + 1)
+        self.advance(self.at + 1)
+        return array("q", (start, self.byte, 0)) if items is None else items
+
+    def next_letter(self) -> str:
+        """Passes over blanks; the letter behind them, or nothing at the end of the file."""
+        while True:
+            match = _BLANK.match(self.text, self.at)
+            self.advance(match.end() if match else self.at)
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at : self.at + 1]
+            self.grow()
+
+    def value(self) -> Any:
+        """Takes the value that begins here."""
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                cut = error.msg.startswith("Unterminated") or error.pos >= len(self.text) - UNSURE
+                if self.ended or not cut:
+                    raise self.invalid(error.msg, error.pos) from None
+            except RecursionError:
+                raise DataError(f"{self.place}: JSON nested too deep, expected a list of objects") from None
+            except ValueError:  # Python refuses integers of thousands of digits
+                raise self.invalid("a number of too many digits", self.at) from None
+            else:
+                if end < len(self.text) or self.ended:  # a number at the window's end may go on
+                    self.advance(end)
+                    return value
+            self.grow()
+
+    def advance(self, end: int) -> None:
+        """Moves on to `text[end]`."""
+        passed = self.text[self.at : end]
+        self.byte += len(passed) if passed.isascii() else len(passed.encode())
+        self.line, self.column = self._place(end)
+        self.at = end
+
+    def grow(self) -> None:
+        """Lets go of what is passed and reads on, as much as there is already or more."""
+        block = self.file.read(max(PIECE, len(self.text) - self.at))
+        try:
+            more = self.letters.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            line = self.line + self.text.count("\n", self.at) + error.object[: error.start].count(b"\n")
+            raise not_utf8(self.place, line, error.object[error.start]) from None
+        self.text, self.at, self.ended = self.text[self.at :] + more, 0, not block
+
+    def invalid(self, said: str, position: int) -> DataError:
+        """The fault at a position of the window."""
+        line, column = self._place(position)
+        remedy = "; if every line is an object of its own, name the file .jsonl" if said == "Extra data" else ""
+        return DataError(
+            f"{self.place}:{line}: column {column}: invalid JSON ({said}), expected a list of objects{remedy}"
+        )
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """(line, column) of a position that is not before `at`."""
+        last = self.text.rfind("\n", self.at, position)
+        if last < 0:
+            return self.line, self.column + position - self.at
+        return self.line + self.text.count("\n", self.at, position), position - last

@@ -1,0 +1,217 @@
+"""What a file of rows is to the rest: rows by number. And the two kinds that are read line by line or whole.
+
+No object here holds rows. Each keeps where its rows begin and reads those that are asked for, so that memory does
+not grow with the file (8 bytes a row), and the processes of a machine share what they read through its page cache.
+"""
+
+import codecs
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from recipe_lib.data.samples import RowFault
+from recipe_lib.errors import DataError
+
+BLOCK = 2**22  # bytes read at once by a pass over a file
+NEWLINE = 10
+BLANK = np.frombuffer(b" \t\n\r\x0b\x0c", np.uint8)
+
+Located = tuple[str, dict[str, Any] | RowFault]  # where the row is, and the row or why there is none
+
+
+class RowFile(ABC):
+    """The rows of one file (or of one split of a hub dataset), read by number.
+
+    place: its path, or `hub:OWNER/NAME`. An object holds no open file and no row, so that it may be pickled, and used
+    in several processes after a fork; asking for its `len` before the fork spares each of them the pass for the index.
+    Any method raises DataError if the file cannot be read as a whole (no permission, invalid JSON, empty, ...).
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows it has, those included that turn out to be faulty; blank lines are none."""
+
+    @abstractmethod
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """Rows start .. stop (exclusive; None: all that follow) in file order, each with its place, few at a time.
+
+        A row that cannot be used comes as a RowFault.
+        """
+
+    @abstractmethod
+    def place_of(self, row: int) -> str:
+        """Where a row is, as `read` says it, without reading it: `rows.jsonl:7`, `rows.parquet (row 7)`."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What makes two files the same, as JSON: `name`, `size` in bytes, `sha256` of the content.
+
+        It takes one pass over the file when first asked for, and not the index.
+        """
+
+
+class LocalFile(RowFile):
+    """A file on disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """As RowFile says."""
+        return {"name": self.path.name} | hash_of(self.path)
+
+
+class TextFile(LocalFile):
+    """A .txt file: one row with the column `text`."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """As RowFile says; the text keeps its line ends."""
+        if start <= 0 and (stop is None or stop > 0):
+            yield self.place, {"text": self._text()}
+
+    def place_of(self, row: int) -> str:
+        """As RowFile says."""
+        return self.place
+
+    def _text(self) -> str:
+        with opened(self.path) as file:
+            content = file.read().removeprefix(codecs.BOM_UTF8)
+        if not content.strip():
+            raise empty(self.place)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise not_utf8(self.place, line, content[error.start]) from None
+
+
+class JsonLinesFile(LocalFile):
+    """A .jsonl file: an object a line; blank lines are passed over."""
+
+    def __len__(self) -> int:
+        return len(self._index[0])
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """As RowFile says."""
+        starts = self._index[0]
+        with opened(self.path) as file:
+            at = -1
+            for row in range(start, len(starts) if stop is None else min(stop, len(starts))):
+                if at != starts[row]:  # the first one, or one behind blank lines
+                    at = file.seek(int(starts[row]))
+                line = file.readline()
+                at += len(line)
+                yield self.place_of(row), parse_row(line)
+
+    def place_of(self, row: int) -> str:
+        """As RowFile says."""
+        lines = self._index[1]
+        return f"{self.place}:{row + 1 if lines is None else lines[row]}"
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """(offset of each row in bytes; its line, or None if every line is a row), int64 `[rows]`."""
+        with opened(self.path) as file:
+            starts, firsts = _line_starts(file)
+            blank = [line for line in np.flatnonzero(np.isin(firsts, BLANK)) if _is_blank(file, int(starts[line]))]
+        if len(blank) == len(starts):
+            raise DataError(f"{self.place}: the file is empty, expected rows")
+        if not blank:
+            return starts, None
+        kept = np.delete(np.arange(len(starts)), blank)
+        return starts[kept], kept + 1
+
+
+def _line_starts(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
+    """(offset of each line, int64; its first byte, uint8), in one pass; a byte order mark is no part of the first."""
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        file.seek(0)
+    base, at_start = file.tell(), True
+    starts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
+    while block := file.read(BLOCK):
+        content = np.frombuffer(block, np.uint8)
+        behind = np.flatnonzero(content == NEWLINE) + 1
+        inside = behind[: len(behind) - (content[-1] == NEWLINE)]
+        if at_start:
+            inside = np.concatenate([[0], inside])
+        starts.append(inside + base)
+        firsts.append(content[inside])
+        base, at_start = base + len(content), content[-1] == NEWLINE
+    return np.concatenate(starts), np.concatenate(firsts)
+
+
+def _is_blank(file: BinaryIO, start: int) -> bool:
+    file.seek(start)
+    return not file.readline().strip()
+
+
+def parse_row(line: bytes) -> dict[str, Any] | RowFault:
+    """The object that a line, or an item of a list, holds; or the fault."""
+    try:
+        row = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return RowFault(
+            "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"
+        )
+    except json.JSONDecodeError as error:
+        return RowFault("invalid JSON", f"column {error.colno}: invalid JSON ({error.msg}), expected an object a line")
+    except RecursionError:
+        return RowFault("invalid JSON", "JSON nested too deep, expected an object a line")
+    except ValueError:  # Python refuses integers of thousands of digits
+        return RowFault("invalid JSON", "found a number of more digits than can be read, expected an object a line")
+    return as_row(row)
+
+
+def as_row(row: Any) -> dict[str, Any] | RowFault:
+    """What was read, if it is an object; else the fault."""
+    if isinstance(row, dict):
+        return row
+    found = "a list" if isinstance(row, list) else type(row).__name__
+    return RowFault("not an object", f"found {found}, expected an object with the columns of the row")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The file, open for reading; what the system refuses inside is a DataError."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be read ({error.strerror}); check its permissions") from None
+
+
+def hash_of(*paths: Path) -> dict[str, Any]:
+    """`size` in bytes and `sha256`, in hex, of the content of one file or several. Raises DataError."""
+    digest, size = hashlib.sha256(), 0
+    for path in paths:
+        with opened(path) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                size += len(block)
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def empty(place: str) -> DataError:
+    """The fault of a file with nothing in it."""
+    return DataError(f"{place}: the file is empty, expected rows or text")
+
+
+def not_utf8(place: str, line: int, byte: int) -> DataError:
+    """The fault of a file with a byte that is no UTF-8."""
+    return DataError(f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file")

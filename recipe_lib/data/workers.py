@@ -1,0 +1,154 @@
+"""Work on many pieces in several processes, its results in order; and how far it has come, for who waits."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from recipe_lib.errors import SetupError
+from recipe_lib.logs import get_logger
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+AHEAD = 4  # pieces for each process that may be done before the first of them is taken
+LINE_SECONDS = 15.0  # before the first line of progress and between two, off a terminal
+BAR_SECONDS = 0.5  # before the bar on a terminal shows, and between two changes of it
+
+_work: Callable[[Any], Any] | None = None  # in a worker: what it does
+
+
+def worker_count(wanted: int | None, shared_by: int = 1) -> int:
+    """Processes to work with; wanted: `data.workers`, per machine. shared_by: how many of us do the same work on it.
+
+    One where a fork is no longer safe, since a process group or a device has threads that a fork does not have; and in
+    a daemonic process, which may have no children.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    if grouped or _device_in_use() or multiprocessing.current_process().daemon:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, (wanted or cores) // shared_by)
+
+
+def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Generator[Result, None, None]:
+    """`work` of each piece, in the order of the pieces, by so many forks of this process; 1: here.
+
+    A piece and its result go through pipes, `work` does not. Raises SetupError if a worker is killed.
+    """
+    workers = min(workers, len(pieces))
+    if workers <= 1:
+        yield from map(work, pieces)
+        return
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
+    done: deque[Future[Result]] = deque()
+    try:
+        for piece in pieces:
+            done.append(_submit(pool, piece))
+            if len(done) >= AHEAD * workers:
+                yield done.popleft().result()
+        while done:
+            yield done.popleft().result()
+    except BrokenProcessPool:
+        raise SetupError(
+            f"data.workers: one of {workers} processes that tokenise was killed (out of memory?); lower data.workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker takes.
+        warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
+        return pool.submit(_run, piece)
+
+
+def _begin(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    gc.freeze()  # what the parent left for collection is not ours to end
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _run(piece: Any) -> Any:
+    assert _work is not None
+    return _work(piece)
+
+
+def _device_in_use() -> bool:
+    """Whether a CUDA context exists, without making one."""
+    module = sys.modules.get("torch.cuda")
+    return module is not None and bool(module.is_initialized())
+
+
+class Progress:
+    """Shows how far work has come: a bar on a terminal, else a line now and then; only on rank 0, if it takes long.
+
+    with Progress("data: tokenising", total, "rows") as progress:
+        progress.advance(100)
+    """
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit, self._done = what, total, unit, 0
+        self._began = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._pause = BAR_SECONDS if self._terminal else LINE_SECONDS
+        self._next = self._began + self._pause
+        self._shown = os.environ.get("RANK", "0") == "0"
+        self._bar: Any = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        now = time.monotonic()
+        if not self._shown or now < self._next:
+            return
+        speed = f"{self._done / (now - self._began):.0f} {self._unit}/s"
+        self._next = now + self._pause
+        if self._terminal:
+            self._show_bar(speed)
+        else:
+            get_logger().info("%s: %d of %d %s, %s", self._what, self._done, self._total, self._unit, speed)
+
+    def _show_bar(self, speed: str) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task(self._what, total=self._total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=self._done, description=f"{self._what}, {speed}")

@@ -1,0 +1,194 @@
+"""Renders chat templates in a sandbox; as a program, in a process of its own.
+
+Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special tokens by name,
+`raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}` (which only marks).
+
+As a program it reads requests as lines of JSON from standard input and answers with one line each. It can open no
+file or socket, and has bounded memory and time: a template that came with a checkpoint is somebody else's code.
+This file imports nothing but Jinja and the standard library, so that it starts quickly and holds nothing to steal.
+"""
+
+import contextlib
+import datetime
+import json
+import pprint  # noqa: F401  (Jinja imports it, textwrap, jinja2.constants and jinja2.debug late: no file opens then)
+import signal
+import sys
+import textwrap  # noqa: F401
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.constants
+import jinja2.debug
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+# The clock stands still, or the same rows would be other tokens tomorrow and a run could not be resumed. It shows the
+# date that Llama 3's templates fall back to where there is no clock.
+DATE = datetime.datetime(2024, 7, 26)
+
+SPARE_CHARACTERS = 1 << 20  # a rendering may be this much longer than 16 times what it is made from
+MEMORY = 1 << 30  # bytes that the process may have
+
+Wanted = tuple[int, bool, Sequence[tuple[int, str]]]
+
+
+class TemplateFault(Exception):  # noqa: N818  (an outcome, turned into a DataError by who asks)
+    """A template that is not valid Jinja or has failed; str(): one line, without the template's place."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` renders as what is between."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Also refuses the products that would fill the memory in one expression."""
+
+    intercepted_binops = frozenset({"*", "**"})
+    largest = SPARE_CHARACTERS
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or not all(isinstance(side, (int, float)) for side in (left, right)):
+            size = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
+            if operator == "**" or size[0] * size[1] > self.largest:
+                raise jinja2.sandbox.SecurityError(f"{operator} is too large here")
+        return super().call_binop(context, operator, left, right)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as text for a model: nothing is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+class Renderer:
+    """A compiled template. tokens: the special tokens by their names, `bos_token` etc."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """Raises TemplateFault for a source that is not Jinja."""
+        self._tokens, self._length = dict(tokens), len(source)
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = DATE.strftime
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            said = " ".join((error.message or "").split())
+            raise TemplateFault(
+                f"line {error.lineno}: the chat template is not valid Jinja ({said}); correct it, "
+                "or set tokenizer.chat_template to another file"
+            ) from None
+        except RecursionError:
+            raise TemplateFault("the chat template is nested too deep; use another file") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Any = None) -> str:
+        """The conversation as text. Raises TemplateFault with what the template itself objects to."""
+        room = SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([messages, tools], default=str))
+        parts, length = [], 0
+        try:
+            given = {"messages": messages, "add_generation_prompt": prompt, "tools": tools}
+            for part in self._template.generate(**self._tokens, **given, documents=None):
+                parts.append(part)
+                length += len(part)
+                if length > room:
+                    raise jinja2.TemplateError(f"it renders more than {room} characters")
+        except RecursionError:
+            raise TemplateFault("the chat template failed (it calls itself without end)") from None
+        except MemoryError:
+            raise TemplateFault("the chat template failed (it needs too much memory)") from None
+        except Exception as error:  # noqa: BLE001  (a template is a program: it can raise anything)
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise TemplateFault(f"the chat template failed ({said})") from None
+        return "".join(parts)
+
+    def render_one(self, messages: Sequence[Mapping[str, Any]], wanted: Wanted, tools: Any) -> str:
+        """The first messages of a conversation, the contents of some replaced. Raises TemplateFault."""
+        stop, prompt, contents = wanted
+        taken = list(messages[:stop])
+        for number, content in contents:
+            if number < stop:
+                taken[number] = {**taken[number], "content": content}
+        return self.render(taken, prompt, tools)
+
+
+def _warm_up() -> None:
+    """Imports what is imported only when it is used: afterwards no file can be opened."""
+    warm = Renderer("{{ 'a\\n\u00e9' | tojson }}{{ strftime_now('%d %b') }}{{ ''.a.b }}", {})
+    with contextlib.suppress(TemplateFault):
+        warm.render([], False)
+    with contextlib.suppress(TemplateFault):
+        Renderer("{% for %}", {})
+
+
+def _limit_process() -> None:
+    """No new file, no growing file, no core, bounded memory; for good."""
+    try:
+        import resource
+    except ImportError:  # a system without limits still has the sandbox and the time limit
+        return
+    limits = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 0}
+    for name, limit in limits.items():
+        if hasattr(resource, name):
+            with contextlib.suppress(ValueError, OSError):  # a system may know a limit without allowing it
+                resource.setrlimit(getattr(resource, name), (limit, limit))
+
+
+def _limit_time(seconds: float) -> None:
+    """The kernel ends the process after so many seconds, of the clock or of the processor; 0 lifts the limit."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _answer(request: Any, known: dict[str, Renderer]) -> Any:
+    """Compiles (`source`, `tokens`) or renders (`messages`, `wanted`, `tools`) with the template named `name`."""
+    seconds = request["seconds"]
+    if "source" in request:
+        _limit_time(seconds)
+        try:
+            known[request["name"]] = Renderer(request["source"], request["tokens"])
+        except TemplateFault as fault:
+            return str(fault)
+        except MemoryError:
+            return "the chat template failed (it needs too much memory)"
+        finally:
+            _limit_time(0)
+        return None
+    found = []
+    for wanted in request["wanted"]:
+        _limit_time(seconds)
+        try:
+            found.append([known[request["name"]].render_one(request["messages"], wanted, request["tools"]), None])
+        except TemplateFault as fault:
+            found.append([None, str(fault)])
+        finally:
+            _limit_time(0)
+    return found
+
+
+def _serve() -> None:
+    known: dict[str, Renderer] = {}
+    _warm_up()
+    _limit_process()
+    for line in sys.stdin.buffer:
+        answer = _answer(json.loads(line), known)
+        sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _serve()

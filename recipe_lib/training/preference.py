@@ -1,0 +1,125 @@
+"""Losses over pairs of answers, one chosen and one rejected, from the log-probabilities of their tokens.
+
+With w and l for the chosen and the rejected answer, p the model and q the reference:
+
+    reward r = beta * (log p - log q)                        of a whole answer: the sum over its trained tokens
+    sigmoid    -log sigmoid(r_w - r_l)                       DPO, arXiv 2305.18290
+    cdpo       (1 - e) * sigmoid(r_w - r_l) + e * sigmoid(r_l - r_w), with e = label_smoothing
+    ipo        ((r_w - r_l) / beta - 1 / (2 beta))^2         arXiv 2310.12036; with means over tokens in place of sums
+    simpo      -log sigmoid(r_w - r_l - margin)              arXiv 2405.14734; with means, and q = 1
+
+Sums are made in fp64: an answer's log-probability is in the hundreds, and what counts are differences of such.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipe_lib.config.schema import DpoConfig
+from recipe_lib.data import Batch, Dataset
+from recipe_lib.errors import ConfigError
+from recipe_lib.ops.cross_entropy import IGNORED
+from recipe_lib.training.data import TrainingData
+from recipe_lib.training.optimizers import local_bytes
+from recipe_lib.units import format_bytes
+
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
+_MEANS = ("ipo", "simpo")  # losses of the mean over an answer's tokens
+NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
+
+
+def needs_reference(cfg: DpoConfig) -> bool:
+    """Whether the loss compares with a reference model."""
+    return cfg.loss != "simpo" and not cfg.reference_free
+
+
+def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
+    """Log-probability of each answer of a micro-batch of pairs, fp64 `[2 p]`: chosen and rejected by turns.
+
+    log_probs: `[b, s]` of the tokens, 0 where there is no label. The sum over an answer; for ipo and simpo the mean.
+    """
+    if batch.segments is None:
+        raise ValueError("this batch holds no pairs")
+    answers = batch.num_segments
+    places = torch.where(batch.segments < 0, answers, batch.segments).flatten()  # padding has one of its own
+
+    def by_answer(values: Tensor) -> Tensor:
+        return values.new_zeros(answers + 1).index_add(0, places, values.flatten())[:answers]
+
+    sums = by_answer(log_probs.double())
+    return sums / by_answer((batch.labels != IGNORED).double()).clamp(min=1) if cfg.loss in _MEANS else sums
+
+
+def preference_loss(policy: Tensor, reference: Tensor | None, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
+    """The loss summed over p pairs, a scalar with a graph, and the sums of NUMBERS without one `[4]`.
+
+    policy, reference: `[2 p]`, from `answer_log_probs`; no reference: it finds both answers equally likely. To be
+    divided by the pairs of the whole step.
+    """
+    rewards = cfg.beta * (policy if reference is None else policy - reference)
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    loss = _pair_losses(chosen - rejected, cfg).sum()
+    right = (chosen > rejected).to(loss.dtype).sum()
+    return loss, torch.stack([loss.detach(), chosen.detach().sum(), rejected.detach().sum(), right])
+
+
+def _pair_losses(margin: Tensor, cfg: DpoConfig) -> Tensor:
+    """margin: the chosen answer's reward minus the rejected one's `[p]`."""
+    if cfg.loss == "ipo":
+        return (margin / cfg.beta - 1 / (2 * cfg.beta)).square()
+    if cfg.loss == "simpo":
+        return -F.logsigmoid(margin - cfg.margin)
+    wrong = cfg.label_smoothing if cfg.loss == "cdpo" else 0.0
+    return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+
+
+def preference_metrics(means: Tensor) -> dict[str, Tensor]:
+    """What a step records beside its loss: means of the rewards, of their difference, and of how often it is above 0.
+
+    means: `[4]`, of NUMBERS, over all pairs.
+    """
+    named = dict(zip(NUMBERS[1:], means[1:], strict=True))
+    return named | {"reward_margin": named["reward_chosen"] - named["reward_rejected"]}
+
+
+def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
+    """One line for the log: what the model is compared with. reference: a second model, if there is one."""
+    if not needs_reference(cfg):
+        return f"reference: none, dpo.{'loss=simpo' if cfg.loss == 'simpo' else 'reference_free=true'}"
+    if reference is None:
+        return "reference: the model without its adapters"
+    return f"reference: a frozen copy, {format_bytes(local_bytes(reference.parameters()))} per rank"
+
+
+def check_pairs(rows: Dataset, validation_rows: Dataset | None) -> None:
+    """ConfigError unless the rows are pairs of answers."""
+    for key, found in (("data.format", rows), ("validation.format", validation_rows)):
+        if found is not None and found.group != 2:
+            raise ConfigError(
+                f"{key}: found {found.report.format}, whose rows hold one answer, expected pairs of a chosen and a "
+                "rejected one; set data.format=preference, or train with lora_finetune_distributed"
+            )
+
+
+@torch.no_grad()
+def validation_preference(
+    model: nn.Module, compare: Callable[[Batch], tuple[Tensor, Tensor]], data: TrainingData, world: "World"
+) -> dict[str, float]:
+    """Means over all validation pairs, each counted once; without dropout. Collective.
+
+    compare: a micro-batch to what `preference_loss` returns.
+    """
+    model.eval()
+    sums, pairs = torch.zeros(len(NUMBERS), device=world.device, dtype=torch.float64), 0
+    for batches in data.validation_batches():
+        sums += compare(batches.micro_batches[0])[1]
+        pairs += batches.items
+    model.train()
+    means = world.all_reduce_sum(sums) / max(1, pairs)
+    numbers = {"loss": means[0]} | preference_metrics(means)
+    return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_pairs": pairs}

@@ -1,0 +1,57 @@
+"""A recipe from its config to its last step: the same calls, in the same order, on every rank."""
+
+from typing import Any, Protocol
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.logs import get_logger
+from recipe_lib.parallel import World, start_world
+from recipe_lib.training.data import prepare
+from recipe_lib.training.seeds import set_seeds
+
+
+class Recipe(Protocol):
+    """What a recipe's class has, in the order in which it is called."""
+
+    def __init__(self, cfg: Any, world: World) -> None:
+        """Keeps them; refuses what only this recipe cannot do. Nothing large is read or taken."""
+
+    def setup_data(self) -> None:
+        """The only part that reads the rows."""
+
+    def setup_model(self) -> None:
+        """The model in this rank's memory, without values."""
+
+    def load_weights(self) -> None:
+        """Its values."""
+
+    def setup_optimizer(self) -> None:
+        """The optimizer over what is trained."""
+
+    def describe(self) -> list[str]:
+        """Lines for the log."""
+
+    def resume(self) -> None:
+        """Goes on from a saved state, if asked to."""
+
+    def train(self) -> None:
+        """All steps, and what they leave."""
+
+
+def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
+    """Runs a recipe: one process, or under torchrun every rank.
+
+    Rows are tokenised before there is a process group, so that no rank waits for them in a collective. What is wrong
+    with config, model or data is told once, when the ranks agree on it. Raises UserError and StoppedAndSaved.
+    """
+    prepare(cfg)
+    with start_world(cfg) as world:
+        set_seeds(cfg.seed, world)
+        recipe: Recipe = world.agree(recipe_class, cfg, world)
+        world.agree(recipe.setup_data)
+        recipe.setup_model()
+        recipe.load_weights()
+        recipe.setup_optimizer()
+        for line in recipe.describe():
+            get_logger().info(line)
+        recipe.resume()
+        recipe.train()

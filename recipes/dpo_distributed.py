@@ -1,0 +1,206 @@
+"""Preference optimisation: of two answers to a prompt the chosen one is made likelier, on one process or many.
+
+    tune run dpo_distributed --config llama3/8B_dpo                                        adapters on one GPU
+    tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.train=full      every parameter on four
+    tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.margin=1 without a reference
+
+data.format=preference: rows of a prompt, a chosen and a rejected answer. A pair counts as one row of batch_size and
+takes two rows of memory; both answers go through the model at once, with data.packing=true several pairs in a row.
+
+The losses sigmoid, cdpo and ipo hold the model to a reference: with dpo.train=lora the model without its adapters,
+which costs a forward pass and no memory; with dpo.train=full a frozen copy, sharded like the model, which costs its
+parameters once more. dpo.loss=simpo and dpo.reference_free=true go without. A run that starts from lora.adapter is held
+to the base without it: merge it first (tune export --merge) to be held to both. The other levers:
+
+    memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
+    memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward
+    lora.quantize=nf4                      frozen weights in 4 bits
+
+Each step records the answers' mean rewards, their difference (reward_margin) and how often it is above 0.
+"""
+
+from pathlib import Path
+
+import torch
+
+from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters, init_adapters
+from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
+from recipe_lib.checkpoint.huggingface import check_room, load_weights
+from recipe_lib.config import DpoFinetuneConfig, parse_arguments
+from recipe_lib.data import Batch, StepBatches, check_documents_apart
+from recipe_lib.errors import end_process, exit_code_of
+from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.models import build_meta, init_weights
+from recipe_lib.models.decoder import Decoder
+from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
+from recipe_lib.training import (
+    Step,
+    TrainingData,
+    TrainingLoop,
+    build_optimizer,
+    check_output,
+    clip_grad_norm,
+    derive_seed,
+    derived_numbers,
+    export_trained_adapter,
+    export_trained_model,
+    find_model,
+    resume_run,
+    run_recipe,
+    save_run,
+)
+from recipe_lib.training.preference import (
+    NUMBERS,
+    answer_log_probs,
+    check_pairs,
+    describe_reference,
+    needs_reference,
+    preference_loss,
+    preference_metrics,
+    validation_preference,
+)
+
+Config = DpoFinetuneConfig
+
+
+class PreferenceTraining:
+    """Trains adapters or every parameter to prefer the chosen answers. `world`: this process's rank, device, mesh."""
+
+    def __init__(self, cfg: Config, world: World):
+        check_output(cfg)
+        self.cfg, self.world, self.device, self.output = cfg, world, world.device, Path(cfg.output_dir)
+        self.adapts = cfg.dpo.train == "lora"
+        self.source = find_model(cfg.model)
+        self.spec = self.source.spec
+        if self.adapts and cfg.lora.adapter:
+            check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
+
+    def setup_data(self) -> None:
+        """Pairs: of item i row 2 i is the chosen answer, with its prompt, and row 2 i + 1 the rejected one."""
+        self.data = TrainingData(self.cfg, self.source, self.world)
+        check_pairs(self.data.rows, self.data.validation_rows)
+
+    def setup_model(self) -> None:
+        """The model and, when all of it is trained, a reference beside it; neither has values yet."""
+        copied = needs_reference(self.cfg.dpo) and not self.adapts
+        self.reference = self.placed(trained=False) if copied else None
+        self.model = self.placed(trained=True)
+
+    def placed(self, *, trained: bool) -> Decoder:
+        """A model in this rank's memory: with or without adapters, or frozen as a whole."""
+        cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
+        model = build_meta(self.spec, dtype)
+        if not trained:
+            model.requires_grad_(False)
+        elif self.adapts:
+            add_adapters(model, cfg.lora, dtype)
+        if trained:  # nothing of the reference is kept for a backward
+            apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
+        if cfg.compile:
+            compile_layers(model)
+        self.units = shard_model(model, cfg.parallel, cfg.memory, self.world)
+        materialize(model, cfg.memory, self.device)
+        return model
+
+    def load_weights(self) -> None:
+        """Both models begin as the same checkpoint, or the same random numbers; adapters change nothing yet."""
+        seed = self.cfg.seed
+        for model in (self.model, self.reference):
+            if model is not None and self.source.folder:
+                load_weights(model, self.spec, self.source.folder)
+            elif model is not None:
+                init_weights(model, derive_seed(seed, "model"), self.spec)
+        if self.adapts:
+            init_adapters(self.model, derive_seed(seed, "adapters"))
+            if self.cfg.lora.adapter:
+                load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter))
+        if self.cfg.data.packing:
+            check_documents_apart(self.model, self.spec.vocab_size, self.device)
+
+    def setup_optimizer(self) -> None:
+        """The optimizer over what is trained."""
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.cfg.optimizer, self.trained, self.device)
+
+    def resume(self) -> None:
+        """Jumps to the step of a saved state, if the config asks for one; the reference is what was loaded."""
+        self.step = resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+
+    def describe(self) -> list[str]:
+        """What the config comes to here: pairs, global batch, steps, bytes per rank, reference, FSDP units."""
+        lines = self.data.report()
+        lines += derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        if self.adapts:
+            lines.append(describe_adapters(self.model, self.cfg.lora))
+        return [*lines, describe_reference(self.cfg.dpo, self.reference), describe_units(self.model, self.units)]
+
+    def answers(self, model: Decoder, batch: Batch) -> torch.Tensor:
+        """Log-probability of each answer of a micro-batch; logits exist for one chunk of its tokens at a time."""
+        log_probs = model(
+            batch.tokens,
+            batch.positions,
+            batch.attention,
+            labels=batch.labels,
+            loss_chunks=self.cfg.memory.loss_chunks,
+            per_token=True,
+        )
+        return answer_log_probs(log_probs, batch, self.cfg.dpo)
+
+    def reference_answers(self, batch: Batch) -> torch.Tensor | None:
+        """What the reference makes of the same answers, without a graph; None for a loss that needs none."""
+        if not needs_reference(self.cfg.dpo):
+            return None
+        if self.reference is None:
+            with adapters_off(self.model):
+                return self.answers(self.model, batch)
+        with torch.no_grad():
+            return self.answers(self.reference, batch)
+
+    def compare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and NUMBERS, summed over the pairs of a micro-batch; the reference first, as it leaves nothing."""
+        reference = self.reference_answers(batch)
+        return preference_loss(self.answers(self.model, batch), reference, self.cfg.dpo)
+
+    def train_step(self, batches: StepBatches) -> Step:
+        """One optimizer step; gradients are sums over ranks, so losses are divided by the pairs of the global batch."""
+        sums = torch.zeros(len(NUMBERS), device=self.device, dtype=torch.float64)
+        for batch in batches.micro_batches:
+            loss, numbers = self.compare(batch)
+            (loss / batches.items).backward()
+            del loss
+            sums += numbers
+        means = self.world.all_reduce_sum(sums) / batches.items
+        grad_norm = clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Step(means[0], grad_norm, preference_metrics(means))
+
+    def validate(self) -> dict[str, float]:
+        """The same numbers over all validation pairs."""
+        return validation_preference(self.model, self.compare, self.data, self.world)
+
+    def save_state(self, step: int) -> Path:
+        """A resumable state, output_dir/state/step_N: what is trained, the optimizer, and where in the data we are."""
+        return save_run(self.cfg, step, self.model, self.optimizer, self.data, self.world)
+
+    def train(self) -> None:
+        """The loop over steps; at its end what was trained is on disk."""
+        if self.cfg.checkpoint.save_model and not self.adapts:
+            check_room(self.model, self.output / "model", self.world)
+        with TrainingLoop(self.cfg, self.world, self.optimizer, self.data.plan, done=self.step) as loop:
+            for batches in loop.steps(self.data.batches(self.step)):
+                loop.record(self.train_step(batches), batches)
+                loop.validate_if_due(self.validate)
+                loop.save_if_due(self.save_state)
+            if self.cfg.checkpoint.save_model:
+                export = export_trained_adapter if self.adapts else export_trained_model
+                export(self.cfg, self.model, self.source, self.data, self.world)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
+    run_recipe(PreferenceTraining, parse_arguments(argv, Config))
+
+
+if __name__ == "__main__":
+    end_process(exit_code_of(main))

@@ -1,0 +1,153 @@
+"""LoRA, QLoRA and DoRA: small adapters are trained beside frozen weights, on one process or many.
+
+    tune run lora_finetune_distributed --config demo/lora                                  one process
+    tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_qlora         two GPUs, base in 4 bits
+    tune run lora_finetune_distributed --config llama3/8B_lora lora.dora=true lora.rank=8  DoRA
+
+A rank holds its share of the frozen weights, with lora.quantize=nf4 a quarter of their bf16 bytes; of the adapters it
+holds weights, gradients and optimizer states. No gradient of a frozen weight ever exists. What layers keep for
+backward is as large as in full fine-tuning: these levers act as they do there:
+
+    lora.quantize=nf4                      frozen weights in 4 bits, made while they are read (int8: in 8)
+    memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
+    data.packing=true                      short rows share a row of max_seq_len, so that no memory goes to padding
+    memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
+    memory.cpu_offload=true                weights and states in host memory, gathered layer by layer
+
+It ends with output_dir/adapter, which PEFT and vLLM load; lora.merge=true also writes output_dir/model.
+"""
+
+from pathlib import Path
+
+import torch
+
+from recipe_lib.adapters import adapter_parameters, add_adapters, describe_adapters, init_adapters
+from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
+from recipe_lib.checkpoint.huggingface import load_weights
+from recipe_lib.config import LoraFinetuneConfig, parse_arguments
+from recipe_lib.data import Batch, StepBatches, check_documents_apart
+from recipe_lib.errors import end_process, exit_code_of
+from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.models import build_meta, init_weights
+from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
+from recipe_lib.training import (
+    Step,
+    TrainingData,
+    TrainingLoop,
+    build_loss,
+    build_optimizer,
+    check_output,
+    clip_grad_norm,
+    derive_seed,
+    derived_numbers,
+    export_trained_adapter,
+    find_model,
+    resume_run,
+    run_recipe,
+    save_run,
+    validation_loss,
+)
+
+Config = LoraFinetuneConfig
+
+
+class LoraFinetune:
+    """Trains adapters; the weights beside them are frozen, and perhaps quantised."""
+
+    def __init__(self, cfg: Config, world: World):
+        self.cfg, self.world, self.device = cfg, world, world.device
+        self.output = Path(cfg.output_dir)
+        check_output(cfg)
+        self.source = find_model(cfg.model)
+        self.spec = self.source.spec
+        self.step = 0  # optimizer steps that an earlier process has done
+        if cfg.lora.adapter:
+            check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
+        self.loss_function = build_loss(cfg.loss)
+
+    def setup_data(self) -> None:
+        """Rows of tokens and labels."""
+        self.data = TrainingData(self.cfg, self.source, self.world)
+
+    def setup_model(self) -> None:
+        """Frozen weights with adapters beside them, before there is memory for either."""
+        cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
+        self.model = build_meta(self.spec, dtype)
+        add_adapters(self.model, cfg.lora, dtype)
+        apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
+        if cfg.compile:
+            compile_layers(self.model)
+        self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
+        materialize(self.model, cfg.memory, self.device)
+        self.adapters = adapter_parameters(self.model)
+
+    def load_weights(self) -> None:
+        """Frozen weights: each rank reads, and quantises, its own part. Adapters: new ones, or those of a folder."""
+        model, cfg = self.model, self.cfg
+        if self.source.folder:
+            load_weights(model, self.spec, self.source.folder)
+        else:
+            init_weights(model, derive_seed(cfg.seed, "model"), self.spec)
+        init_adapters(model, derive_seed(cfg.seed, "adapters"))
+        if cfg.lora.adapter:
+            load_adapter(model, self.spec, Path(cfg.lora.adapter))
+        if cfg.data.packing:
+            check_documents_apart(model, self.spec.vocab_size, self.device)
+
+    def setup_optimizer(self) -> None:
+        """The optimizer over the adapters: nothing else has gradients or states."""
+        self.optimizer = build_optimizer(self.cfg.optimizer, self.adapters.values(), self.device)
+
+    def resume(self) -> None:
+        """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no frozen weights."""
+        self.step = resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+
+    def describe(self) -> list[str]:
+        """What the config comes to here: rows, global batch, steps, bytes per rank, adapters, FSDP units."""
+        numbers = derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        shape = [describe_adapters(self.model, self.cfg.lora), describe_units(self.model, self.units)]
+        return self.data.report() + numbers + shape
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        """Sum of the token losses of a micro-batch."""
+        inputs, chunks = (batch.tokens, batch.positions, batch.attention), self.cfg.memory.loss_chunks
+        return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=self.loss_function)
+
+    def train_step(self, batches: StepBatches) -> Step:
+        """One optimizer step over the adapters; gradients are sums over ranks, so losses are per trained token."""
+        loss = torch.zeros((), device=self.device, dtype=torch.float64)
+        for batch in batches.micro_batches:
+            part = self.summed_loss(batch) / max(1, batches.trained_tokens)
+            part.backward()
+            loss = loss + part.detach()
+        grad_norm = clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Step(self.world.all_reduce_sum(loss), grad_norm)
+
+    def validate(self) -> dict[str, float]:
+        """Mean loss of the trained tokens of all validation rows, each counted once."""
+        return validation_loss(self.model, self.summed_loss, self.data, self.world)
+
+    def save_state(self, step: int) -> Path:
+        """A resumable state, output_dir/state/step_N: the adapters, the optimizer, and where in the data we are."""
+        return save_run(self.cfg, step, self.model, self.optimizer, self.data, self.world)
+
+    def train(self) -> None:
+        """The loop; it ends with the adapter on disk, or with a state if the run was stopped."""
+        with TrainingLoop(self.cfg, self.world, self.optimizer, self.data.plan, done=self.step) as loop:
+            for batches in loop.steps(self.data.batches(self.step)):
+                loop.record(self.train_step(batches), batches)
+                loop.validate_if_due(self.validate)
+                loop.save_if_due(self.save_state)
+            if self.cfg.checkpoint.save_model:
+                export_trained_adapter(self.cfg, self.model, self.source, self.data, self.world)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
+    run_recipe(LoraFinetune, parse_arguments(argv, Config))
+
+
+if __name__ == "__main__":
+    end_process(exit_code_of(main))

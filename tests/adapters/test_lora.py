@@ -1,0 +1,275 @@
+"""Where adapters go, how they begin, what they keep; numbers of single modules against those of PEFT."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipe_lib.adapters import (
+    adapter_parameters,
+    adapters_off,
+    add_adapters,
+    describe_adapters,
+    has_adapters,
+    init_adapters,
+    layers,
+)
+from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedLinear, AdapterSettings
+from recipe_lib.adapters.lora import adapter_settings
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models import DecoderSpec, build_meta, init_weights
+from recipe_lib.models.decoder import Decoder, ScaledEmbedding
+from tests.adapters.adapted import EVERYWHERE, LINEARS, move_adapters
+from tests.memory.live_bytes import LiveBytes
+from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_batch, small_spec
+
+
+def made(spec: DecoderSpec, cfg: LoraConfig, dtype: torch.dtype = torch.float64, moved: float = 0.1) -> Decoder:
+    model = build_meta(spec, dtype)
+    add_adapters(model, cfg, dtype)
+    model.to_empty(device="cpu")
+    init_weights(model, 3, spec)
+    init_adapters(model, 7)
+    move_adapters(model, moved)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
+    spec, rank = small_spec(tied=tied, layers=1), 4
+    before = {name: parameter.shape for name, parameter in build_meta(spec, torch.float32).named_parameters()}
+    model = build_meta(spec, torch.float32)
+    assert not has_adapters(model)
+    add_adapters(model, LoraConfig(rank=rank, targets=EVERYWHERE, dora=True), torch.float32)
+    assert has_adapters(model)
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert {name: parameter.shape for name, parameter in frozen.items()} == before
+    outputs_inputs = {
+        "model.layers.0.self_attn.q_proj": (WIDTH, WIDTH),
+        "model.layers.0.self_attn.k_proj": (WIDTH // 2, WIDTH),
+        "model.layers.0.self_attn.v_proj": (WIDTH // 2, WIDTH),
+        "model.layers.0.self_attn.o_proj": (WIDTH, WIDTH),
+        "model.layers.0.mlp.gate_proj": (MLP_WIDTH, WIDTH),
+        "model.layers.0.mlp.up_proj": (MLP_WIDTH, WIDTH),
+        "model.layers.0.mlp.down_proj": (WIDTH, MLP_WIDTH),
+        "lm_head": (VOCABULARY, WIDTH),
+    }
+    expected = {
+        "model.embed_tokens.lora_embedding_A": (rank, VOCABULARY),
+        "model.embed_tokens.lora_embedding_B": (WIDTH, rank),
+        "model.embed_tokens.lora_magnitude_vector": (WIDTH,),
+    }
+    for name, (outputs, inputs) in outputs_inputs.items():
+        expected |= {f"{name}.lora_A.weight": (rank, inputs), f"{name}.lora_B.weight": (outputs, rank)}
+        expected |= {f"{name}.lora_magnitude_vector": (outputs,)}
+    adapters = adapter_parameters(model)
+    assert {name: tuple(parameter.shape) for name, parameter in adapters.items()} == expected
+    assert all(parameter.requires_grad for parameter in adapters.values())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize("targets", [["q"], ["k", "down"], ["embedding"], ["head"]])
+def test_only_the_targets_are_trained(targets: list[str]) -> None:
+    model = made(small_spec(layers=2), LoraConfig(rank=2, targets=targets))
+    tokens, labels = small_batch()
+    model(tokens, labels=labels, loss_chunks=3).backward()
+    words = {"embedding": "embed_tokens", "head": "lm_head"}
+    for name, parameter in model.named_parameters():
+        wanted = "lora_" in name and any(words.get(target, f"{target}_proj") in name for target in targets)
+        assert (parameter.grad is not None) == wanted, name
+        assert parameter.grad is None or parameter.grad.abs().max() > 0, name
+
+
+def test_beginnings_are_those_of_peft_and_follow_the_seed() -> None:
+    spec = small_spec()
+    cfg = LoraConfig(rank=16, targets=EVERYWHERE)
+    model, again, other = (build_meta(spec, torch.float32) for _ in range(3))
+    for copy, seed in ((model, 1), (again, 1), (other, 2)):
+        add_adapters(copy, cfg, torch.float32)
+        copy.to_empty(device="cpu")
+        init_weights(copy, 3, spec)
+        init_adapters(copy, seed)
+    drawn = ("lora_A.weight", "lora_embedding_B")
+    seen: list[Tensor] = []
+    for name, parameter in adapter_parameters(model).items():
+        assert torch.equal(parameter, again.get_parameter(name))
+        assert torch.equal(parameter, other.get_parameter(name)) == (not name.endswith(drawn))
+        if not name.endswith(drawn):
+            assert parameter.abs().max() == 0
+            continue
+        assert not any(parameter.shape == earlier.shape and torch.equal(parameter, earlier) for earlier in seen)
+        seen.append(parameter)
+        if name.endswith("lora_A.weight"):  # kaiming-uniform with a = sqrt(5)
+            theirs = torch.empty_like(parameter)
+            nn.init.kaiming_uniform_(theirs, a=math.sqrt(5))
+            assert float(parameter.detach().abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.02)
+            assert float(parameter.detach().abs().max()) <= 1 / math.sqrt(parameter.shape[1])
+            assert float(parameter.detach().std()) == pytest.approx(float(theirs.std()), rel=0.1)
+        else:
+            assert float(parameter.detach().std()) == pytest.approx(1, rel=0.1)
+            assert float(parameter.detach().mean()) == pytest.approx(0, abs=0.1)
+
+
+def pair_with_peft(
+    cfg: LoraConfig, base: torch.dtype, adapter: torch.dtype, bias: bool
+) -> tuple[AdaptedLinear, nn.Module]:
+    """A linear of ours and one of PEFT with the same numbers."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(48, 40, bias=bias).to(base))
+    settings = peft.LoraConfig(
+        r=cfg.rank, lora_alpha=int(cfg.alpha), lora_dropout=cfg.dropout, use_dora=cfg.dora, target_modules=["0"]
+    )
+    theirs = peft.get_peft_model(plain, settings, autocast_adapter_dtype=adapter == torch.float32)
+    with torch.no_grad():
+        plain[0].lora_B["default"].weight.normal_(std=0.1)
+    bare = nn.Linear(48, 40, bias=bias, device="meta", dtype=base)
+    ours = AdaptedLinear(bare, adapter_settings(cfg, adapter)).to_empty(device="cpu")
+    found = {name.replace(".default", ""): value for name, value in plain[0].state_dict().items()}
+    found = {name.replace("vector.weight", "vector").replace("base_layer.", ""): value for name, value in found.items()}
+    ours.load_state_dict(found)
+    ours.requires_grad_(False)
+    for part in (ours.lora_A.weight, ours.lora_B.weight, ours.lora_magnitude_vector):
+        if part is not None:
+            part.requires_grad_()
+    return ours.train(), theirs.train()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("base", "adapter", "tolerance"),
+    [
+        (torch.float32, torch.float32, 2e-6),
+        (torch.bfloat16, torch.float32, 2**-7),
+        (torch.bfloat16, torch.bfloat16, 2**-6),
+    ],
+    ids=["fp32", "fp32 over bf16", "bf16"],
+)
+def test_a_linear_gives_what_pefts_gives(
+    base: torch.dtype, adapter: torch.dtype, tolerance: float, dora: bool, dropout: float, bias: bool
+) -> None:
+    cfg = LoraConfig(rank=6, alpha=9, dora=dora, dropout=dropout, targets=["q"])
+    ours, theirs = pair_with_peft(cfg, base, adapter, bias)
+    assert {parameter.dtype for parameter in adapter_parameters(ours).values()} == {adapter}
+    found: list[list[Tensor]] = []
+    for module in (ours, theirs):
+        hidden = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(1)).to(base).requires_grad_()
+        torch.manual_seed(5)  # the same elements dropped
+        output = module(hidden)
+        output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output.dtype))
+        grads = [parameter.grad for parameter in module.parameters() if parameter.requires_grad]
+        assert hidden.grad is not None and all(grad is not None for grad in grads)
+        found.append([output, hidden.grad, *sorted((grad for grad in grads if grad is not None), key=Tensor.numel)])
+        assert module is theirs or (output.dtype == base and all(grad.dtype == adapter for grad in found[0][2:]))
+    for mine, wanted in zip(*found, strict=True):
+        assert float((mine - wanted).abs().max() / wanted.abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("scale", [None, 5.656854249492381])
+def test_an_embedding_equals_the_matrix_with_the_adapter_in_it(dora: bool, scale: float | None) -> None:
+    """Also with the factor that Gemma's embeddings have; DoRA's norms are those of columns."""
+    torch.manual_seed(0)
+    base = nn.Embedding(30, 12) if scale is None else ScaledEmbedding(30, 12, scale)
+    base.double()
+    settings = AdapterSettings(rank=3, scaling=0.7, dropout=0.5, dora=dora, dtype=torch.float64)
+    module = AdaptedEmbedding(base, settings)
+    for name in ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
+        if getattr(module, name) is not None:
+            setattr(module, name, nn.Parameter(torch.randn_like(getattr(module, name), device="cpu")))
+    matrix = base.weight + 0.7 * (module.lora_embedding_B @ module.lora_embedding_A).t()
+    if module.lora_magnitude_vector is not None:
+        matrix = matrix * module.lora_magnitude_vector / matrix.detach().square().sum(dim=0).sqrt()
+    tokens = torch.randint(0, 30, (2, 7))
+    wanted = matrix[tokens] * (1.0 if scale is None else scale)
+    assert torch.allclose(module(tokens), wanted, rtol=1e-12, atol=1e-12)
+    parameters = list(adapter_parameters(module).values())
+    weight = torch.randn_like(wanted)
+    mine = torch.autograd.grad((module(tokens) * weight).sum(), parameters)
+    for grad, want in zip(mine, torch.autograd.grad((wanted * weight).sum(), parameters), strict=True):
+        assert torch.allclose(grad, want, rtol=1e-10, atol=1e-10)
+
+
+def test_norms_in_pieces_equal_norms_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(small_spec(), LoraConfig(rank=3, dora=True, targets=EVERYWHERE))
+    modules = [module for module in model.modules() if isinstance(module, layers.AdaptedModule)]
+    at_once = [module.weight_norms() for module in modules]
+    monkeypatch.setattr(layers, "_NORM_ELEMENTS", 5 * WIDTH)
+    for module, norms in zip(modules, at_once, strict=True):
+        assert torch.allclose(module.weight_norms(), norms, rtol=1e-14)
+
+
+def kept_for_backward(model: nn.Module, *args: Any) -> Iterator[Tensor]:
+    """The tensors that a forward keeps, each storage once, parameters left out."""
+    kept: dict[int, Tensor] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*args)
+    assert output.requires_grad
+    yield from (tensor for address, tensor in kept.items() if address not in own)
+
+
+def test_wider_adapters_keep_no_wider_copy_of_their_input() -> None:
+    cfg = LoraConfig(rank=2, targets=LINEARS, dtype="fp32")
+    linear = AdaptedLinear(nn.Linear(64, 64, dtype=torch.bfloat16), adapter_settings(cfg, torch.bfloat16))
+    linear.to_empty(device="cpu")
+    hidden = torch.randn(100, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept = {(tensor.dtype, tuple(tensor.shape)) for tensor in kept_for_backward(linear, hidden)}
+    assert kept == {(torch.bfloat16, (100, 64)), (torch.float32, (100, 2))}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_loss_of_an_adapted_head_makes_no_logits_of_all_tokens(dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, chunks, rows = 4096, 8, 64
+    monkeypatch.setattr(layers, "_NORM_ELEMENTS", rows * WIDTH)
+    model = made(small_spec(vocabulary=vocabulary), LoraConfig(rank=2, targets=["head"], dora=dora), torch.float32)
+    tokens, labels = small_batch()
+    logits = tokens.numel() * vocabulary * 4
+    adapter = sum(parameter.nbytes for parameter in adapter_parameters(model).values())
+    with LiveBytes() as live:
+        model(tokens, labels=labels, loss_chunks=chunks).backward()
+    norms = 2 * rows * WIDTH * 4 if dora else 0  # pieces of B A and of W + scaling * B A
+    assert logits // chunks < live.peak < 5 * logits // chunks + 3 * adapter + norms < logits
+
+
+def test_without_adapters_it_is_the_frozen_model_also_after_an_error() -> None:
+    spec = small_spec(tied=True)
+    plain = build_meta(spec, torch.float64).to_empty(device="cpu")
+    init_weights(plain, 3, spec)
+    model = made(spec, LoraConfig(rank=3, targets=EVERYWHERE, dora=True))
+    tokens, labels = small_batch()
+    adapted = model(tokens)
+    assert (adapted - plain(tokens)).abs().max() > 0.1
+    with pytest.raises(ZeroDivisionError), adapters_off(model):
+        assert torch.equal(model(tokens), plain(tokens))
+        assert torch.equal(model(tokens, labels=labels, loss_chunks=2), plain(tokens, labels=labels, loss_chunks=2))
+        assert not torch.is_grad_enabled()
+        raise ZeroDivisionError
+    assert torch.equal(model(tokens), adapted) and torch.is_grad_enabled()
+
+
+def test_evaluation_drops_nothing() -> None:
+    spec = small_spec()
+    dropping = made(spec, LoraConfig(rank=3, targets=EVERYWHERE, dropout=0.5))
+    sure = made(spec, LoraConfig(rank=3, targets=EVERYWHERE))
+    tokens, labels = small_batch()
+    wanted = sure(tokens, labels=labels)
+    assert abs(float((dropping.train()(tokens, labels=labels, loss_chunks=3) - wanted).detach())) > 1
+    assert abs(float((dropping.eval()(tokens, labels=labels, loss_chunks=3) - wanted).detach())) < 1e-9
+
+
+def test_description() -> None:
+    cfg = LoraConfig(rank=2, targets=["q", "head"])
+    assert describe_adapters(made(small_spec(), cfg, torch.float32), cfg) == (
+        "adapters: LoRA of rank 2 on q, head: 1,472 parameters trained, 5.75 KiB beside 236.88 KiB frozen"
+    )

@@ -1,0 +1,253 @@
+"""Adapters over several ranks, with every lever: losses and gradients equal those of one plain model in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe_lib.adapters import adapter_parameters, adapters_off, init_adapters, is_adapter
+from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.models import DecoderSpec, build_meta, init_weights
+from recipe_lib.models.decoder import Decoder
+from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss, move_adapters
+from tests.distributed.ranks import run_ranks
+from tests.parallel.gathered import gathered_bytes
+from tests.parallel.small_models import gradients, small_batch, small_spec
+
+LORA = LoraConfig(rank=3, alpha=5, targets=["q", "v"])
+DORA = LoraConfig(rank=3, alpha=5, targets=EVERYWHERE, dora=True)
+LAYERS = 2
+Reference = dict[tuple[bool, bool], tuple[float, dict[str, Tensor]]]
+
+
+def kept(spec: DecoderSpec, lora: LoraConfig) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss and gradients of the small batch, of a model on one rank; no lever is used."""
+    with adapted(spec, Setting(lora)) as (model, world):
+        loss = mean_loss(model, world)
+        loss.backward()
+        return float(loss.detach()), gradients(model)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Reference:
+    cases = {
+        (tied, lora.dora): (small_spec(tied=tied, layers=LAYERS), lora)
+        for tied in (False, True)
+        for lora in (LORA, DORA)
+    }
+    return {case: kept(*made) for case, made in cases.items()}
+
+
+def worst_difference(tied: bool, setting: Setting, reference: Reference) -> float:
+    """The largest difference of a gradient on this world, relative to that gradient's largest number."""
+    loss, grads = reference[tied, setting.lora.dora]
+    with adapted(small_spec(tied=tied, layers=LAYERS), setting) as (model, world):
+        found: dict[str, Tensor] = {}
+        for parts in (1, 2):  # in the second step gradients accumulate over two micro-batches
+            model.zero_grad(set_to_none=True)
+            total = torch.zeros((), dtype=torch.float64)
+            for part in range(parts):
+                partial_loss = mean_loss(model, world, part, parts)
+                partial_loss.backward()
+                total += partial_loss.detach()
+            assert abs(float(world.all_reduce_sum(total)) - loss) < 1e-12
+            found = gradients(model)
+        assert found.keys() == grads.keys()
+        assert all(is_adapter(name) for name in found)
+    return max(float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
+def test_two_ranks_with_every_lever_equal_one_plain_model(tied: bool, lora: LoraConfig, expected: Reference) -> None:
+    efficient = ParallelConfig(wrapping="memory_efficient")
+    levers = [
+        (efficient, MemoryConfig(cpu_offload=True)),
+        (efficient, MemoryConfig(activation_checkpointing="full")),
+        (efficient, MemoryConfig(activation_checkpointing="selective")),
+        (ParallelConfig(wrapping="layers"), MemoryConfig()),
+        (ParallelConfig(wrapping="memory_efficient", reshard_after_forward=False), MemoryConfig()),
+        (ParallelConfig(wrapping="memory_efficient", data_replicate=2), MemoryConfig(activation_checkpointing="full")),
+    ]
+    settings = [Setting(lora, parallel, memory) for parallel, memory in levers]
+
+    def work() -> list[float]:
+        return [worst_difference(tied, setting, expected) for setting in settings]
+
+    for errors in run_ranks(work, 2):
+        assert max(errors) < 1e-11, dict(zip(map(str, settings), errors, strict=True))
+
+
+def test_compiled_checkpointed_and_sharded() -> None:
+    lora = LoraConfig(rank=3, alpha=5, targets=["q", "down"], dora=True)
+    reference = {(True, True): kept(small_spec(tied=True, layers=LAYERS), lora)}
+    memory = MemoryConfig(activation_checkpointing="full")
+    setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), memory, compiler="aot_eager")
+    for error in run_ranks(lambda: worst_difference(True, setting, reference), 2):
+        assert error < 1e-11
+
+
+def test_hybrid_sharding_on_two_by_two_ranks(expected: Reference) -> None:
+    setting = Setting(DORA, ParallelConfig(wrapping="memory_efficient", data_replicate=2, data_shard=2))
+
+    for error in run_ranks(lambda: worst_difference(True, setting, expected), 4):
+        assert error < 1e-11
+
+
+def whole(model: Decoder) -> dict[str, Tensor]:
+    """The adapters' values; sharded ones are gathered."""
+    return {
+        name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+        for name, parameter in adapter_parameters(model).items()
+    }
+
+
+def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
+    def work(ranks: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for tied in (False, True):
+            parallel, memory = ParallelConfig(wrapping="memory_efficient"), MemoryConfig(cpu_offload=tied)
+            with adapted(small_spec(tied=tied, layers=LAYERS), Setting(DORA, parallel, memory), moved=0) as (
+                model,
+                world,
+            ):
+                assert world.size == ranks
+                found |= {f"{tied} {name}": value for name, value in whole(model).items()}
+                assert gathered_bytes(model) == 0
+        return found
+
+    one = run_ranks(work, 1, 1)[0]
+    for found in run_ranks(work, 3, 3):
+        assert found.keys() == one.keys()
+        for name, value in found.items():
+            assert torch.equal(value, one[name]), name
+
+
+def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -> None:
+    """What preference optimisation does: the frozen model without gradients, then the adapted one with them."""
+
+    def work() -> list[float]:
+        found = []
+        for tied, memory in product((False, True), (MemoryConfig(), MemoryConfig(activation_checkpointing="full"))):
+            spec = small_spec(tied=tied, layers=LAYERS)
+            plain = build_meta(spec, torch.float64).to_empty(device="cpu")
+            init_weights(plain, 3, spec)
+            setting = Setting(DORA, ParallelConfig(wrapping="memory_efficient"), memory)
+            with adapted(spec, setting) as (model, world):
+                with adapters_off(model):
+                    reference = mean_loss(model, world)
+                    assert not reference.requires_grad
+                    found.append(abs(float(reference - mean_loss(plain, world))))
+                    assert gathered_bytes(model) == 0
+                mean_loss(model, world).backward()
+                grads, wanted = gradients(model), expected[tied, True][1]
+                assert grads.keys() == wanted.keys()
+                found += [float((grads[name] - grad).abs().max() / grad.abs().max()) for name, grad in wanted.items()]
+        return found
+
+    for errors in run_ranks(work, 2):
+        assert max(errors) < 1e-11
+
+
+def test_logits_can_be_trained_on_too() -> None:
+    """Without labels the head's weights are needed in backward, and gathered for it."""
+
+    def grads(setting: Setting, tied: bool) -> dict[str, Tensor]:
+        with adapted(small_spec(tied=tied, layers=LAYERS), setting) as (model, world):
+            mean_loss(model, world).backward()  # with labels first: the choice is made anew for each forward
+            model.zero_grad(set_to_none=True)
+            rows = 8 // world.size
+            model(small_batch()[0][world.rank * rows : (world.rank + 1) * rows]).square().sum().backward()
+            return gradients(model)
+
+    def work() -> list[dict[str, Tensor]]:
+        return [grads(Setting(DORA, ParallelConfig(wrapping="memory_efficient")), tied) for tied in (False, True)]
+
+    one = run_ranks(work, 1)[0]
+    for found in run_ranks(work, 2):
+        for mine, wanted in zip(found, one, strict=True):
+            for name, grad in wanted.items():
+                assert float((mine[name] - grad).abs().max() / grad.abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_log_probabilities_of_tokens(tied: bool) -> None:
+    """Preference optimisation: an adapted head projects again in backward, with a weight that is gathered again."""
+    _, labels = small_batch()
+    setting = Setting(DORA, ParallelConfig(wrapping="memory_efficient"))
+
+    def work() -> tuple[Tensor, dict[str, Tensor]]:
+        with adapted(small_spec(tied=tied, layers=LAYERS), setting) as (model, world):
+            rows = 8 // world.size
+            mine = slice(world.rank * rows, (world.rank + 1) * rows)
+            found = model(small_batch()[0][mine], labels=labels[mine], loss_chunks=3, per_token=True)
+            found.square().sum().backward()
+            return found.detach(), gradients(model)
+
+    [(values, grads)] = run_ranks(work, 1)
+    two = run_ranks(work, 2)
+    assert torch.allclose(torch.cat([found for found, _ in two]), values, rtol=1e-12, atol=1e-12)
+    for _, found in two:
+        for name, grad in grads.items():
+            assert float((found[name] - grad).abs().max() / grad.abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_dora_beside_quantised_weights(quantize: str) -> None:
+    """Lengths begin as those of the weights that are in use, the quantised ones; and two ranks equal one."""
+    lora = LoraConfig(rank=3, alpha=5, targets=["q", "down"], dora=True, quantize=quantize)
+    setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), dtype=torch.float32)
+
+    def work() -> list[dict[str, Tensor]]:
+        with adapted(small_spec(layers=LAYERS), setting, moved=0) as (model, world):
+            found = whole(model)
+            with adapters_off(model):
+                reference = mean_loss(model, world)
+            found["loss"] = world.all_reduce_sum(mean_loss(model, world).detach())
+            found["frozen"] = world.all_reduce_sum(reference)
+            move_adapters(model, 0.1)
+            mean_loss(model, world).backward()
+            return [found, gradients(model)]
+
+    [one] = run_ranks(work, 1)
+    assert float((one[0]["loss"] - one[0]["frozen"]).abs()) < 1e-5
+    for two in run_ranks(work, 2):
+        for name, value in one[0].items():
+            assert torch.allclose(two[0][name], value, rtol=1e-6, atol=1e-6), name
+        for name, grad in one[1].items():
+            assert float((two[1][name] - grad).abs().max() / grad.abs().max()) < 1e-4, name
+
+
+def test_fp32_adapters_over_a_bf16_base() -> None:
+    """Two types in one unit; what is trained is summed in its own."""
+    lora = LoraConfig(rank=3, alpha=5, targets=EVERYWHERE, dora=True, dtype="fp32")
+    setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), dtype=torch.bfloat16)
+
+    def work() -> dict[str, Tensor]:
+        with adapted(small_spec(tied=True), setting) as (model, world):
+            mean_loss(model, world).backward()
+            return gradients(model)
+
+    [one] = run_ranks(work, 1)
+    for two in run_ranks(work, 2):
+        for name, grad in one.items():
+            assert grad.dtype == two[name].dtype == torch.float32
+            assert float((two[name] - grad).norm() / grad.norm()) < 2e-2, name
+
+
+def test_new_adapters_do_not_change_the_model() -> None:
+    def work() -> list[float]:
+        found = []
+        for tied, lora in product((False, True), (LORA, DORA)):
+            spec = small_spec(tied=tied, layers=LAYERS)
+            plain = build_meta(spec, torch.float64).to_empty(device="cpu")
+            init_weights(plain, 3, spec)
+            with adapted(spec, Setting(lora), moved=0) as (model, world):
+                found.append(abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach())))
+                init_adapters(model, 8)
+                found.append(abs(float((mean_loss(model, world) - mean_loss(plain, world)).detach())))
+        return found
+
+    for errors in run_ranks(work, 2):
+        assert max(errors) < 1e-13

@@ -1,0 +1,184 @@
+"""Adapters in PEFT's layout: ours load in PEFT, PEFT's load in ours, and both compute the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from recipe_lib.adapters.peft_names import PREFIX, file_modules
+from recipe_lib.checkpoint.adapters import check_adapter, export_adapter, load_adapter
+from recipe_lib.checkpoint.ranks import SingleRank
+from recipe_lib.config.schema import LoraConfig, ParallelConfig
+from recipe_lib.models import read_config, spec_from_config
+from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
+from tests.adapters.hugging_face import difference, ours, save_with_peft, tiny_folder, with_peft
+from tests.distributed.ranks import run_ranks
+from tests.parallel.small_models import small_spec
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {"targets": ["q", "v"]},
+    "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
+    "dora": {"dora": True},
+    "embedding": {"targets": ["embedding"]},
+    "head": {"targets": ["head"]},
+    "everywhere": {"targets": EVERYWHERE, "dora": True},
+}
+
+
+def config(**changes: Any) -> LoraConfig:
+    return LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))
+
+
+def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> Path:
+    export_adapter(model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank(), **more)
+    return out
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("phi") / "base", "phi3")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ours_loads_in_peft_and_in_ours(variant: str, realdata: Path, tmp_path: Path) -> None:
+    folder, cfg = realdata / "stories260K-hf", config(**VARIANTS[variant])
+    model = ours(folder, cfg)
+    out = write(model, folder, cfg, tmp_path / "adapter")
+    assert difference(model, with_peft(folder, out)) < 1e-5
+    check_adapter(out, model.spec, cfg, folder)
+    again = ours(folder, cfg, moved=0)
+    assert difference(model, again) > 1e-3
+    modules = {"lora": 10, "embedding": 1, "head": 1, "everywhere": 37}.get(variant, 35)
+    assert load_adapter(again, model.spec, out) == modules
+    assert difference(model, again) == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}, {"targets": ["q", "v"]}),
+        ({"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}, {"rslora": True}),
+        ({"r": 4, "lora_alpha": 8, "target_modules": r".*\.(up|down)_proj", "use_dora": True},
+         {"targets": ["up", "down"], "dora": True}),
+        ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True},
+         {"targets": ["q", "embedding", "head"], "dora": True}),
+        ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2},
+          "alpha_pattern": {"layers.1.self_attn.q_proj": 3.0}}, {"targets": ["q", "k"]}),
+        ({"r": 2, "lora_alpha": 4, "target_modules": ["o_proj", "gate_proj"],
+          "rank_pattern": {"^model.layers.0.mlp.gate_proj": 4}}, {"targets": ["o", "gate"]}),
+    ],
+    ids=["lora", "all-linear", "pattern", "embedding", "smaller-ranks", "larger-rank"],
+)  # fmt: skip
+def test_pefts_loads_in_ours(theirs: dict, mine: dict, realdata: Path, tmp_path: Path) -> None:
+    folder, cfg = realdata / "stories260K-hf", config(**mine)
+    model = save_with_peft(folder, tmp_path / "adapter", **theirs)
+    own = ours(folder, cfg, moved=0)
+    check_adapter(tmp_path / "adapter", own.spec, cfg, folder)
+    assert difference(own, model) > 1e-3
+    load_adapter(own, own.spec, tmp_path / "adapter")
+    assert difference(own, model) < 1e-5
+    out = write(own, folder, cfg, tmp_path / "again")
+    assert difference(own, with_peft(folder, out)) < 1e-5
+
+
+@pytest.mark.parametrize("targets", [LINEARS, ["q", "v", "up"], ["o"], ["k"]], ids=lambda targets: "-".join(targets))
+@pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
+def test_fused_projections_are_stacked_exactly(targets: list[str], kind: dict, phi: Path, tmp_path: Path) -> None:
+    cfg = config(targets=targets, **kind)
+    model = ours(phi, cfg)
+    out = write(model, phi, cfg, tmp_path / "adapter")
+    assert difference(model, with_peft(phi, out)) < 1e-5
+    check_adapter(out, model.spec, cfg, phi)
+    again = ours(phi, cfg, moved=0)
+    load_adapter(again, model.spec, out)
+    assert difference(model, again) == 0
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_pefts_fused_adapter_loads_in_ours(kind: dict, phi: Path, tmp_path: Path) -> None:
+    model = save_with_peft(phi, tmp_path / "a", r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"], **kind)
+    cfg = config(targets=["q", "k", "v", "gate", "up"], dora=bool(kind))
+    own = ours(phi, cfg, moved=0)
+    check_adapter(tmp_path / "a", own.spec, cfg, phi)
+    load_adapter(own, own.spec, tmp_path / "a")
+    assert difference(own, model) < 1e-5
+
+
+def test_servers_see_one_scaling_and_room_for_the_largest_rank(phi: Path, tmp_path: Path) -> None:
+    cfg = config(targets=["q", "k", "v", "o", "up"])
+    out = write(ours(phi, cfg), phi, cfg, tmp_path / "adapter")
+    fields = json.loads((out / "adapter_config.json").read_text())
+    assert (fields["r"], fields["lora_alpha"]) == (12, 24)
+    assert fields["rank_pattern"] == {"o_proj": 4, "gate_up_proj": 4}
+    assert fields["alpha_pattern"] == {"o_proj": 8, "gate_up_proj": 8}
+    with safe_open(str(out / "adapter_model.safetensors"), "pt") as file:
+        assert file.get_slice(f"{PREFIX}model.layers.1.self_attn.qkv_proj.lora_A.weight").get_shape() == [12, 32]
+        assert file.metadata()["format"] == "pt"
+
+
+def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
+    """Checked on the modules that transformers makes, with a vision tower that has projections of the same names."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForImageTextToText, Gemma3Config
+
+    text = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "max_position_embeddings": 64,
+    }  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    outer = settings.to_dict() | {"architectures": ["Gemma3ForConditionalGeneration"]}
+    spec, cfg = spec_from_config(outer, "tiny"), config(targets=["q", "down"])
+    with adapted(spec, Setting(cfg, dtype=torch.float32)) as (model, world):
+        export_adapter(model, spec, cfg, tmp_path / "a", base="tiny", world=world, source_config=outer)
+    fields = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(settings)
+        theirs = get_peft_model(theirs, PeftConfig(r=4, target_modules=fields["target_modules"], task_type="CAUSAL_LM"))
+    names = {name.replace(".default", "") for name, _ in theirs.named_parameters() if "lora_" in name}
+    assert names == load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
+    check_adapter(tmp_path / "a", spec, cfg)
+
+
+@pytest.mark.parametrize(
+    "layout", ["gemma-2b-it", "llama-2-7b-chat", "mistral-7b-instruct-v0.3", "qwen2.5-14b-cogito", "phi-3-mini-merge"]
+)
+def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path) -> None:
+    folder = realdata / "hf-layouts" / layout
+    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    spec = spec_from_config(read_config(folder), layout)
+    modules = set(file_modules(spec)) - ({"lm_head"} if spec.tied else set())
+    assert {f"{name}.weight" for name in modules} <= names.keys()
+    assert len(modules) == (4 if spec.fused_file else 7) * spec.num_layers + 1 + (not spec.tied)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_two_ranks_write_and_read_what_one_does(dora: bool, tmp_path: Path) -> None:
+    spec, cfg = small_spec(), config(targets=EVERYWHERE, dora=dora, rank=3)
+    setting = Setting(cfg, parallel=ParallelConfig(wrapping="memory_efficient"), dtype=torch.float32)
+
+    def export(out: Path) -> None:
+        with adapted(spec, setting) as (model, world):
+            export_adapter(model, spec, cfg, out, base="base", world=world)
+
+    def read(folder: Path, out: Path) -> None:
+        with adapted(spec, setting, moved=0) as (model, world):
+            load_adapter(model, spec, folder)
+            export_adapter(model, spec, cfg, out, base="base", world=world)
+
+    export(tmp_path / "one")
+    run_ranks(export, 2, tmp_path / "two")
+    run_ranks(read, 2, tmp_path / "one", tmp_path / "again")
+    written = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("one", "two", "again")]
+    if dora:  # lengths are sums in another order
+        files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
+        for name, tensor in files[0].items():
+            torch.testing.assert_close(tensor, files[1][name], rtol=1e-6, atol=1e-6)
+    else:
+        assert written[0] == written[1]
+    assert written[0] == written[2]

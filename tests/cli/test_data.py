@@ -1,0 +1,154 @@
+"""`tune data show` and `tune data check`, on rows with faults that were put there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from recipe_lib.cli.main import main
+
+TOKENIZER = "examples/demo/tokenizer"
+ROWS = [
+    {"instruction": "Write 5 in words.", "output": "five"},
+    {"instruction": "Write 6 in words.", "output": "six"},
+    {"instruction": "Write 7 in words.", "output": "seven"},
+]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def arguments(rows: Path, *overrides: str) -> list[str]:
+    own = ("model.preset=demo/0.5M", f"tokenizer.path={TOKENIZER}", f"data.source={rows}", "device=cpu")
+    return ["tests/recipes/plain.yaml", *own, "dtype=fp32", "max_seq_len=64", *overrides]
+
+
+def tune(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["data", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def between(text: str) -> list[str]:
+    """What stands between the marks of trained text."""
+    return [part.partition("»")[0] for part in text.split("«")[1:]]
+
+
+def test_show_marks_what_is_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    code, out, err = tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--rows", "2")
+    assert (code, err) == (0, "")
+    assert "".join(between(out.split("── row 2")[0])).startswith("five")
+    assert "".join(between(out.split("── row 2")[1])).startswith("six")
+    assert f"{rows}:1" in out and f"{rows}:2" in out and f"{rows}:3" not in out
+    assert "Write 5 in words." in out.replace("«", "").replace("»", "")
+    trained = int(out.split(" trained")[0].rsplit(" ", 1)[1])
+    assert 1 < trained < 12
+
+
+def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    words = ["show", *arguments(rows, "data.packing=true", "data.shuffle=false", "max_seq_len=256")]
+    code, out, _ = tune(capsys, *words)
+    assert code == 0
+    assert "in 3 documents" in out and "-- document 3 of 3: " in out and "── pack 2" not in out
+    code, out, _ = tune(capsys, *words, "--json")
+    documents = json.loads(out)["rows"][0]
+    said = ["".join(piece["text"] for piece in row["pieces"] if piece["trained"]) for row in documents]
+    assert sorted(text[:3] for text in said) == ["fiv", "sev", "six"]
+    assert [row["trained"] > 0 for row in documents] == [True] * 3
+
+
+def test_check_of_good_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    code, out, err = tune(capsys, "check", *arguments(write(tmp_path / "rows.jsonl", ROWS)))
+    assert (code, err) == (0, "")
+    assert "faults: none" in out and "data: 3 rows of 3 read" in out
+    assert "#" in out
+
+
+def planted(tmp_path: Path) -> list[str]:
+    """Rows with one fault of each kind that rows alone can have."""
+    long = {"instruction": "Write a lot.", "output": "a lot of words " * 40}
+    hidden = {"instruction": "word " * 200, "output": "never seen"}
+    bad = {"instruction": "no answer"}
+    train = write(tmp_path / "train.jsonl", [*ROWS, ROWS[1], long, bad, hidden])
+    validation = write(
+        tmp_path / "validation.jsonl", [ROWS[2], {"instruction": "Write 8 in words.", "output": "eight"}]
+    )
+    return arguments(train, f"validation.source={validation}")
+
+
+def test_check_finds_every_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    words = planted(tmp_path)
+    code, out, err = tune(capsys, "check", *words)
+    assert code == 2
+    for name in ("bad-rows", "duplicates", "overlap", "truncation", "no-answer-left"):
+        assert f"error: {name}: " in err, name
+    assert f"{tmp_path}/train.jsonl:6" in err  # the bad row
+    assert f"{tmp_path}/train.jsonl:4" in err  # the copy
+    assert f"{tmp_path}/validation.jsonl:1" in err
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    code, out, _ = tune(capsys, "check", *words, "--json")
+    found = json.loads(out)
+    assert code == 2
+    assert (found["rows_read"], found["bad_rows"], found["duplicate_rows"], found["overlapping_rows"]) == (7, 1, 1, 1)
+    assert found["truncated_rows"] == 2 and found["rows_without_answer_left"] == 1
+    assert found["lost_answer_tokens"] > 0
+    assert sum(count for *_, count in found["histogram"]) == found["rows"] == 5
+    assert 0 < found["packing_efficiency"] <= 1
+
+
+def test_faults_can_be_allowed(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    words = planted(tmp_path)
+    names = ("bad-rows", "duplicates", "overlap", "truncation", "no-answer-left", "untrained-ends")
+    allowed = [word for name in names for word in ("--allow", name)]
+    code, out, err = tune(capsys, "check", *words, *allowed)
+    assert (code, err) == (0, "")
+    assert "faults: bad-rows, truncation, no-answer-left, untrained-ends, duplicates, overlap" in out
+
+
+def test_check_finds_embeddings_that_were_never_trained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from recipe_lib.models import build_meta, init_weights, preset_config, spec_from_config
+
+    config = preset_config("demo/0.5M")
+    spec = spec_from_config(config, "demo")
+    model = build_meta(spec, torch.float32).to_empty(device="cpu")
+    init_weights(model, 1, spec)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in Path(TOKENIZER).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    words = ["tests/recipes/plain.yaml", f"model.path={folder}", f"data.source={rows}", "max_seq_len=64"]
+    save_file(tensors, folder / "model.safetensors")
+    code, out, err = tune(capsys, "check", *words)
+    assert (code, err) == (0, ""), err
+    assert "every one that the rows use has a trained embedding" in out
+    tensors["model.embed_tokens.weight"][config["eos_token_id"]] = 0  # which ends each answer
+    save_file(tensors, folder / "model.safetensors")
+    code, _, err = tune(capsys, "check", *words)
+    assert code == 2
+    assert err.startswith("error: untrained-tokens: the rows use ")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["shwo", "x"], "error: tune data: unknown action shwo; did you mean show?\n"),
+        (["check", "tests/recipes/plain.yaml", "--allow", "duplicate"], "did you mean duplicates?"),
+        (["show", "tests/recipes/plain.yaml", "--rows", "0"], "error: --rows: found 0, expected a number >= 1\n"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], line: str):
+    code, _, err = tune(capsys, *words)
+    assert code == 2
+    assert line in err and err.count("\n") == 1

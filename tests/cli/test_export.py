@@ -1,0 +1,154 @@
+"""`tune export`: adapters and models out of runs, states and adapter folders, and the check that comes with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipe_lib.checkpoint import verify
+from recipe_lib.checkpoint.adapters import export_adapter
+from recipe_lib.checkpoint.ranks import SingleRank
+from recipe_lib.checkpoint.state import save_state
+from recipe_lib.checkpoint.verify import compare
+from recipe_lib.cli import main
+from recipe_lib.config.describe import to_yaml
+from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, LoraConfig, LoraFinetuneConfig, ModelConfig
+from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, theirs, with_peft
+
+LORA = LoraConfig(rank=4, alpha=8.0, targets=["q", "v", "embedding"])
+
+
+def call(capsys: pytest.CaptureFixture, *words: object) -> tuple[int, str, str]:
+    capsys.readouterr()  # what other libraries have said
+    code = main.main(["export", *map(str, words)])
+    written = capsys.readouterr()
+    return code, written.out, written.err
+
+
+@pytest.fixture
+def base(realdata: Path) -> Path:
+    return realdata / "stories260K-hf"
+
+
+def make_run(folder: Path, base: Path, lora: LoraConfig = LORA, finished: bool = False, **more: Any) -> Any:
+    """An output_dir as the recipe leaves it: config, a state of step 3, and if finished the adapter."""
+    folder.mkdir()
+    data = DataConfig(source="rows.jsonl")
+    cfg = LoraFinetuneConfig(
+        model=ModelConfig(path=str(base)), data=data, lora=lora, dtype="fp32", output_dir=str(folder), **more
+    )
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    model = ours(base, lora)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    save_state(folder / "state", 3, model, optimizer, {"step": 3}, SingleRank(), keep=1)
+    if finished:
+        export_adapter(model, model.spec, lora, folder / "adapter", base=str(base), world=SingleRank())
+    return model
+
+
+@pytest.mark.parametrize("which", ["", "state/step_3"])
+def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = make_run(tmp_path / "run", base)
+    code, out, err = call(capsys, tmp_path / "run" / which, "--adapter")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "check: 11 modules have their adapter, none of 11 in the file is left over"
+    assert lines[1] == "check: names are those of the base's modules, as PEFT and vLLM look for them"
+    assert lines[2] == f"adapter: {tmp_path / 'run' / 'adapter_step_3'}"
+    assert lines[3].startswith("check: logits differ by 0 at most (the largest is 16")
+    assert difference(model, with_peft(base, tmp_path / "run" / "adapter_step_3")) < 1e-5
+    assert (tmp_path / "run" / "adapter_step_3" / "tokenizer.model").is_file()
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_the_merged_model_of_a_run(quantize: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, targets=["q", "v"], quantize=quantize)
+    model = make_run(tmp_path / "run", base, lora, finished=True)
+    code, out, err = call(capsys, tmp_path / "run", "--merge")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == "check: 10 adapted modules are merged, every tensor of the model is there"
+    assert difference(model, theirs(tmp_path / "run" / "model")) < 1e-5
+    code, out, err = call(capsys, tmp_path / "run", "--merge")
+    assert code == 2
+    assert err == f"error: {tmp_path / 'run' / 'model'}: exists; choose another folder with --out, or remove it\n"
+
+
+def test_an_adapter_that_peft_made(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = save_with_peft(base, tmp_path / "a", r=4, target_modules=["k_proj", "lm_head"], use_dora=True)
+    code, out, err = call(capsys, tmp_path / "a", "--adapter")
+    assert (code, err) == (0, "")
+    assert "note: vLLM does not load DoRA adapters" in out
+    code, out, err = call(capsys, tmp_path / "a", "--merge", "--dtype", "fp32")
+    assert (code, err) == (0, "")
+    assert difference(plain(tmp_path / "a-model"), model) < 1e-5
+
+
+def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    cfg = FullFinetuneConfig(model=ModelConfig(path=str(base)), data=DataConfig(source="rows.jsonl"), dtype="fp32")
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    model = plain(base)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.25)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save_state(folder / "state", 7, model, optimizer, {"step": 7}, SingleRank(), keep=1)
+    code, out, err = call(capsys, folder, "--hf")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == f"model: {folder / 'model_step_7'}"
+    assert difference(model, theirs(folder / "model_step_7")) < 1e-5
+    code, out, err = call(capsys, folder, "--merge")
+    assert (code, err) == (2, f"error: {folder / 'state/step_7'}: is of a run that trained all weights; use --hf\n")
+
+
+def test_an_export_that_differs_is_an_error(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is changed between writing and loading it again: the check has to see one number."""
+    make_run(tmp_path / "run", base)
+    real = verify.model_of_adapter
+
+    def changed(folder: Path, *args: Any) -> Any:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors["base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"][3, 1] += 1.0
+        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        return real(folder, *args)
+
+    monkeypatch.setattr(verify, "model_of_adapter", changed)
+    code, out, err = call(capsys, tmp_path / "run", "--adapter")
+    assert code == 2
+    assert err.startswith(
+        f"error: {tmp_path / 'run/adapter_step_3'}: does not compute what was trained: logits differ by"
+    )
+
+
+def test_a_name_that_peft_would_not_find(base: Path, tmp_path: Path) -> None:
+    model = make_run(tmp_path / "run", base, finished=True)
+    file = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    assert verify.check_names(file.parent, model.spec, base) == 11
+    tensors = {name: tensor for name, tensor in load_file(file).items() if ".layers.2.self_attn.v_proj." not in name}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(Exception, match="layers.2.self_attn.v_proj has no adapter, and PEFT would make one"):
+        verify.check_names(file.parent, model.spec, base)
+
+
+def test_nan_never_agrees() -> None:
+    logits = torch.ones(1, 2, 3)
+    assert compare(logits, logits).agrees(torch.float32)
+    assert not compare(logits, logits * float("nan")).agrees(torch.bfloat16)
+    assert not compare(logits, logits + 1e-3).agrees(torch.float32)
+
+
+def test_the_folder_names_its_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_run(tmp_path / "run", base, finished=True)
+    (tmp_path / "run" / "adapter").rename(tmp_path / "alone")
+    config = tmp_path / "alone" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": ""}))
+    code, out, err = call(capsys, tmp_path / "alone", "--merge")
+    assert (code, err) == (2, f"error: {tmp_path / 'alone'}: adapter_config.json names no base; give it with --base\n")
+    code, out, err = call(capsys, tmp_path / "alone", "--merge", "--base", base)
+    assert (code, err) == (0, "")
+    assert (tmp_path / "alone-model" / "model.safetensors").is_file()

@@ -1,0 +1,225 @@
+"""Real chat templates with tokenizers that know their special tokens, rows of each format, and the table of what the
+loss counts in them: `python -m tests.data.masks_cases > docs/masks.md` (REALDATA_DIR names the folder of real files).
+
+Where a model's own vocabulary is not at hand, another real one with its special tokens added stands in: what is
+trained is a question of the template and of the special tokens.
+"""
+
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.registry import registered
+from recipe_lib.data.samples import Preference, RowFault, Sample
+from recipe_lib.data.templates import Encoded, Encoder
+from recipe_lib.tokenizers import load_tokenizer
+
+# The format that Meta has documented for Llama 2; its files came without a template.
+LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+    "{% for turn in turns %}{% set said = (system if loop.first else '') + turn.content | trim %}"
+    "{% if turn.role == 'user' %}{{ bos_token + '[INST] ' + said + ' [/INST]' }}"
+    "{% elif turn.role == 'assistant' %}{{ ' ' + said + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's chat template. tokenizer: folder or file under `tokenizers`; template: `jinja:FILE` under
+    `chat-templates`, `config:FILE` with `chat_template`, Jinja itself, or nothing for the tokenizer's own; config: a
+    tokenizer_config.json to take over; extra: special tokens that the tokenizer lacks."""
+
+    name: str
+    tokenizer: str
+    template: str = ""
+    config: str = ""
+    extra: tuple[str, ...] = ()
+    bos: str = ""
+    eos: str = ""
+
+
+MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
+           "[/TOOL_RESULTS]", "<s>", "</s>")  # fmt: skip
+CASES = [
+    Case("Llama 2", "llama2/tokenizer.model", LLAMA2, bos="<s>", eos="</s>"),
+    Case("Llama 3", "llama3"),
+    Case("Llama 3.1", "llama3_1", "jinja:llama.cpp/meta-llama-Llama-3.1-8B-Instruct"),
+    Case("Llama 3.2", "llama3_1", "config:tokenizers/llama3_2"),
+    Case("Qwen2.5", "qwen2_5"),
+    Case("Qwen3", "qwen2_5", config="tokenizers/qwen3"),
+    Case("Mistral v1", "mistral/tokenizer.model.v1", "jinja:axolotl/mistral_v1", bos="<s>", eos="</s>"),
+    Case("Mistral v3", "mistral/mistral_instruct_tokenizer_240323.model.v3",
+         "config:hf-layouts/mistral-7b-instruct-v0.3", bos="<s>", eos="</s>"),
+    Case("Mistral Nemo", "gpt2", "config:tokenizers/mistral_nemo", extra=MISTRAL, bos="<s>", eos="</s>"),
+    Case("Gemma 2", "gemma2", "jinja:llama.cpp/google-gemma-2-2b-it"),
+    Case("Gemma 3", "gemma2", "config:tokenizers/gemma3"),
+    Case("Phi-3", "llama2/tokenizer.model", config="hf-layouts/phi-3-mini-merge"),
+    Case("Phi-4", "gpt2", "jinja:axolotl/phi_4", extra=("<|im_start|>", "<|im_sep|>", "<|im_end|>"), eos="<|im_end|>"),
+    Case("ChatML", "smollm2", "jinja:axolotl/chatml"),
+    Case("Hermes 3", "llama3_1", "jinja:llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+         extra=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>"),
+    Case("none: plain", "gpt2"),
+]  # fmt: skip
+
+HOT, MILD = "It is 31 degrees.", "It is 18 degrees."
+ASKS = ["How hot is it in Rome?", "And in Oslo?"]
+THOUGHT = "<think>\nI look it up.\n</think>\n\n"
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Temperature of a city.", "parameters": {"type": "object"}},
+}
+CALL = {
+    "id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}  # fmt: skip
+
+
+def _said(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+_FIRST, _SECOND = [("user", ASKS[0]), ("assistant", HOT)], [("user", ASKS[1]), ("assistant", MILD)]
+# column of the table -> format, row
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "alpaca": ("alpaca", {"instruction": ASKS[0], "output": HOT}),
+    "sharegpt, two answers": (
+        "sharegpt",
+        {"conversations": [
+            {"from": "human", "value": ASKS[0]}, {"from": "gpt", "value": HOT},
+            {"from": "human", "value": ASKS[1]}, {"from": "gpt", "value": MILD},
+        ]},
+    ),
+    "messages with system": ("messages", {"messages": _said(("system", "Be brief."), *_FIRST)}),
+    "messages with tools": (
+        "messages",
+        {
+            "messages": [
+                *_said(_FIRST[0]), {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "31", "tool_call_id": "call00001", "name": "weather"},
+                *_said(_FIRST[1]),
+            ],
+            "tools": [TOOL],
+        },
+    ),
+    "messages with thoughts, two answers": (
+        "messages",
+        {"messages": _said(_FIRST[0], ("assistant", THOUGHT + HOT), _SECOND[0], ("assistant", THOUGHT + MILD))},
+    ),
+}  # fmt: skip
+PAIR = Preference(_said(_FIRST[0]), _said(_FIRST[1]), _said(("assistant", MILD)))
+
+
+def write_folder(case: Case, realdata: Path, folder: Path) -> Path:
+    """A tokenizer folder, or file with a config beside it, as a checkpoint would have it."""
+    name, _, only = case.tokenizer.partition("/")
+    folder.mkdir(parents=True)
+    for file in (realdata / "tokenizers" / name).iterdir():
+        if only and file.name != only:
+            continue
+        packed = file.suffix == ".gz"
+        content = gzip.decompress(file.read_bytes()) if packed else file.read_bytes()
+        (folder / (file.stem if packed else file.name)).write_bytes(content)
+    place = folder / "tokenizer_config.json"
+    if case.config:
+        for file in (realdata / case.config).glob("*.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads(place.read_text()) if place.is_file() else {}
+    config |= {f"{role}_token": text for role, text in (("bos", case.bos), ("eos", case.eos)) if text}
+    kind, _, where = case.template.partition(":")
+    if kind == "jinja":
+        config["chat_template"] = (realdata / "chat-templates" / f"{where}.jinja").read_text()
+    elif kind == "config":
+        config["chat_template"] = json.loads((realdata / where / "tokenizer_config.json").read_text())["chat_template"]
+    elif case.template:
+        config["chat_template"] = case.template
+    place.write_text(json.dumps(config))
+    if case.extra:
+        _add_tokens(folder / "tokenizer.json", case.extra)
+    return folder / only if only else folder
+
+
+def _add_tokens(file: Path, texts: tuple[str, ...]) -> None:
+    content = json.loads(file.read_text())
+    first = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    content["added_tokens"] += [{"id": first + n, "content": text, **flags} for n, text in enumerate(texts)]
+    file.write_text(json.dumps(content))
+
+
+def sample_of(column: str) -> Sample:
+    """A row of the table as its format reads it."""
+    name, row = ROWS[column]
+    return registered("data.format", name)(row)
+
+
+def trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
+    """The text of each run of trained ids, decoded behind what stands before it."""
+    tokenizer, runs = encoder.tokenizer, []
+    for at, trained in enumerate(encoded.trained):
+        if trained and not encoded.trained[at - 1]:
+            runs.append([at, at])
+        if trained:
+            runs[-1][1] = at + 1
+    return [tokenizer.decode(encoded.ids[:b]).removeprefix(tokenizer.decode(encoded.ids[:a])) for a, b in runs]
+
+
+def outcome(encoder: Encoder, column: str) -> list[str] | str:
+    """What is trained of a row, or why it is refused."""
+    try:
+        if column == "preference":
+            return [text for encoded in encoder.encode_preference(PAIR) for text in trained_texts(encoder, encoded)]
+        return trained_texts(encoder, encoder.encode(sample_of(column)))
+    except RowFault as fault:
+        return f"refused: {fault.cause}"
+
+
+HEAD = """# What the loss counts
+
+The loss counts the answers of the assistant, each from the first token behind the prompt that generation would be
+given, up to and including the token that ends the turn. `data.train_on` chooses others: `last`, `all`, or a list of
+roles such as `[assistant, tool]`. A message with `train: false` is left out and one with `train: true` is put in,
+whatever its role. In `prompt_completion` it is the completion and the EOS token behind it, in `text` every token but
+the first, in `preference` the chosen and the rejected answer, whatever `data.train_on` says.
+
+Messages are found by rendering the conversation up to each of them with the chat template and comparing with the
+rendering of the whole. Where the two differ the row is refused, with the first token that differs: the model would
+otherwise be trained behind another text than it is asked to go on from. What helps: `data.train_on: last` where only
+earlier answers are written anew (the line says so), or another template in `tokenizer.chat_template`. A row is also
+refused if the template leaves out a part of an answer, a tool call, or the tools. `data.bad_rows: skip` counts such
+rows and goes on.
+
+The table is what real templates do with a row of each kind. `A` and `B` are the first and the second answer, `T` is
+`<think>`, a thought and `</think>`, and ` ` before an answer is the template's own. Made by
+`python -m tests.data.masks_cases`.
+"""
+
+
+def cell_of(found: list[str] | str) -> str:
+    """A cell of the table."""
+    if isinstance(found, str):
+        return found.replace("refused by the chat template", "the template objects")
+    short = [text.replace(THOUGHT, "T").replace(HOT, "A").replace(MILD, "B") for text in found]
+    return "<br>".join("`" + text.replace("\n", "\\n").replace("|", "\\|") + "`" for text in short)
+
+
+def page(encoders: Iterable[Encoder]) -> str:
+    """docs/masks.md. encoders: of each case."""
+    columns = [*ROWS, "preference"]
+    lines = [HEAD, f"| template | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for case, encoder in zip(CASES, encoders, strict=True):
+        cells = [cell_of(outcome(encoder, column)) for column in columns]
+        lines.append(f"| {case.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        folders = [write_folder(c, Path(os.environ["REALDATA_DIR"]), Path(made) / c.name) for c in CASES]
+        sys.stdout.write(page(Encoder(load_tokenizer(folder), "auto") for folder in folders))

@@ -1,0 +1,163 @@
+"""Calls of tools, and what else a message may hold, in the spellings that rows are found in."""
+
+import re
+
+import pytest
+
+from recipe_lib.config.registry import registered
+from recipe_lib.data.samples import RowFault
+
+
+def read(name, row):
+    return registered("data.format", name)(row)
+
+
+def turns(*pairs, **more):
+    return {"conversations": [{"from": speaker, "value": text} for speaker, text in pairs]} | more
+
+
+CALL = '{"name": "f", "arguments": {"x": 1}}'
+WANTED = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def test_a_call_of_sharegpt():
+    sample = read("sharegpt", turns(("human", "a"), ("function_call", CALL), ("observation", "5"), ("gpt", "five")))
+    assert sample.messages == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [WANTED]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "five"},
+    ]
+    assert sample.tools is None
+
+
+@pytest.mark.parametrize(
+    "spoken",
+    [
+        [("function_call", f"[{CALL}, {CALL}]")],
+        [("function_call", CALL), ("tool_call", CALL)],
+    ],
+)
+def test_calls_behind_each_other_are_one_message(spoken):
+    row = turns(("human", "a"), *spoken, ("observation", "5"), ("function_response", "6"), ("gpt", "done"))
+    messages = read("sharegpt", row).messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert messages[1]["tool_calls"] == [WANTED, WANTED]
+
+
+def test_words_before_a_call_are_of_its_message():
+    row = turns(("human", "a"), ("gpt", "I look."), ("function_call", CALL), ("observation", "5"))
+    assert read("sharegpt", row).messages[1] == {"role": "assistant", "content": "I look.", "tool_calls": [WANTED]}
+
+
+def test_words_and_call_of_which_one_is_trained_stay_apart():
+    """Joining them would train, or leave out, what the row says not to."""
+    row = turns(("human", "a"), ("gpt", "I look."), ("function_call", CALL))
+    row["conversations"][1]["train"] = False
+    with pytest.raises(RowFault, match="message 3: found assistant after assistant"):
+        read("sharegpt", row)
+
+
+def test_missing_arguments_are_none():
+    for text in ('{"name": "f"}', '{"name": "f", "arguments": null}', '{"name": "f", "arguments": ""}'):
+        (call,) = read("sharegpt", turns(("human", "a"), ("function_call", text))).messages[1]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": {}}
+    text = '{"name": "f", "arguments": "{}"}'
+    (call,) = read("sharegpt", turns(("human", "a"), ("function_call", text))).messages[1]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": "{}"}
+
+
+FUNCTION = {"name": "f", "description": "d", "parameters": {}}
+AS_API = [{"type": "function", "function": FUNCTION}]
+
+
+@pytest.mark.parametrize("name", ["sharegpt", "messages", "preference"])
+@pytest.mark.parametrize(
+    ("tools", "wanted"),
+    [
+        (AS_API, AS_API),
+        ([FUNCTION], AS_API),
+        ('[{"name": "f", "description": "d", "parameters": {}}]', AS_API),
+        ([{"type": "code_interpreter"}], [{"type": "code_interpreter"}]),
+        ("[]", None), ("", None), (" ", None), ([], None), (None, None), ("null", None),
+    ],
+)  # fmt: skip
+def test_tools(name, tools, wanted):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {
+        "sharegpt": {"conversations": talk},
+        "messages": {"messages": talk},
+        "preference": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    }[name]
+    assert read(name, row | {"tools": tools}).tools == wanted
+
+
+def test_what_else_a_message_holds_is_kept():
+    talk = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": "a", "name": "Ann"},
+        {"role": "assistant", "content": "b", "train": False, "reasoning_content": "hm", "audio": None},
+        {"role": "user", "content": "c", "train": True},
+        {"role": "assistant", "content": "d", "weight": 0},
+        {"role": "user", "content": "e", "weight": 1},
+        {"role": "assistant", "content": "f", "weight": 0, "train": True},
+    ]
+    assert read("messages", {"messages": talk}).messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a", "name": "Ann"},
+        {"role": "assistant", "content": "b", "train": False, "reasoning_content": "hm"},
+        {"role": "user", "content": "c", "train": True},
+        {"role": "assistant", "content": "d", "train": False},
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": "f", "train": True},
+    ]
+    row = turns(("human", "a"), ("gpt", "b"))
+    row["conversations"][1]["train"] = False
+    assert read("sharegpt", row).messages[1] == {"role": "assistant", "content": "b", "train": False}
+
+
+NO_JSON = "conversations[2]: found a function_call that is no JSON object, expected "
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "line"),
+    [
+        ("sharegpt", turns(("human", "a"), ("function_call", "f(1)")), NO_JSON),
+        ("sharegpt", turns(("human", "a"), ("function_call", "[]")), NO_JSON),
+        ("sharegpt", turns(("human", "a"), ("function_call", '{"arguments": {}}')), NO_JSON),
+        ("sharegpt", turns(("human", "a"), ("function_call", "[" * 100_000)), NO_JSON),
+        ("sharegpt", turns(("human", "a"), ("function_call", None)), "conversations[2].value: found nothing, expected"),
+        ("sharegpt", turns(("function_call", CALL), ("gpt", "x")), "message 1: found assistant after the start"),
+        ("sharegpt", turns((["gpt"], "x")), "conversations[1]: found the from ['gpt'], expected human, gpt"),
+        (
+            "sharegpt",
+            turns(("human", "a"), ("gpt", "b"), tools="{"),
+            "tools: found text that is no JSON, expected a list",
+        ),
+        (
+            "sharegpt",
+            turns(("human", "a"), ("gpt", "b"), tools="{}"),
+            "tools: found an object, expected a list of objects",
+        ),
+        (
+            "sharegpt",
+            turns(("human", "a"), ("gpt", "b"), tools=["f"]),
+            "tools: found a list, expected a list of objects",
+        ),
+        (
+            "messages",
+            {"messages": [{"from": "human", "value": "a"}]},
+            "messages[1]: found the role None, expected one of system, user, assistant, tool; rows of {from, value} "
+            "are read by the format sharegpt",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a", "weight": 0.5}]},
+            "found the weight 0.5 of a message, expected 0 or 1",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used(name, row, line):
+    with pytest.raises(RowFault, match=re.escape(line)) as caught:
+        read(name, row)
+    assert caught.value.cause and "\n" not in str(caught.value)

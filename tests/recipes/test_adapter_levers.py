@@ -1,0 +1,152 @@
+"""Adapters with every lever that acts on the model: 2 and 4 ranks give the losses of one, or the pair is refused.
+
+The levers themselves are those of test_levers; here each meets each kind of adapter and each storage of the base.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_lib.config.keys import read_schema
+from recipe_lib.config.schema import LoraFinetuneConfig
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import LORA, ROOT, furthest, metrics, recipe_module, run_here
+
+STEPS = 3
+ROWS = 8  # rows of a step, over all ranks
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An adapter. overrides: what makes it."""
+
+    name: str
+    overrides: tuple[str, ...]
+    tolerance: float = 1e-5
+
+    def __str__(self) -> str:
+        return self.name
+
+
+KINDS = [
+    Kind("lora", ()),
+    Kind("two targets", ("lora.targets=[q, v]", "lora.rslora=true")),
+    Kind("embedding and head", ("lora.targets=[q, embedding, head]",)),
+    Kind("dora", ("lora.dora=true",)),
+    Kind("nf4", ("lora.quantize=nf4",)),
+    Kind("int8", ("lora.quantize=int8",)),
+    Kind("dora on nf4", ("lora.dora=true", "lora.quantize=nf4")),
+    Kind("fp32 beside bf16", ("dtype=bf16", "lora.dtype=fp32", "lora.quantize=nf4"), tolerance=1e-2),
+]
+
+# Levers that change how the same numbers are computed; (overrides, ranks).
+LEVERS: list[tuple[tuple[str, ...], int]] = [
+    ((), 2),
+    (("parallel.wrapping=memory_efficient",), 2),
+    (("parallel.wrapping=[model.layers.*]", "parallel.reshard_after_forward=false"), 2),
+    (("parallel.data_replicate=2",), 4),
+    (("memory.activation_checkpointing=full", "memory.loss_chunks=5"), 2),
+    (("memory.activation_checkpointing=selective", "gradient_accumulation_steps=2"), 2),
+    (("compile=true",), 2),
+    (("data.packing=true",), 2),
+    (("checkpoint.save_every_steps=1", "checkpoint.keep=3"), 2),
+]
+NOT_LEVERS = {
+    "lora.rank": "a number",
+    "lora.alpha": "a number",
+    "lora.dropout": "draws differ from rank to rank; tests/adapters",
+    "lora.adapter": "where adapters come from; tests/adapters",
+    "lora.merge": "written after the last step; test_adapter_runs",
+}
+
+
+def arguments(output: Path) -> list[str]:
+    """Command line of a run of seconds on a model of two layers of width 32 and 64."""
+    return [
+        "--config",
+        str(Path(__file__).parent / "adapters.yaml"),
+        f"model.preset={ROOT / 'tests' / 'recipes' / 'tiny.json'}",
+        "tokenizer.path=examples/demo/tokenizer",
+        "data.source=examples/demo/train.jsonl",
+        "data.max_rows=64",
+        "max_seq_len=64",
+        "dtype=fp32",
+        "device=cpu",
+        "epochs=3",
+        "optimizer.lr=1e-2",
+        "lr_schedule.kind=constant",
+        "checkpoint.save_model=false",
+        "log.every_steps=1000",
+        f"max_steps={STEPS}",
+        f"output_dir={output}",
+    ]
+
+
+def train(folder: Path, kind: Kind, overrides: tuple[str, ...], ranks: int) -> list[dict[str, Any]]:
+    """Lines of a run; with saved states those of a second run that goes on after the first step."""
+    torch._dynamo.reset()
+    output = folder / f"{kind}{ranks}"
+    accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
+    argv = [*arguments(output), f"batch_size={ROWS // ranks // accumulation}", *kind.overrides, *overrides]
+    run = run_here([*argv, "overwrite=true"], recipe=LORA)
+    torch.distributed.barrier()  # the first rank still writes its records
+    assert run.code == 0, run.said
+    if any("save_every_steps" in override for override in overrides):
+        run = run_here([*argv, f"resume={output / 'state' / 'step_1'}"], recipe=LORA)
+        assert run.code == 0, run.said
+    torch.distributed.barrier()
+    return metrics(output)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    """Every kind with every lever, and with one rank under `(kind, packed)`."""
+    folder = tmp_path_factory.mktemp("adapters")
+
+    def train_all(ranks: int) -> list[list[dict[str, Any]]]:
+        module = recipe_module(LORA)
+        module.compile_layers = functools.partial(module.compile_layers, backend="eager")
+        if ranks == 1:
+            return [train(folder, kind, packed, 1) for kind in KINDS for packed in ((), ("data.packing=true",))]
+        return [train(folder, kind, lever, ranks) for kind in KINDS for lever, size in LEVERS if size == ranks]
+
+    keys: list[Any] = [(kind, packed) for kind in KINDS for packed in (False, True)]
+    found = dict(zip(keys, run_ranks(train_all, 1, 1)[0], strict=True))
+    for ranks in (2, 4):
+        keys = [(kind, lever, ranks) for kind in KINDS for lever, size in LEVERS if size == ranks]
+        found |= dict(zip(keys, run_ranks(train_all, ranks, ranks, timeout=300)[0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(lever[0]) or "plain")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_losses_are_those_of_one_rank(results: dict[Any, Any], kind: Kind, lever: tuple[tuple[str, ...], int]):
+    overrides, ranks = lever
+    found, expected = results[kind, overrides, ranks], results[kind, "data.packing=true" in overrides]
+    assert len(found) == len(expected) == STEPS
+    for name, slack in (("loss", 1), ("grad_norm", 10)):
+        mine, wanted = ([line[name] for line in lines] for lines in (found, expected))
+        assert furthest(mine, wanted) <= slack * kind.tolerance
+
+
+def test_kinds_differ(results: dict[Any, Any]):
+    last = {kind.name: results[kind, False][-1]["loss"] for kind in KINDS}
+    assert len({round(loss, 6) for loss in last.values()}) == len(KINDS), last
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_loss_falls(results: dict[Any, Any], kind: Kind):
+    """Adapters that are applied in the forward but get no gradient would train nothing."""
+    lines = results[kind, False]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_every_key_is_tried_or_said_not_to_be():
+    keys = {name for name in read_schema(LoraFinetuneConfig).keys if name.startswith("lora.")}
+    tried = {override.partition("=")[0] for kind in KINDS for override in kind.overrides}
+    assert keys <= tried | set(NOT_LEVERS)
+    assert set(NOT_LEVERS) <= keys

@@ -1,0 +1,179 @@
+"""Preference runs with every lever that acts on the model: two ranks record what one does, a resumed run what a whole
+one does."""
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipe_lib.config.keys import read_schema
+from recipe_lib.config.schema import DpoFinetuneConfig
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import DPO, ROOT, metrics, recipe_module, run_here
+
+STEPS = 3
+PAIRS = 4  # of a step, over all ranks
+RECORDED = ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+
+KINDS = {
+    "lora": (),
+    "dora ipo on nf4": (
+        "dtype=fp32",
+        "lora.dora=true",
+        "lora.quantize=nf4",
+        "lora.targets=[q, head]",
+        "dpo.loss=ipo",
+        "dpo.beta=0.4",
+    ),
+    "full cdpo": ("dpo.train=full", "dpo.loss=cdpo", "dpo.label_smoothing=0.1"),
+    "full simpo": ("dpo.train=full", "dpo.loss=simpo", "dpo.beta=2", "dpo.margin=1"),
+}
+LEVERS: list[tuple[str, ...]] = [
+    ("parallel.wrapping=memory_efficient", "memory.activation_checkpointing=full", "memory.loss_chunks=5"),
+    ("parallel.data_replicate=2", "gradient_accumulation_steps=2"),
+    ("data.packing=true", "memory.activation_checkpointing=selective", "parallel.reshard_after_forward=false"),
+    ("checkpoint.save_every_steps=1", "checkpoint.keep=3"),
+]
+
+COMPILED = ("lora", ("compile=true",))  # costly
+
+
+def write_pairs(folder: Path, number: int = 24) -> Path:
+    """Answers of different lengths, the chosen ones politer."""
+    path = folder / "pairs.jsonl"
+    rows = [
+        {
+            "prompt": f"Tell me about cat {at} " * (1 + at % 3),
+            "chosen": "Gladly: " + "it sleeps all day. " * (1 + at % 2),
+            "rejected": "No. " + "Go away. " * (at % 4),
+        }
+        for at in range(number)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(data: Path, output: Path, *overrides: str) -> list[str]:
+    """Command line of a run of seconds on a model of two layers of width 32 and 64."""
+    return [
+        "--config",
+        str(Path(__file__).parent / "pairs.yaml"),
+        f"model.preset={ROOT / 'tests' / 'recipes' / 'tiny.json'}",
+        "tokenizer.path=examples/demo/tokenizer",
+        f"data.source={data}",
+        "data.template=plain",
+        "data.cache=false",
+        "max_seq_len=128",
+        "dtype=fp64",
+        "device=cpu",
+        "optimizer.lr=3e-3",
+        "lr_schedule.kind=constant",
+        "checkpoint.save_model=false",
+        "log.every_steps=1000",
+        f"max_steps={STEPS}",
+        f"output_dir={output}",
+        *overrides,
+    ]
+
+
+def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> list[dict[str, Any]]:
+    """Lines of a run; with saved states those of a second run that goes on after the first step."""
+    torch._dynamo.reset()
+    output = folder / f"{kind} {ranks}"
+    accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
+    size = f"batch_size={PAIRS // ranks // accumulation}"
+    argv = arguments(folder / "pairs.jsonl", output, size, *KINDS[kind], *overrides)
+    starts = [[*argv, "overwrite=true"]]
+    if any("save_every_steps" in override for override in overrides):
+        starts.append([*argv, f"resume={output / 'state' / 'step_1'}"])
+    for start in starts:
+        run = run_here(start, recipe=DPO)
+        assert run.code == 0, run.said
+        dist.barrier()  # a rank that is there first would find the folder in use
+    return metrics(output)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    """By (kind, lever, ranks): every kind plain and packed on one rank, and with every lever on two."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_pairs(folder)
+
+    def train_all(cases: list[tuple[str, tuple[str, ...]]], ranks: int) -> list[list[dict[str, Any]]]:
+        module = recipe_module(DPO)
+        module.compile_layers = functools.partial(module.compile_layers, backend="eager")
+        return [train(folder, kind, lever, ranks) for kind, lever in cases]
+
+    alone = [(kind, lever) for kind in KINDS for lever in ((), ("data.packing=true",))] + [COMPILED]
+    together = [(kind, lever) for kind in KINDS for lever in LEVERS]
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for ranks, cases in ((1, alone), (2, together)):
+        recorded = run_ranks(train_all, ranks, cases, ranks, timeout=300)[0]
+        found |= {(*case, ranks): lines for case, lines in zip(cases, recorded, strict=True)}
+    return found
+
+
+def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], kind: str) -> None:
+    single = "dtype=fp32" in KINDS[kind]
+    assert len(found) == len(expected) == STEPS
+    for name in RECORDED:
+        for mine, wanted in zip(found, expected, strict=True):
+            assert mine[name] == pytest.approx(wanted[name], rel=1e-4 if single else 1e-8, abs=1e-5 * single), name
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(lever) or "plain")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_record_what_one_records(results: dict[Any, Any], kind: str, lever: tuple[str, ...]) -> None:
+    plain = ("data.packing=true",) if "data.packing=true" in lever else ()
+    assert_alike(results[kind, lever, 2], results[kind, plain, 1], kind)
+
+
+def test_compiled_layers_know_when_adapters_are_off(results: dict[Any, Any]) -> None:
+    assert_alike(results[*COMPILED, 1], results["lora", (), 1], "lora")
+
+
+def test_a_run_begins_where_model_and_reference_are_alike(results: dict[Any, Any]) -> None:
+    first = results["lora", (), 1][0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-12)
+    assert first["reward_chosen"] == first["reward_rejected"] == first["reward_accuracy"] == 0
+    assert results["full cdpo", (), 1][0]["reward_margin"] == 0
+
+
+def test_kinds_and_packing_differ(results: dict[Any, Any]) -> None:
+    last = {case: lines[-1]["loss"] for case, lines in results.items() if case[2] == 1 and case[:2] != COMPILED}
+    assert len(last) == len({round(loss, 9) for loss in last.values()}) == 2 * len(KINDS), last
+
+
+def test_every_key_is_tried() -> None:
+    keys = {name for name in read_schema(DpoFinetuneConfig).keys if name.startswith("dpo.")}
+    tried = {override.partition("=")[0] for kind in KINDS.values() for override in kind if "dpo." in override}
+    assert keys == tried | {"dpo.reference_free"}  # an argument of the losses, in tests/training
+
+
+@pytest.mark.parametrize("kind", ["lora", "full simpo"])
+def test_loss_and_gradient_are_means_over_pairs(kind: str, tmp_path: Path) -> None:
+    """A step in which every pair comes twice is the step of the pairs once."""
+    once = write_pairs(tmp_path, 4).read_text()
+    (tmp_path / "pairs.jsonl").write_text(once + once)
+    found = []
+    for size in (4, 8):
+        argv = arguments(tmp_path / "pairs.jsonl", tmp_path / str(size), f"batch_size={size}", *KINDS[kind])
+        run = run_here([*argv, "max_steps=1", "data.shuffle=false"], recipe=DPO)
+        assert run.code == 0, run.said
+        found.append([metrics(tmp_path / str(size))[0][name] for name in RECORDED])
+    assert found[1] == pytest.approx(found[0], rel=1e-10, abs=1e-12)
+    assert found[0][1] > 0
+
+
+def test_rows_of_one_answer_are_refused_before_there_is_a_model(tmp_path: Path) -> None:
+    argv = arguments(ROOT / "examples" / "demo" / "train.jsonl", tmp_path / "run", "data.format=alpaca")
+    run = run_here(argv, recipe=DPO)
+    assert run.code == 2 and not hasattr(run.recipe, "model")
+    (line,) = run.said
+    assert line.startswith("error: ") and "data.format" in line and "preference" in line
+    assert not (tmp_path / "run").exists()
