@@ -24,12 +24,13 @@ from recipe_lib.models.spec import DecoderSpec
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, spec: DecoderSpec, folder: Path) -> int:
+def load_adapter(model: nn.Module, spec: DecoderSpec, folder: Path, *, some: bool = False) -> int:
     """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how many modules.
 
     model: with adapters, materialised, plain or sharded. An adapter of a lower rank than the model's is filled up with
     zeros, and stays at its rank: where A and B are both zero, so are their gradients. One that is scaled by another
-    number has the ratio put into B. Raises CheckpointError.
+    number has the ratio put into B. some: a module that has no adapter in the folder (those of some layers) is left as
+    `init_adapters` made it, which changes nothing; without it that is a fault. Raises CheckpointError.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
@@ -40,7 +41,7 @@ def load_adapter(model: nn.Module, spec: DecoderSpec, folder: Path) -> int:
         for number, part in enumerate(used):
             _fill(adapter, module, part, number, len(used), adapted[part.module])
             filled.add(part.module)
-    if filled != adapted.keys():
+    if filled != adapted.keys() and not some:
         raise CheckpointError(
             f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.targets="
             f"[{','.join(targets_of(used_parts(adapter, module) for module in adapter.modules(spec)))}]"

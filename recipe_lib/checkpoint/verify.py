@@ -67,13 +67,16 @@ def model_with_adapters(
 def model_of_adapter(
     folder: Path, spec: DecoderSpec, base: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Decoder, int]:
-    """The base with an adapter from its folder, in full precision; and how many modules it was put on."""
+    """The base with an adapter from its folder, in full precision; and how many modules it was put on.
+
+    An adapter may be one of some layers only: it is looked at and merged, not trained on.
+    """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
     cfg = adapter_settings_of(adapter, spec)
     cfg.dtype = "fp32" if dtype != torch.float64 else None
     model = model_with_adapters(spec, base, cfg, dtype, device)
-    return model, load_adapter(model, spec, folder)
+    return model, load_adapter(model, spec, folder, some=True)
 
 
 @torch.no_grad()

@@ -146,7 +146,8 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
     )
     for at, row in enumerate(documents, start=1):
         if len(documents) > 1:
-            console.print(Text(f"-- document {at} of {len(documents)}: {row.place}, {row.tokens} tokens"))
+            which = f", {row.answer}" if row.answer else ""
+            console.print(Text(f"-- document {at} of {len(documents)}{which}: {row.place}, {row.tokens} tokens"))
         else:
             console.print(Text(f"   {row.place}"))
         line, colours = Text(), console.is_terminal
@@ -178,7 +179,7 @@ def check_rows(cfg: Any, arguments: argparse.Namespace) -> int:
         findings = [dataclasses.asdict(finding) for finding in found.findings]
         print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}, ensure_ascii=False))
     else:
-        report(found, rows.report.lines(), cfg.max_seq_len)
+        report(found, rows.report.lines())
     for finding in faults:
         print(f"error: {finding.name}: {finding.line}", file=sys.stderr)
         for place in finding.places:
@@ -186,14 +187,14 @@ def check_rows(cfg: Any, arguments: argparse.Namespace) -> int:
     return USER_ERROR if faults else DONE
 
 
-def report(found: Any, lines: list[str], max_seq_len: int) -> None:
+def report(found: Any, lines: list[str]) -> None:
     """The counts in words, and the histogram as bars."""
     numbers = found.numbers
     for line in lines:
         print(line)
     print(
         f"lengths: {numbers['shortest_row']} to {numbers['longest_row']} tokens, median {numbers['median_row']}; "
-        f"packed into {numbers['packs']} rows of {max_seq_len} they fill {numbers['packing_efficiency']:.1%} of them"
+        f"packed into {numbers['packs']} rows of {numbers['pack_length']} they fill {numbers['packing_efficiency']:.1%} of them"
     )
     most = max((count for *_, count in found.histogram), default=1)
     for low, high, count in found.histogram:

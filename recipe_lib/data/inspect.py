@@ -40,8 +40,8 @@ def inspect(
     untrained_tokens: special tokens in the rows whose embedding was never trained; None: there is no checkpoint.
     """
     report = rows.report
-    packs = pack(rows.item_lengths, max(max_seq_len, int(rows.item_lengths.max())))
-    slots = len(packs.offsets) - 1
+    room = max_seq_len * rows.group  # a pair may fill two rows, and its pack is so long
+    packs = len(pack(rows.item_lengths, room))
     numbers = {
         "rows_read": report.rows_read,
         "rows": len(rows),
@@ -58,8 +58,9 @@ def inspect(
         "shortest_row": int(rows.lengths.min()),
         "median_row": int(np.median(rows.lengths)),
         "longest_row": int(rows.lengths.max()),
-        "packs": slots,
-        "packing_efficiency": float(rows.item_lengths.sum()) / (slots * max_seq_len),
+        "packs": packs,
+        "pack_length": room,
+        "packing_efficiency": float(rows.item_lengths.sum()) / (packs * room),
         "validation_rows": len(validation) if validation is not None else 0,
     }
     repeats, earlier = copies(rows.digests)

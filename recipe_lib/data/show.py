@@ -21,10 +21,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """A row with what is known about it. place: the file and line it came from. tokens, trained: counts."""
+    """A row with what is known about it. place: the file and line it came from. tokens, trained: counts.
+
+    answer: of a pair, whether it is the `chosen` or the `rejected` one; else empty."""
 
     number: int
     place: str
+    answer: str
     tokens: int
     trained: int
     pieces: list[Piece]
@@ -37,6 +40,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Sho
         Shown(
             number=row,
             place=dataset.place(item),
+            answer=("chosen", "rejected")[row % 2] if dataset.group == 2 else "",
             tokens=int(dataset.lengths[row]),
             trained=dataset.trained_tokens(row),
             pieces=list(pieces_of(dataset[row], tokenizer)),

@@ -105,8 +105,9 @@ def _numbers(line: Mapping[str, Any]) -> str:
     """The numbers of a step line, each named and with its unit."""
     memory = line["peak_memory_active_gib"]
     kind = "resident" if line["memory_kind"] != "device" else "peak"
+    margin = f"reward margin {_number(line['reward_margin'])}  " if "reward_margin" in line else ""
     return (
-        f"loss {_number(line['loss'])}  grad norm {_number(line['grad_norm'])}  lr {line['lr']:.2e}  "
+        f"loss {_number(line['loss'])}  {margin}grad norm {_number(line['grad_norm'])}  lr {line['lr']:.2e}  "
         f"{format_count(line['tokens_per_second_per_device'])} tokens/s/device  "
         f"trained {line['trained_token_share']:.0%}  "
         f"{kind} {f'{memory:.2f}' if memory is not None else '?'} GiB"

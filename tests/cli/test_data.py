@@ -64,6 +64,21 @@ def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert [row["trained"] > 0 for row in documents] == [True] * 3
 
 
+def test_pairs_are_told_apart_and_packed_in_twos(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    pairs = [{"prompt": f"Say {n}.", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(8)]
+    rows = write(tmp_path / "rows.jsonl", pairs)
+    words = [*arguments(rows, "data.format=preference", "dpo.train=full"), "--recipe", "dpo_distributed"]
+    words[0] = "tests/recipes/pairs.yaml"
+    code, out, err = tune(capsys, "show", *words, "--rows", "1")
+    assert (code, err) == (0, "")
+    assert between(out)[0].startswith("yes") and between(out)[1].startswith("no")
+    assert "document 1 of 2, chosen: " in out and "document 2 of 2, rejected: " in out
+    code, out, _ = tune(capsys, "check", *words, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["pack_length"] == 128 and 0 < found["packing_efficiency"] <= 1
+
+
 def test_check_of_good_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     code, out, err = tune(capsys, "check", *arguments(write(tmp_path / "rows.jsonl", ROWS)))
     assert (code, err) == (0, "")

@@ -86,6 +86,20 @@ def test_an_adapter_that_peft_made(base: Path, tmp_path: Path, capsys: pytest.Ca
     assert difference(plain(tmp_path / "a-model"), model) < 1e-5
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_an_adapter_of_some_layers_is_checked_and_merged(
+    dora: bool, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    peft = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": dora}
+    model = save_with_peft(base, tmp_path / "a", layers_to_transform=[1, 3], **peft)
+    code, out, err = call(capsys, tmp_path / "a", "--adapter", "--base", base)
+    assert (code, err) == (0, "")
+    assert out.startswith("check: 4 modules have their adapter, none of 4 in the file is left over\n")
+    code, out, err = call(capsys, tmp_path / "a", "--merge", "--base", base)
+    assert (code, err) == (0, "")
+    assert difference(plain(tmp_path / "a-model"), model) < 1e-5
+
+
 def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
