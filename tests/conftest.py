@@ -1,5 +1,6 @@
 """What every test has: one thread, so that runs are repeatable and cores are shared fairly; the folder of real data."""
 
+import gc
 import logging
 import os
 
@@ -17,6 +18,8 @@ import torch  # noqa: E402
 from recipe_lib.config import plugins, registry  # noqa: E402
 
 torch.set_num_threads(1)
+# What this process leaves for its garbage collector (process groups with threads) must not be taken apart in a fork.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ This file imports nothing but Jinja and the standard library, so that it starts 
 
 import contextlib
 import datetime
+import html.entities  # noqa: F401
 import json
-import pprint  # noqa: F401  (Jinja imports it, textwrap, jinja2.constants and jinja2.debug late: no file opens then)
+import pprint  # noqa: F401  (Jinja imports it, html, textwrap, jinja2.constants, jinja2.debug late: no file opens then)
+import re
 import signal
 import sys
 import textwrap  # noqa: F401
@@ -114,7 +116,10 @@ class Renderer:
         except Exception as error:  # noqa: BLE001  (a template is a program: it can raise anything)
             said = " ".join(str(error).split()) or type(error).__name__
             raise TemplateFault(f"the chat template failed ({said})") from None
-        return "".join(parts)
+        text = "".join(parts)
+        if not text.isascii() and re.search("[\ud800-\udfff]", text):
+            raise TemplateFault("the chat template failed (it writes half of a character)")
+        return text
 
     def render_one(self, messages: Sequence[Mapping[str, Any]], wanted: Wanted, tools: Any) -> str:
         """The first messages of a conversation, the contents of some replaced. Raises TemplateFault."""

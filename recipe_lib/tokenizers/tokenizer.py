@@ -3,13 +3,15 @@
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.chat import ChatTemplate
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
 from recipe_lib.tokenizers.vocabulary import Place, Vocabulary, alternation
+
+KEPT_TEXTS, KEPT_LENGTH = 256, 16_384  # texts whose ids are remembered, and how many letters they have at most
 
 
 class Tokenizer:
@@ -22,6 +24,8 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
         self._vocabulary = vocabulary
+        # A row is encoded whole and in pieces, and templates repeat themselves: most texts come again at once.
+        self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
         self._added = settings.listed | {token.content: token for token in vocabulary.added} | settings.added
         self._by_id = {token.id: token for token in self._added.values()}
         self.bos_id = self._role(settings, "bos_token", settings.bos_id)
@@ -113,13 +117,16 @@ class Tokenizer:
                     text = text.rstrip()
                 text = text.replace(literal, "") if literal else text
                 if text:
-                    ids += self._vocabulary.encode(text, place)
+                    ids += self._encode(text, place) if len(text) <= KEPT_LENGTH else self._encode_text(text, place)
                     place, strip_next = Place.INSIDE, False
                 if token is not None:
                     ids.append(token.id)
                     place, strip_next = Place.AFTER_SPECIAL, token.rstrip
             found.append(ids)
         return found
+
+    def _encode_text(self, text: str, place: Place) -> tuple[int, ...]:
+        return tuple(self._vocabulary.encode(text, place))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD. skip_special: special tokens leave no text."""
