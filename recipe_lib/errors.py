@@ -7,6 +7,7 @@ A user error is one line: the place (file, line or key), what was found, what wa
 import hashlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -21,6 +22,14 @@ DIVERGED = 4
 OUT_OF_MEMORY = 5
 STORAGE = 6
 
+# What moves a terminal's cursor, changes its colours or ends a line; and halves of characters, which cannot be written.
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def visible(text: str, keep: str = "") -> str:
+    """The text with control characters, except those in `keep`, written out: `\\x1b`, `\\n`."""
+    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+
 
 class UserError(Exception):
     """A mistake that the user can correct; `str(error)` is one line, or one line a fault."""
@@ -29,8 +38,8 @@ class UserError(Exception):
 
     def __init__(self, *faults: str):
         """faults: one line each; several are reported together."""
-        self.faults = list(faults)
-        super().__init__("\n".join(faults))
+        self.faults = [visible(fault) for fault in faults]
+        super().__init__("\n".join(self.faults))
 
 
 class ConfigError(UserError):

@@ -23,7 +23,7 @@ import torch
 
 from recipe_lib.adapters import adapter_parameters, add_adapters, describe_adapters, init_adapters
 from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
-from recipe_lib.checkpoint.huggingface import load_weights
+from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
@@ -135,6 +135,8 @@ class LoraFinetune:
 
     def train(self) -> None:
         """The loop; it ends with the adapter on disk, or with a state if the run was stopped."""
+        if self.cfg.lora.merge:
+            check_room(self.model, self.output / "model", self.world)
         with TrainingLoop(self.cfg, self.world, self.optimizer, self.data.plan, done=self.step) as loop:
             for batches in loop.steps(self.data.batches(self.step)):
                 loop.record(self.train_step(batches), batches)

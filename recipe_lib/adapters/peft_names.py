@@ -111,6 +111,12 @@ def split_name(name: str) -> tuple[str, str] | None:
     return module, suffix
 
 
+def spellings(module: str) -> list[str]:
+    """The names that a module of a text-only model has there and in multimodal ones, as an adapter's config may say."""
+    others = [other + module.removeprefix(own) for other, own in _MULTIMODAL.items() if module.startswith(own)]
+    return [module, *others]
+
+
 def tensor_name(module: str, suffix: str, multimodal: bool = False) -> str:
     """The name of an adapter's tensor in a file. multimodal: it is loaded in a model of which the decoder is a part."""
     if multimodal and module.startswith("model."):

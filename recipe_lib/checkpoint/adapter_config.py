@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.adapters.peft_names import spellings
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 
@@ -66,8 +67,9 @@ def scaling(alpha: float, rank: int, rslora: bool) -> float:
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    names = spellings(module)
     for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
             return value
     return default
 

@@ -13,7 +13,7 @@ from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
-from recipe_lib.errors import DONE, USER_ERROR, ConfigError
+from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
 
 if TYPE_CHECKING:
     from recipe_lib.data.show import Shown
@@ -128,6 +128,9 @@ def slots_of(cfg: Any, rows: Any, step: int, count: int) -> Iterable[list[int]]:
     )
     total = plan.total_steps(cfg.epochs, None)
     first = step * cfg.batch_size * cfg.gradient_accumulation_steps
+    if first >= total:
+        last = (total - 1) // (cfg.batch_size * cfg.gradient_accumulation_steps)
+        raise ConfigError(f"--step: found {step}, expected at most {last}: the config's epochs end there")
     for at in range(first, min(first + count, total)):
         yield [int(item) for slot in plan.slots(at) for item in slot]
 
@@ -155,7 +158,7 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
             line.append("«" if trained and not colours else "")
             for piece in pieces:
                 style = COLOURS[trained, piece.special] if colours else ""
-                line.append(piece.text, style)
+                line.append(visible(piece.text, keep="\n"), style)
             line.append("»" if trained and not colours else "")
         console.print(line)
     console.print()

@@ -92,6 +92,7 @@ def find(arguments: argparse.Namespace) -> Found:
         what = "is a model folder already" if (path / "config.json").is_file() else "is no run, state or adapter"
         raise CheckpointError(f"{shown}: {what}; expected a run's output_dir, a state/step_N, or an adapter's folder")
     if not arguments.hf and (path / "adapter" / "adapter_config.json").is_file():
+        _tell_of_newer_state(path / STATES, path / "adapter" / "adapter_config.json")
         return Found(folder, cfg, path / "adapter", None)
     state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
     if state is None:
@@ -99,6 +100,13 @@ def find(arguments: argparse.Namespace) -> Found:
             f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_steps in the run"
         )
     return Found(folder, cfg, None, state)
+
+
+def _tell_of_newer_state(states: Path, adapter: Path) -> None:
+    """Of a run that had ended, was gone on with and has not ended again, the adapter is older than the states."""
+    saved = {path.stat().st_mtime: path.parent for path in states.glob("step_*/manifest.json")}
+    if saved and max(saved) > adapter.stat().st_mtime:
+        print(f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it")
 
 
 def _run_at(folder: Path, arguments: argparse.Namespace) -> tuple[Path | None, Any]:
@@ -226,14 +234,22 @@ def _base_of(found: Found, arguments: argparse.Namespace) -> Path:
                 f"{show(arguments.checkpoint)}: was trained beside random weights (model.preset), which are in no "
                 "checkpoint; start from model.path to have an adapter that others can load"
             )
-        return _base(found.cfg.model.path)
+        return _named_base(found.cfg.model.path)
     from recipe_lib.checkpoint.adapter_config import read_adapter_config
 
     assert found.adapter is not None
     name = read_adapter_config(found.adapter).base
     if not name:
         raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
-    return _base(name)
+    return _named_base(name)
+
+
+def _named_base(name: str) -> Path:
+    """The base that a run or an adapter names, perhaps by a path from another folder or machine."""
+    try:
+        return _base(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or say where the base is with --base") from error
 
 
 def _trained_model(

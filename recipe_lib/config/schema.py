@@ -21,6 +21,7 @@ def key(
     also: tuple[float, ...] | None = None,
     length: int | None = None,
     items: tuple[str, ...] | None = None,
+    path: bool | None = None,
 ) -> Any:
     """One key of a section.
 
@@ -28,7 +29,8 @@ def key(
     choices: the only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in.
     minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them.
     length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
-    items of the list that may stand in place of a choice.
+    items of the list that may stand in place of a choice. path: a file or folder, in which a `~` at the beginning is
+    the user's home.
     """
     limits = {
         "choices": choices,
@@ -40,6 +42,7 @@ def key(
         "also": also,
         "length": length,
         "items": items,
+        "path": path,
     }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
     if isinstance(default, (list, dict)):
@@ -51,7 +54,7 @@ def key(
 class ModelConfig:
     """The model to train: a checkpoint, or an architecture with random weights."""
 
-    path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.")
+    path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
     preset: str | None = key(None, "Architecture to initialise at random: a shipped name, or a config.json of yours.")
 
 
@@ -59,15 +62,15 @@ class ModelConfig:
 class TokenizerConfig:
     """The tokenizer; by default the one in the checkpoint folder."""
 
-    path: str | None = key(None, "Folder or file of the tokenizer; null: `model.path`.")
-    chat_template: str | None = key(None, "Jinja file to use in place of the tokenizer's own chat template.")
+    path: str | None = key(None, "Folder or file of the tokenizer; null: `model.path`.", path=True)
+    chat_template: str | None = key(None, "Jinja file to use in place of the tokenizer's own chat template.", path=True)
 
 
 @dataclass
 class SourceConfig:
     """One of several sources of rows; what it leaves null is taken from the section `data`."""
 
-    source: str = field(metadata={"help": "Like data.source."})
+    source: str = field(metadata={"help": "Like data.source.", "path": True})
     weight: float = key(
         1.0, "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.", above=0
     )
@@ -85,6 +88,7 @@ class DataConfig:
         None,
         "File or folder (.json, .jsonl, .parquet, .txt), or `hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` "
         "(extra `datasets`, which .parquet needs too).",
+        path=True,
     )
     sources: list[SourceConfig] = key([], "Several sources with weights, in place of data.source.")
     format: str = key("alpaca", "How a row is read.", kind="data.format")
@@ -120,14 +124,18 @@ class DataConfig:
     workers: int | None = key(None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1)
     loader_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0)
     cache: bool = key(True, "Keep tokenised rows on disk for the next start and for the other ranks of the machine.")
-    cache_dir: str | None = key(None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.")
+    cache_dir: str | None = key(
+        None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
+    )
 
 
 @dataclass
 class ValidationConfig:
     """Loss on rows that are not trained on; off while `source` is null."""
 
-    source: str | None = key(None, "Like data.source; the other data.* keys apply to it as well. null: no validation.")
+    source: str | None = key(
+        None, "Like data.source; the other data.* keys apply to it as well. null: no validation.", path=True
+    )
     format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
     every_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
     max_rows: int | None = key(None, "Use only the first rows.", minimum=1)
@@ -218,7 +226,7 @@ class LoraConfig:
         choices=("none", "nf4", "int8"),
     )
     dtype: str | None = key(None, "Type of the adapters' weights; null: dtype.", choices=("fp32", "bf16"))
-    adapter: str | None = key(None, "Folder of a PEFT adapter to go on training; null: a new one.")
+    adapter: str | None = key(None, "Folder of a PEFT adapter to go on training; null: a new one.", path=True)
     merge: bool = key(False, "At the end also write the model with the adapter merged in, as output_dir/model.")
 
 
@@ -298,9 +306,9 @@ class FullFinetuneConfig:
     max_seq_len: int = key(2048, "Longest row, tokens.", minimum=1)
     loss: str = key("cross_entropy", "The loss.", kind="loss")
     clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
-    output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.")
+    output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.", path=True)
     overwrite: bool = key(False, "Replace what an earlier run left in output_dir.")
-    resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.")
+    resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)
     compile: bool = key(False, "torch.compile each layer.")
 
 

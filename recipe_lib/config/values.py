@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 import typing
 from collections.abc import Callable
@@ -43,7 +44,8 @@ def convert(node: Node, key: Key, *, typed: bool = False) -> Any:
     trouble: MismatchError | None = None
     for kind in _by_likeness(node, key.kinds):
         try:
-            return _convert(node, kind, key, typed)
+            value = _convert(node, kind, key, typed)
+            return os.path.expanduser(value) if key.limits.get("path") else value
         except MismatchError as mismatch:
             trouble = trouble or mismatch
     raise trouble or MismatchError(f"found {describe(node)}, expected {expected(key)}")

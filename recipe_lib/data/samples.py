@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from recipe_lib.errors import DataError
+from recipe_lib.errors import DataError, visible
 
 Message = Mapping[str, Any]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
 
@@ -49,8 +49,8 @@ class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned i
     """A row that cannot be used. cause: a few words to count by; str(): what was found and expected."""
 
     def __init__(self, cause: str, detail: str) -> None:
-        self.cause = cause
-        super().__init__(detail)
+        self.cause = visible(cause)
+        super().__init__(visible(detail))
 
 
 # One rendering of a conversation: its first messages only, whether a prompt for the next answer follows, and what to

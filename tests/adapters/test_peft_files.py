@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from recipe_lib.adapters.peft_names import PREFIX, file_modules
+from recipe_lib.checkpoint.adapter_config import AdapterConfig
 from recipe_lib.checkpoint.adapters import check_adapter, export_adapter, load_adapter
 from recipe_lib.checkpoint.ranks import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
@@ -143,6 +144,15 @@ def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
     names = {name.replace(".default", "") for name, _ in theirs.named_parameters() if "lora_" in name}
     assert names == load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
     check_adapter(tmp_path / "a", spec, cfg)
+
+
+@pytest.mark.parametrize("name", ["model.language_model.layers.1", "language_model.model.layers.1", "model.layers.1"])
+def test_patterns_may_name_the_modules_of_a_multimodal_model(name: str) -> None:
+    patterns = {"rank_pattern": {f"{name}.mlp.up_proj": 2}, "alpha_pattern": {f"{name}.mlp.up_proj": 3.0}}
+    settings = AdapterConfig(rank=4, alpha=8.0, rslora=False, dora=False, **patterns)
+    assert settings.rank_of("model.layers.1.mlp.up_proj") == 2
+    assert settings.scaling_of("model.layers.1.mlp.up_proj") == 1.5
+    assert settings.scaling_of("model.layers.0.mlp.up_proj") == 2.0
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,32 @@ def test_show_marks_what_is_trained(capsys: pytest.CaptureFixture[str], tmp_path
     assert 1 < trained < 12
 
 
+def test_rows_cannot_write_to_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    sly = {"instruction": "\x1b[2J\rGo\x07", "output": "a\x1b]0;title\x07\n\tb\0"}
+    code, out, _ = tune(capsys, "show", *arguments(write(tmp_path / "rows.jsonl", [sly])))
+    assert code == 0
+    assert "\\x1b[2J\\rGo\\x07" in out and "«a\\x1b]0;title\\x07\n\\tb\\x00" in out
+    assert not set("\x1b\r\x07\0\t") & set(out)
+
+
+@pytest.mark.parametrize("action", ["show", "check"])
+def test_a_fault_is_one_line_whatever_the_row_holds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, action: str
+):
+    rows = write(tmp_path / "rows.jsonl", [*ROWS, {"a\nb\x1b[31m\ud800": 1}])
+    code, out, err = tune(capsys, action, *arguments(rows))
+    assert code == 2
+    assert "found the columns a\\nb\\x1b[31m\\ud800, expected instruction, output" in err
+    assert "\x1b" not in out + err and all(line.startswith("error: ") for line in err.splitlines())
+
+
+def test_a_step_behind_the_last_one(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    words = ["show", *arguments(write(tmp_path / "rows.jsonl", ROWS), "batch_size=2", "epochs=2"), "--step"]
+    assert tune(capsys, *words, "2")[0] == 0
+    code, out, err = tune(capsys, *words, "3")
+    assert (code, out, err) == (2, "", "error: --step: found 3, expected at most 2: the config's epochs end there\n")
+
+
 def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     rows = write(tmp_path / "rows.jsonl", ROWS)
     words = ["show", *arguments(rows, "data.packing=true", "data.shuffle=false", "max_seq_len=256")]

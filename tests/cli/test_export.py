@@ -1,6 +1,8 @@
 """`tune export`: adapters and models out of runs, states and adapter folders, and the check that comes with them."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,33 @@ def test_an_adapter_of_some_layers_is_checked_and_merged(
     code, out, err = call(capsys, tmp_path / "a", "--merge", "--base", base)
     assert (code, err) == (0, "")
     assert difference(plain(tmp_path / "a-model"), model) < 1e-5
+
+
+def test_a_state_newer_than_the_adapter_is_named(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = tmp_path / "run"
+    make_run(run, base, finished=True)
+    assert "note:" not in call(capsys, run, "--adapter")[1]
+    written = (run / "adapter" / "adapter_config.json").stat().st_mtime
+    os.utime(run / "state" / "step_3" / "manifest.json", (written + 60, written + 60))
+    code, out, err = call(capsys, run, "--adapter")
+    assert (code, err) == (0, "")
+    note = f"note: {run}/state/step_3 is newer than {run}/adapter, which is taken; name the state to export it"
+    assert out.splitlines()[0] == note
+
+
+def test_a_base_that_has_moved(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(realdata / "stories260K-hf", base)
+    make_run(tmp_path / "run", base, finished=True)
+    base.rename(tmp_path / "moved")
+    for which in ("run", "run/adapter"):
+        code, out, err = call(capsys, tmp_path / which, "--adapter")
+        assert code == 2
+        assert err.startswith(f"error: {base}: no such folder") and err.endswith(
+            ", or say where the base is with --base\n"
+        )
+        assert err.count("\n") == 1
+    assert call(capsys, tmp_path / "run", "--adapter", "--base", tmp_path / "moved")[0] == 0
 
 
 def test_the_model_of_a_full_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

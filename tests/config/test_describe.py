@@ -1,6 +1,7 @@
 """What is generated from the schema: the reference page, the terminal text, and a config as YAML."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,8 @@ def test_yaml_of_any_text_reads_back(write, text):
     import yaml
 
     cfg = FullFinetuneConfig()
-    cfg.model.path, cfg.data.source, cfg.log.run_name, cfg.output_dir = text, text, text, text
+    cfg.log.run_name = text
+    cfg.model.path = cfg.data.source = cfg.output_dir = os.path.expanduser(text)  # as a path is read
     cfg.parallel.wrapping = [text, text]
     cfg.data.columns = {text: text}
     cfg.optimizer.lr, cfg.optimizer.eps = 1e-300, 123456789.123456789

@@ -1,8 +1,12 @@
 """Types, bounds and choices of a single value: what is taken, and what the line says when it is not."""
 
 import math
+from pathlib import Path
 
 import pytest
+
+from recipe_lib.config import load_config
+from recipe_lib.config.schema import LoraFinetuneConfig
 
 INTEGER = "expected an integer >= 1"
 
@@ -190,3 +194,16 @@ def test_defaults_are_not_shared(load):
 def test_a_megabyte_value_is_shown_short(faults):
     (line,) = faults(f"dtype: {'x' * 900_000}\n")
     assert len(line) < 250
+
+
+@pytest.mark.parametrize("name", ["model.path", "data.source", "output_dir", "lora.adapter", "tokenizer.chat_template"])
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.yaml").write_text(
+        "recipe: lora_finetune_distributed\nmodel: {path: m}\ndata: {source: d.txt}\n"
+    )
+    cfg = load_config(tmp_path / "config.yaml", [f"{name}=~/x"], LoraFinetuneConfig)
+    section, _, key = name.rpartition(".")
+    assert getattr(getattr(cfg, section) if section else cfg, key) == f"{tmp_path}/x"
+    cfg = load_config(tmp_path / "config.yaml", ["log.project=~/x"], LoraFinetuneConfig)
+    assert cfg.log.project == "~/x"  # no path

@@ -80,4 +80,6 @@ def test_the_config_of_a_preset(name: str) -> None:
 
 def test_every_config_outside_the_demo_has_a_preset() -> None:
     names = {str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.glob("*/*.yaml")}
-    assert {name.removesuffix("_full") for name in names if not name.startswith("demo/")} == set(SHIPPED)
+    full = {name for name in names if name.endswith("_full") and not name.startswith("demo/")}
+    assert {name.removesuffix("_full") for name in full} == set(SHIPPED)
+    assert {f"{name}_qlora" for name in SHIPPED} <= names

@@ -6,6 +6,7 @@ The levers themselves are those of test_levers; here each meets each kind of ada
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import LoraFinetuneConfig
+from recipe_lib.errors import STORAGE
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import LORA, ROOT, furthest, metrics, recipe_module, run_here
 
@@ -156,3 +158,20 @@ def test_every_key_is_tried_or_said_not_to_be():
     tried = {override.partition("=")[0] for kind in KINDS for override in kind.overrides}
     assert keys <= tried | set(NOT_LEVERS)
     assert set(NOT_LEVERS) <= keys
+
+
+def test_room_for_the_merged_model_is_looked_for_before_training(
+    realdata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"instruction": "Say red.", "output": "red"}\n' * 4)
+    argv = ["--config", str(ROOT / "tests/recipes/adapters.yaml"), f"model.path={realdata / 'stories260K-hf'}"]
+    argv += [f"data.source={rows}", "data.cache=false", "device=cpu", f"output_dir={tmp_path / 'out'}"]
+
+    def fill_the_disk(recipe: Any) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+
+    run = run_here([*argv, "lora.merge=true"], before_training=fill_the_disk, recipe=LORA)
+    assert run.code == STORAGE
+    assert run.said[-1].startswith(f"error: {tmp_path}: the model at the end of the run needs ")
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("metrics*"))

@@ -68,6 +68,7 @@ def test_helpers():
     )
     assert template("a{% generation %}b{{ eos_token }}{% endgeneration %}c").render([], False) == "ab</s>c"
     assert template("  {% if true %}\nx\n  {% endif %}\n").render([], False) == "x\n"
+    assert template("{{ '<b>&lt;</b>' | striptags }}{{ 'a' | urlize }}").render([], False) == "<a"
     assert template("{{ unk_token is defined }}{{ tools is none }}").render([], False) == "FalseTrue"
 
 
@@ -89,6 +90,8 @@ def test_helpers():
         ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "renders more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
         ("{% include 'other' %}", "the chat template failed"),
+        ("{{ '\\ud800' }}", r"failed \(it writes half of a character\)"),
+        ("{{ raise_exception('\x1b[2Jno') }}", r"failed \(\\x1b\[2Jno\)"),
         ("{{ messages | random }}{{ lipsum() }}{{ [] | first | wordwrap(1) }}{{ 1/0 }}", "the chat template failed"),
     ],
 )
