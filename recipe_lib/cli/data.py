@@ -197,7 +197,8 @@ def report(found: Any, lines: list[str]) -> None:
         print(line)
     print(
         f"lengths: {numbers['shortest_row']} to {numbers['longest_row']} tokens, median {numbers['median_row']}; "
-        f"packed into {numbers['packs']} rows of {numbers['pack_length']} they fill {numbers['packing_efficiency']:.1%} of them"
+        f"packed into {numbers['packs']} rows of {numbers['pack_length']} they fill "
+        f"{numbers['packing_efficiency']:.1%} of them"
     )
     most = max((count for *_, count in found.histogram), default=1)
     for low, high, count in found.histogram:

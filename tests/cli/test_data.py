@@ -60,9 +60,7 @@ def test_rows_cannot_write_to_the_terminal(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.parametrize("action", ["show", "check"])
-def test_a_fault_is_one_line_whatever_the_row_holds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, action: str
-):
+def test_a_fault_is_one_line_whatever_the_row_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path, action: str):
     rows = write(tmp_path / "rows.jsonl", [*ROWS, {"a\nb\x1b[31m\ud800": 1}])
     code, out, err = tune(capsys, action, *arguments(rows))
     assert code == 2
