@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from recipe_lib.data.row_files import Located, RowFile, as_row, hash_of
 from recipe_lib.errors import DataError
 
 ROWS_AT_ONCE = 256
+NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")  # and no path, which `datasets` would read as well
 
 
 class HubRows(RowFile):
@@ -21,6 +23,8 @@ class HubRows(RowFile):
     def __init__(self, source: str, split: str) -> None:
         super().__init__(source)
         self.split = split
+        if not NAME.fullmatch(source.removeprefix(HUB)):
+            raise DataError(f"data.source: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET")
         try:
             import datasets  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:

@@ -1,5 +1,6 @@
 """Messages as chat APIs have them, out of the spellings that rows are found in; what cannot be used is a RowFault."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +35,31 @@ def read_turns(row: Row, name: str, *, where: str = "") -> list[Message]:
             messages[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *calls]}
         else:
             messages.append(message)
-    return messages
+    return name_calls(messages)
+
+
+def name_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with an id for each call that has none, and the answers of tools with the id of their call.
+
+    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt rows have none.
+    An id follows from the call and its place in the conversation.
+    """
+    named, open_calls = [], []
+    for number, message in enumerate(messages):
+        calls = [
+            call if "id" in call else {"id": _call_id(number, at, call), **call}
+            for at, call in enumerate(message.get("tool_calls") or ())
+        ]
+        if calls:
+            message, open_calls = {**message, "tool_calls": calls}, [call["id"] for call in calls]
+        elif message["role"] == "tool" and "tool_call_id" not in message and open_calls:
+            message = {**message, "tool_call_id": open_calls.pop(0)}
+        named.append(message)
+    return named
+
+
+def _call_id(number: int, at: int, call: Row) -> str:
+    return hashlib.sha256(json.dumps([number, at, call], sort_keys=True).encode()).hexdigest()[:9]
 
 
 def read_turn(turn: Row, where: str) -> Message:

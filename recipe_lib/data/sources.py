@@ -41,7 +41,9 @@ def find_files(source: str) -> list[Path]:
     """The data files that a local source names, sorted by name. Raises DataError."""
     path, kinds = Path(source), ", ".join(_KINDS)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _KINDS and file.is_file())
+        # Hidden files are none of the user's: macOS puts `._rows.jsonl` beside `rows.jsonl`.
+        shown = (file for file in path.iterdir() if not file.name.startswith("."))
+        files = sorted(file for file in shown if file.suffix in _KINDS and file.is_file())
         if not files:
             raise DataError(f"{source}: found no {kinds} file in the folder; set data.source to one with data")
         return files

@@ -89,6 +89,11 @@ def test_hub_without_the_extra(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", ["", ":x", "../x", "/tmp", "a/b/c", "a b", "owner/", "owner/name:"])
+def test_hub_names_that_are_none(name):
+    refused(f"hub:{name}", rf"data.source: found 'hub:{name}', expected hub:OWNER/NAME or hub:OWNER/NAME:SUBSET$")
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A stand-in for the hub: the datasets library itself over a file of this folder; what it was asked for."""

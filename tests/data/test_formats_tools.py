@@ -20,9 +20,46 @@ CALL = '{"name": "f", "arguments": {"x": 1}}'
 WANTED = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
+def without_ids(messages):
+    """Messages as they were before calls got their ids."""
+    bare = []
+    for message in messages:
+        message = {name: value for name, value in message.items() if name != "tool_call_id"}
+        if "tool_calls" in message:
+            calls = [{name: value for name, value in call.items() if name != "id"} for call in message["tool_calls"]]
+            message["tool_calls"] = calls
+        bare.append(message)
+    return bare
+
+
+def test_calls_of_sharegpt_get_ids_that_their_answers_have():
+    row = turns(("human", "a"), ("function_call", f"[{CALL}, {CALL}]"), ("observation", "5"), ("observation", "6"))
+    row["conversations"] += turns(("gpt", "b"), ("human", "a"), ("function_call", CALL), ("observation", "7"))[
+        "conversations"
+    ]
+    _, calls, first, second, _, _, again, third = read("sharegpt", row).messages
+    ids = [call["id"] for message in (calls, again) for call in message["tool_calls"]]
+    assert ids == [first["tool_call_id"], second["tool_call_id"], third["tool_call_id"]]
+    assert len(set(ids)) == 3 and all(re.fullmatch("[a-zA-Z0-9]{9}", found) for found in ids)
+    assert read("sharegpt", row).messages[1] == calls  # the same at the next start
+
+
+def test_ids_that_are_there_stay():
+    call = {"id": "mine00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "mine00001"},
+        {"role": "assistant", "content": "b"},
+    ]
+    for name, column in (("messages", "messages"), ("sharegpt", "conversations")):
+        messages = read(name, {column: talk}).messages
+        assert messages[1]["tool_calls"] == [call] and messages[2]["tool_call_id"] == "mine00001"
+
+
 def test_a_call_of_sharegpt():
     sample = read("sharegpt", turns(("human", "a"), ("function_call", CALL), ("observation", "5"), ("gpt", "five")))
-    assert sample.messages == [
+    assert without_ids(sample.messages) == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [WANTED]},
         {"role": "tool", "content": "5"},
@@ -40,14 +77,15 @@ def test_a_call_of_sharegpt():
 )
 def test_calls_behind_each_other_are_one_message(spoken):
     row = turns(("human", "a"), *spoken, ("observation", "5"), ("function_response", "6"), ("gpt", "done"))
-    messages = read("sharegpt", row).messages
+    messages = without_ids(read("sharegpt", row).messages)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert messages[1]["tool_calls"] == [WANTED, WANTED]
 
 
 def test_words_before_a_call_are_of_its_message():
     row = turns(("human", "a"), ("gpt", "I look."), ("function_call", CALL), ("observation", "5"))
-    assert read("sharegpt", row).messages[1] == {"role": "assistant", "content": "I look.", "tool_calls": [WANTED]}
+    message = without_ids(read("sharegpt", row).messages)[1]
+    assert message == {"role": "assistant", "content": "I look.", "tool_calls": [WANTED]}
 
 
 def test_words_and_call_of_which_one_is_trained_stay_apart():

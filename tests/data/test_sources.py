@@ -173,6 +173,7 @@ def test_folders_are_read_in_order_of_names(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.json"):
         (tmp_path / name).write_text(json.dumps({"name": name}))
     (tmp_path / "README.md").write_text("not data")
+    (tmp_path / "._a.jsonl").write_bytes(b"\0\5\x16\7")
     (tmp_path / "more.json").mkdir()
     assert [row["name"] for _, row in read(tmp_path)] == ["a.jsonl", "b.jsonl", "c.json"]
 
