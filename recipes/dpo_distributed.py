@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from recipe_lib import training
 from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters, init_adapters
 from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
@@ -33,22 +34,6 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
-from recipe_lib.training import (
-    Step,
-    TrainingData,
-    TrainingLoop,
-    build_optimizer,
-    check_output,
-    clip_grad_norm,
-    derive_seed,
-    derived_numbers,
-    export_trained_adapter,
-    export_trained_model,
-    find_model,
-    resume_run,
-    run_recipe,
-    save_run,
-)
 from recipe_lib.training.preference import (
     NUMBERS,
     answer_log_probs,
@@ -67,17 +52,17 @@ class PreferenceTraining:
     """Trains adapters or every parameter to prefer the chosen answers. `world`: this process's rank, device, mesh."""
 
     def __init__(self, cfg: Config, world: World):
-        check_output(cfg)
+        training.check_output(cfg)
         self.cfg, self.world, self.device, self.output = cfg, world, world.device, Path(cfg.output_dir)
         self.adapts = cfg.dpo.train == "lora"
-        self.source = find_model(cfg.model)
+        self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
         if self.adapts and cfg.lora.adapter:
             check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
 
     def setup_data(self) -> None:
         """Pairs: of item i row 2 i is the chosen answer, with its prompt, and row 2 i + 1 the rejected one."""
-        self.data = TrainingData(self.cfg, self.source, self.world)
+        self.data = training.TrainingData(self.cfg, self.source, self.world)
         check_pairs(self.data.rows, self.data.validation_rows)
 
     def setup_model(self) -> None:
@@ -109,9 +94,9 @@ class PreferenceTraining:
             if model is not None and self.source.folder:
                 load_weights(model, self.spec, self.source.folder)
             elif model is not None:
-                init_weights(model, derive_seed(seed, "model"), self.spec)
+                init_weights(model, training.derive_seed(seed, "model"), self.spec)
         if self.adapts:
-            init_adapters(self.model, derive_seed(seed, "adapters"))
+            init_adapters(self.model, training.derive_seed(seed, "adapters"))
             if self.cfg.lora.adapter:
                 load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter))
         if self.cfg.data.packing:
@@ -120,16 +105,16 @@ class PreferenceTraining:
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(self.cfg.optimizer, self.trained, self.device)
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.trained, self.device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; the reference is what was loaded."""
-        self.step = resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
 
     def describe(self) -> list[str]:
         """What the config comes to here: pairs, global batch, steps, bytes per rank, reference, FSDP units."""
         lines = self.data.report()
-        lines += derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        lines += training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
         if self.adapts:
             lines.append(describe_adapters(self.model, self.cfg.lora))
         return [*lines, describe_reference(self.cfg.dpo, self.reference), describe_units(self.model, self.units)]
@@ -161,7 +146,7 @@ class PreferenceTraining:
         reference = self.reference_answers(batch)
         return preference_loss(self.answers(self.model, batch), reference, self.cfg.dpo)
 
-    def train_step(self, batches: StepBatches) -> Step:
+    def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step; gradients are sums over ranks, so losses are divided by the pairs of the global batch."""
         sums = torch.zeros(len(NUMBERS), device=self.device, dtype=torch.float64)
         for batch in batches.micro_batches:
@@ -170,36 +155,30 @@ class PreferenceTraining:
             del loss
             sums += numbers
         means = self.world.all_reduce_sum(sums) / batches.items
-        grad_norm = clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world)
+        grad_norm = training.clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Step(means[0], grad_norm, preference_metrics(means))
+        return training.Step(means[0], grad_norm, preference_metrics(means))
 
     def validate(self) -> dict[str, float]:
         """The same numbers over all validation pairs."""
         return validation_preference(self.model, self.compare, self.data, self.world)
 
-    def save_state(self, step: int) -> Path:
-        """A resumable state, output_dir/state/step_N: what is trained, the optimizer, and where in the data we are."""
-        return save_run(self.cfg, step, self.model, self.optimizer, self.data, self.world)
-
     def train(self) -> None:
         """The loop over steps; at its end what was trained is on disk."""
         if self.cfg.checkpoint.save_model and not self.adapts:
             check_room(self.model, self.output / "model", self.world)
-        with TrainingLoop(self.cfg, self.world, self.optimizer, self.data.plan, done=self.step) as loop:
-            for batches in loop.steps(self.data.batches(self.step)):
-                loop.record(self.train_step(batches), batches)
-                loop.validate_if_due(self.validate)
-                loop.save_if_due(self.save_state)
+        with training.TrainingLoop(self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:
+            for batches in loop.steps():
+                loop.finish(self.train_step(batches), batches, self.validate)
             if self.cfg.checkpoint.save_model:
-                export = export_trained_adapter if self.adapts else export_trained_model
+                export = training.export_trained_adapter if self.adapts else training.export_trained_model
                 export(self.cfg, self.model, self.source, self.data, self.world)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
-    run_recipe(PreferenceTraining, parse_arguments(argv, Config))
+    training.run_recipe(PreferenceTraining, parse_arguments(argv, Config))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from recipe_lib import training
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
@@ -29,23 +30,6 @@ from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
-from recipe_lib.training import (
-    Step,
-    TrainingData,
-    TrainingLoop,
-    build_loss,
-    build_optimizer,
-    check_output,
-    clip_grad_norm,
-    derive_seed,
-    derived_numbers,
-    export_trained_model,
-    find_model,
-    resume_run,
-    run_recipe,
-    save_run,
-    validation_loss,
-)
 
 Config = FullFinetuneConfig
 
@@ -57,15 +41,15 @@ class FullFinetune:
         self.cfg, self.world, self.device = cfg, world, world.device
         self.output = Path(cfg.output_dir)
         self.step = 0  # optimizer steps that an earlier process has done
-        check_output(cfg)
+        training.check_output(cfg)
         # A broken checkpoint is noticed here, from its headers, before memory is taken.
-        self.source = find_model(cfg.model)
+        self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
-        self.loss_function = build_loss(cfg.loss)
+        self.loss_function = training.build_loss(cfg.loss)
 
     def setup_data(self) -> None:
         """Rows of tokens and labels. Which rows a step takes is a function of (seed, epoch, step) alone."""
-        self.data = TrainingData(self.cfg, self.source, self.world)
+        self.data = training.TrainingData(self.cfg, self.source, self.world)
 
     def setup_model(self) -> None:
         """The model, changed in the order in which memory is taken; its parameters have no values yet."""
@@ -82,73 +66,54 @@ class FullFinetune:
         if self.source.folder:
             load_weights(self.model, self.spec, self.source.folder)
         else:
-            init_weights(self.model, derive_seed(self.cfg.seed, "model"), self.spec)
+            init_weights(self.model, training.derive_seed(self.cfg.seed, "model"), self.spec)
         if self.cfg.data.packing:
             check_documents_apart(self.model, self.spec.vocab_size, self.device)
 
     def setup_optimizer(self) -> None:
         """The optimizer over this rank's shards; its states appear in the first step."""
-        self.optimizer = build_optimizer(self.cfg.optimizer, self.model.parameters(), self.device)
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.model.parameters(), self.device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one."""
-        self.step = resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
 
     def describe(self) -> list[str]:
         """What the config comes to here: rows, global batch, steps, bytes per rank, FSDP units."""
-        numbers = derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
         return [*self.data.report(), *numbers, describe_units(self.model, self.units)]
 
-    def train_step(self, batches: StepBatches) -> Step:
-        """One optimizer step. Gradients are sums over ranks, so every loss is divided by the global token count.
-
-        Gradients are reduced at every micro-batch: waiting for the last would keep them whole on every rank.
-        """
-        loss = torch.zeros((), device=self.device, dtype=torch.float64)
-        for batch in batches.micro_batches:
-            part = self.summed_loss(batch) / max(1, batches.trained_tokens)
-            part.backward()
-            loss = loss + part.detach()
-        grad_norm = clip_grad_norm(self.model.parameters(), self.cfg.clip_grad_norm, self.world)
+    def train_step(self, batches: StepBatches) -> training.Step:
+        """One optimizer step: forward and backward of each micro-batch, clipping, the optimizer."""
+        loss = training.sum_gradients(self.summed_loss, batches, self.device)
+        grad_norm = training.clip_grad_norm(self.model.parameters(), self.cfg.clip_grad_norm, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Step(self.world.all_reduce_sum(loss), grad_norm)
+        return training.Step(self.world.all_reduce_sum(loss), grad_norm)
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch; logits exist for one chunk of its tokens at a time."""
-        return self.model(
-            batch.tokens,
-            batch.positions,
-            batch.attention,
-            labels=batch.labels,
-            loss_chunks=self.cfg.memory.loss_chunks,
-            loss=self.loss_function,
-        )
+        chunks, loss = self.cfg.memory.loss_chunks, self.loss_function
+        return self.model(batch.tokens, batch.positions, batch.attention, batch.labels, chunks, loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""
-        return validation_loss(self.model, self.summed_loss, self.data, self.world)
-
-    def save_state(self, step: int) -> Path:
-        """A resumable state, output_dir/state/step_N: the model, the optimizer, and where in the data we are."""
-        return save_run(self.cfg, step, self.model, self.optimizer, self.data, self.world)
+        return training.validation_loss(self.model, self.summed_loss, self.data, self.world)
 
     def train(self) -> None:
         """The loop: rows, step, log, validation, state; ends with the exported model, or with a state if stopped."""
         if self.cfg.checkpoint.save_model:
             check_room(self.model, self.output / "model", self.world)
-        with TrainingLoop(self.cfg, self.world, self.optimizer, self.data.plan, done=self.step) as loop:
-            for batches in loop.steps(self.data.batches(self.step)):
-                loop.record(self.train_step(batches), batches)
-                loop.validate_if_due(self.validate)
-                loop.save_if_due(self.save_state)
+        with training.TrainingLoop(self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:
+            for batches in loop.steps():
+                loop.finish(self.train_step(batches), batches, self.validate)
             if self.cfg.checkpoint.save_model:
-                export_trained_model(self.cfg, self.model, self.source, self.data, self.world)
+                training.export_trained_model(self.cfg, self.model, self.source, self.data, self.world)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
-    run_recipe(FullFinetune, parse_arguments(argv, Config))
+    training.run_recipe(FullFinetune, parse_arguments(argv, Config))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from recipe_lib import training
 from recipe_lib.adapters import adapter_parameters, add_adapters, describe_adapters, init_adapters
 from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
@@ -30,23 +31,6 @@ from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
-from recipe_lib.training import (
-    Step,
-    TrainingData,
-    TrainingLoop,
-    build_loss,
-    build_optimizer,
-    check_output,
-    clip_grad_norm,
-    derive_seed,
-    derived_numbers,
-    export_trained_adapter,
-    find_model,
-    resume_run,
-    run_recipe,
-    save_run,
-    validation_loss,
-)
 
 Config = LoraFinetuneConfig
 
@@ -57,17 +41,17 @@ class LoraFinetune:
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
         self.output = Path(cfg.output_dir)
-        check_output(cfg)
-        self.source = find_model(cfg.model)
+        training.check_output(cfg)
+        self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
         self.step = 0  # optimizer steps that an earlier process has done
         if cfg.lora.adapter:
             check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
-        self.loss_function = build_loss(cfg.loss)
+        self.loss_function = training.build_loss(cfg.loss)
 
     def setup_data(self) -> None:
         """Rows of tokens and labels."""
-        self.data = TrainingData(self.cfg, self.source, self.world)
+        self.data = training.TrainingData(self.cfg, self.source, self.world)
 
     def setup_model(self) -> None:
         """Frozen weights with adapters beside them, before there is memory for either."""
@@ -87,8 +71,8 @@ class LoraFinetune:
         if self.source.folder:
             load_weights(model, self.spec, self.source.folder)
         else:
-            init_weights(model, derive_seed(cfg.seed, "model"), self.spec)
-        init_adapters(model, derive_seed(cfg.seed, "adapters"))
+            init_weights(model, training.derive_seed(cfg.seed, "model"), self.spec)
+        init_adapters(model, training.derive_seed(cfg.seed, "adapters"))
         if cfg.lora.adapter:
             load_adapter(model, self.spec, Path(cfg.lora.adapter))
         if cfg.data.packing:
@@ -96,15 +80,15 @@ class LoraFinetune:
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""
-        self.optimizer = build_optimizer(self.cfg.optimizer, self.adapters.values(), self.device)
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.adapters.values(), self.device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no frozen weights."""
-        self.step = resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
 
     def describe(self) -> list[str]:
         """What the config comes to here: rows, global batch, steps, bytes per rank, adapters, FSDP units."""
-        numbers = derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
         shape = [describe_adapters(self.model, self.cfg.lora), describe_units(self.model, self.units)]
         return self.data.report() + numbers + shape
 
@@ -113,42 +97,32 @@ class LoraFinetune:
         inputs, chunks = (batch.tokens, batch.positions, batch.attention), self.cfg.memory.loss_chunks
         return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=self.loss_function)
 
-    def train_step(self, batches: StepBatches) -> Step:
-        """One optimizer step over the adapters; gradients are sums over ranks, so losses are per trained token."""
-        loss = torch.zeros((), device=self.device, dtype=torch.float64)
-        for batch in batches.micro_batches:
-            part = self.summed_loss(batch) / max(1, batches.trained_tokens)
-            part.backward()
-            loss = loss + part.detach()
-        grad_norm = clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return Step(self.world.all_reduce_sum(loss), grad_norm)
-
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""
-        return validation_loss(self.model, self.summed_loss, self.data, self.world)
+        return training.validation_loss(self.model, self.summed_loss, self.data, self.world)
 
-    def save_state(self, step: int) -> Path:
-        """A resumable state, output_dir/state/step_N: the adapters, the optimizer, and where in the data we are."""
-        return save_run(self.cfg, step, self.model, self.optimizer, self.data, self.world)
+    def train_step(self, batches: StepBatches) -> training.Step:
+        """One optimizer step over the adapters."""
+        loss = training.sum_gradients(self.summed_loss, batches, self.device)
+        grad_norm = training.clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return training.Step(self.world.all_reduce_sum(loss), grad_norm)
 
     def train(self) -> None:
         """The loop; it ends with the adapter on disk, or with a state if the run was stopped."""
         if self.cfg.lora.merge:
             check_room(self.model, self.output / "model", self.world)
-        with TrainingLoop(self.cfg, self.world, self.optimizer, self.data.plan, done=self.step) as loop:
-            for batches in loop.steps(self.data.batches(self.step)):
-                loop.record(self.train_step(batches), batches)
-                loop.validate_if_due(self.validate)
-                loop.save_if_due(self.save_state)
+        with training.TrainingLoop(self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:
+            for batches in loop.steps():
+                loop.finish(self.train_step(batches), batches, self.validate)
             if self.cfg.checkpoint.save_model:
-                export_trained_adapter(self.cfg, self.model, self.source, self.data, self.world)
+                training.export_trained_adapter(self.cfg, self.model, self.source, self.data, self.world)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
-    run_recipe(LoraFinetune, parse_arguments(argv, Config))
+    training.run_recipe(LoraFinetune, parse_arguments(argv, Config))
 
 
 if __name__ == "__main__":

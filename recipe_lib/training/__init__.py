@@ -3,12 +3,12 @@
 from recipe_lib.training.clipping import clip_grad_norm
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.exports import export_trained_adapter, export_trained_model
-from recipe_lib.training.loop import Step, TrainingLoop
+from recipe_lib.training.loop import Step, TrainingLoop, sum_gradients
 from recipe_lib.training.losses import build_loss
 from recipe_lib.training.numbers import derived_numbers
 from recipe_lib.training.optimizers import build_optimizer
 from recipe_lib.training.output import check_output
-from recipe_lib.training.resume import resume_run, save_run
+from recipe_lib.training.resume import resume_run
 from recipe_lib.training.run import run_recipe
 from recipe_lib.training.seeds import derive_seed
 from recipe_lib.training.source import ModelSource, find_model
@@ -30,6 +30,6 @@ __all__ = [
     "find_model",
     "resume_run",
     "run_recipe",
-    "save_run",
+    "sum_gradients",
     "validation_loss",
 ]

@@ -1,27 +1,28 @@
 """The loop around a recipe's training step: learning rate, records, when to validate and to save, how it may end."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import StepBatches
+from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import DivergedError, StoppedAndSaved
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
+from recipe_lib.training.data import TrainingData
 from recipe_lib.training.metrics import step_metrics
 from recipe_lib.training.optimizers import set_learning_rate
+from recipe_lib.training.resume import save_run
 from recipe_lib.training.run_log import RunLog
 from recipe_lib.training.schedules import learning_rate
 from recipe_lib.training.stop import StopSignal
 
 if TYPE_CHECKING:
-    from recipe_lib.data import DataPlan
     from recipe_lib.parallel.world import World
 
 
@@ -34,25 +35,46 @@ class Step:
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def sum_gradients(
+    summed_loss: Callable[[Batch], torch.Tensor], batches: StepBatches, device: torch.device
+) -> torch.Tensor:
+    """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, on the device.
+
+    Gradients are sums over ranks, so every loss is divided by the trained tokens of the whole global step. They are
+    reduced at every micro-batch: waiting for the last would keep them whole on every rank.
+    """
+    loss = torch.zeros((), device=device, dtype=torch.float64)
+    for batch in batches.micro_batches:
+        part = summed_loss(batch) / max(1, batches.trained_tokens)
+        part.backward()
+        loss = loss + part.detach()
+    return loss
+
+
 class TrainingLoop:
     """The steps of a run, one after the other; every rank goes through the same calls.
 
-    with TrainingLoop(cfg, world, optimizer, plan, done=step) as loop:
-        for batches in loop.steps(batches_of_the_run):
-            loop.record(train_step(batches), batches)
-            loop.validate_if_due(validate)
-            loop.save_if_due(save_state)
+    with TrainingLoop(cfg, world, model, optimizer, data, done=step) as loop:
+        for batches in loop.steps():
+            loop.finish(train_step(batches), batches, validate)
 
     step: optimizer steps done. Out of memory inside the block becomes one line with the levers that are left.
     """
 
     def __init__(
-        self, cfg: FullFinetuneConfig, world: "World", optimizer: Optimizer, plan: "DataPlan", *, done: int
+        self,
+        cfg: FullFinetuneConfig,
+        world: "World",
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: TrainingData,
+        *,
+        done: int,
     ) -> None:
-        """plan: which rows a step takes. done: steps that an earlier process has trained."""
+        """done: steps that an earlier process has trained."""
         self.step = done
-        self.total_steps = plan.total_steps(cfg.epochs, cfg.max_steps)
-        self._cfg, self._world, self._optimizer, self._plan = cfg, world, optimizer, plan
+        self.total_steps = data.total_steps
+        self._cfg, self._world, self._model, self._optimizer, self._data = cfg, world, model, optimizer, data
         self._peak = PeakMemory(world.device)
         self._began = 0.0
 
@@ -69,9 +91,9 @@ class TrainingLoop:
             self._log.close("done")
         return self._stack.__exit__(*exception)
 
-    def steps(self, batches: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        """The batches of the steps that are left, each when its learning rate is set; `record` ends a step."""
-        source = iter(batches)
+    def steps(self) -> Iterator[StepBatches]:
+        """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step."""
+        source = self._data.batches(self.step)
         while self.step < self.total_steps:
             self._began = time.perf_counter()
             self._peak.reset()
@@ -79,7 +101,25 @@ class TrainingLoop:
             set_learning_rate(self._optimizer, self._lr)
             yield next(source)
 
-    def record(self, step: Step, batches: StepBatches) -> None:
+    def finish(self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]) -> None:
+        """Records a step, then validates and saves where that is due.
+
+        validate: gives the numbers of a validation: at each `validation.every_steps`-th step, else at the end of each
+        epoch, and after the last. Raises DivergedError if loss or gradient are not finite; StoppedAndSaved once any
+        rank was told to stop.
+        """
+        self._record(step, batches)
+        if self._validation_is_due():
+            self._log.validation({"step": self.step} | dict(validate()))
+        stopped = self._stop.agreed(self._world)
+        every = self._cfg.checkpoint.save_every_steps
+        if stopped or (every is not None and (self.step % every == 0 or self.step == self.total_steps)):
+            path = save_run(self._cfg, self.step, self._model, self._optimizer, self._data, self._world)
+        if stopped:
+            self._log.close("stopped")
+            raise StoppedAndSaved(f"stopped after step {self.step}; go on with resume=latest ({path})")
+
+    def _record(self, step: Step, batches: StepBatches) -> None:
         """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""
         loss, grad_norm = step.loss.item(), step.grad_norm.item()  # the one place that waits for the device
         self.step += 1
@@ -104,27 +144,12 @@ class TrainingLoop:
             )
 
     def _epochs_done(self) -> float:
-        epoch, steps = self._plan.locate(self.step)
-        return epoch + steps / self._plan.steps(epoch)
+        epoch, steps = self._data.plan.locate(self.step)
+        return epoch + steps / self._data.plan.steps(epoch)
 
-    def validate_if_due(self, validate: Callable[[], Mapping[str, float]]) -> None:
-        """Calls it and writes its numbers at each `validation.every_steps`-th step, else at the end of each epoch, and
-        after the last step."""
+    def _validation_is_due(self) -> bool:
         if self._cfg.validation.source is None:
-            return
+            return False
         every = self._cfg.validation.every_steps
-        due = self.step % every == 0 if every else self._plan.locate(self.step)[1] == 0
-        if due or self.step == self.total_steps:
-            self._log.validation({"step": self.step} | dict(validate()))
-
-    def save_if_due(self, save: Callable[[int], Path]) -> None:
-        """Calls it with the step at each `checkpoint.save_every_steps`-th, after the last, and once any rank was told
-        to stop; then it raises StoppedAndSaved."""
-        stopped = self._stop.agreed(self._world)
-        every = self._cfg.checkpoint.save_every_steps
-        due = every is not None and (self.step % every == 0 or self.step == self.total_steps)
-        if due or stopped:
-            path = save(self.step)
-        if stopped:
-            self._log.close("stopped")
-            raise StoppedAndSaved(f"stopped after step {self.step}; go on with resume=latest ({path})")
+        due = self.step % every == 0 if every else self._data.plan.locate(self.step)[1] == 0
+        return due or self.step == self.total_steps

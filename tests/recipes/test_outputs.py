@@ -309,7 +309,7 @@ def own_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (folder / "mine.py").read_text()
     for before, after in {
         "\nConfig = FullFinetuneConfig\n": OWN_CONFIG,
-        "part = self.summed_loss(batch)": "part = self.cfg.loss_scale * self.summed_loss(batch)",
+        "return self.model(batch.tokens": "return self.cfg.loss_scale * self.model(batch.tokens",
     }.items():
         assert text.count(before) == 1
         text = text.replace(before, after)
