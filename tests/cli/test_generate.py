@@ -237,6 +237,8 @@ def test_a_reader_that_leaves_and_an_interrupt(tmp_path: Path):
     folder = write_model(tmp_path / "long", positions=100_000)
     words = [*TUNE, "generate", str(folder), "--raw", "--prompt", "x", "--max-new-tokens", "90000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "env": environment()}
+    # A shell that runs the tests in the background has them, and so these, ignore the signal.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     leaving, interrupted = subprocess.Popen(words, **pipes), subprocess.Popen(words, **pipes)
     assert leaving.stdout is not None and interrupted.stdout is not None
     assert os.read(leaving.stdout.fileno(), 1) and os.read(interrupted.stdout.fileno(), 1)
