@@ -6,7 +6,7 @@ from recipe_lib.data.checks import check_vocabulary, warn_of_positions
 from recipe_lib.data.dataset import Dataset, Row
 from recipe_lib.data.leaks import check_documents_apart
 from recipe_lib.data.loader import step_batches
-from recipe_lib.data.order import DataPlan, global_rows, steps_per_epoch
+from recipe_lib.data.order import DataPlan
 from recipe_lib.data.packing import Packs, pack
 from recipe_lib.data.templates import render_prompt
 
@@ -21,13 +21,11 @@ __all__ = [
     "build_validation_dataset",
     "check_documents_apart",
     "check_vocabulary",
-    "global_rows",
     "make_step",
     "pack",
     "prepare_data",
     "render_prompt",
     "step_batches",
-    "steps_per_epoch",
     "validation_steps",
     "warn_of_positions",
 ]

@@ -8,7 +8,6 @@ elsewhere. Two equal numbers, one chance in 10^7 for a million rows, keep file o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -19,24 +18,6 @@ from recipe_lib.errors import DataError
 # Numbers of one key that are independent of each other: the highest word of Philox' counter.
 _ORDER, _SHARES, _PACKS = 0, 1, 2
 _EPOCHS_KEPT = 2
-
-
-def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
-    """Optimizer steps in an epoch; the rows left over are not used in it. Raises DataError if there is not one."""
-    return _steps(num_rows, rows_per_step, f"data.source: found {num_rows} usable rows")
-
-
-def global_rows(num_rows: int, seed: int, epoch: int, step: int, rows_per_step: int, shuffle: bool) -> np.ndarray:
-    """Row numbers, int64 `[rows_per_step]`, of step `step` (from 0) of epoch `epoch` (from 0), over all ranks.
-
-    The same number twice is impossible within an epoch. shuffle false: file order in every epoch.
-    """
-    if not 0 <= step < num_rows // rows_per_step:
-        raise ValueError(f"step {step} is not in an epoch of {num_rows // rows_per_step} steps")
-    start, end = step * rows_per_step, (step + 1) * rows_per_step
-    if not shuffle:
-        return np.arange(start, end, dtype=np.int64)
-    return _epoch_order(num_rows, seed, epoch)[start:end].copy()
 
 
 class Items(Protocol):
@@ -218,13 +199,6 @@ def _steps(slots: int, slots_per_step: int, found: str) -> int:
             "(batch_size x gradient_accumulation_steps x ranks); lower batch_size or gradient_accumulation_steps"
         )
     return slots // slots_per_step
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    order = _drawn_order(num_rows, seed, epoch, _ORDER)
-    order.flags.writeable = False
-    return order
 
 
 def _drawn_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from recipe_lib.config.schema import DataConfig
-from recipe_lib.data import DataPlan, Dataset, build_dataset, global_rows, make_step, validation_steps
+from recipe_lib.data import DataPlan, Dataset, build_dataset, make_step, validation_steps
 from recipe_lib.data.report import DataReport
 from recipe_lib.models import build_meta, init_weights
+from tests.data.plans import global_rows
 from tests.parallel.small_models import small_spec
 
 PAD = 5  # a token like any other, on purpose
@@ -68,7 +69,7 @@ def test_padding_is_on_the_right_and_has_no_labels(dataset):
     assert batch.tokens.shape == batch.labels.shape == (4, max(dataset.lengths[:4]))
     for at, length in enumerate(dataset.lengths[:4]):
         assert (batch.tokens[at, length:] == PAD).all() and (batch.labels[at, length:] == -100).all()
-        assert (batch.tokens[at, :length] == torch.from_numpy(dataset[at].tokens)).all()
+        assert (batch.tokens[at, :length] == torch.from_numpy(dataset[at].tokens.copy())).all()
 
 
 def test_a_token_that_is_the_pad_id_is_trained(dataset):

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_lib.data import DataPlan, global_rows, make_step, steps_per_epoch
+from recipe_lib.data import DataPlan, make_step
 from recipe_lib.data.dataset import Row
 from recipe_lib.errors import DataError
+from tests.data.plans import OneSource, global_rows
 
 
 def epoch(num_rows: int, seed: int, number: int, per_step: int, shuffle: bool = True) -> np.ndarray:
-    steps = steps_per_epoch(num_rows, per_step)
-    return np.concatenate([global_rows(num_rows, seed, number, step, per_step, shuffle) for step in range(steps)])
+    plan = DataPlan(OneSource(num_rows), seed=seed, slots_per_step=per_step, shuffle=shuffle)
+    first = number * plan.steps(0)
+    return np.concatenate([slot for step in range(plan.steps(0)) for slot in plan.slots(first + step)])
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,14 +79,9 @@ def test_all_orders_are_about_equally_likely():
 def test_fewer_rows_than_a_step_takes():
     line = r"found 7 usable rows, expected at least 8 for one step .* lower batch_size or gradient_accumulation_steps"
     with pytest.raises(DataError, match=line):
-        steps_per_epoch(7, 8)
-    assert steps_per_epoch(8, 8) == steps_per_epoch(15, 8) == 1
-
-
-@pytest.mark.parametrize("step", [-1, 2])
-def test_a_step_outside_of_the_epoch_is_our_mistake(step):
-    with pytest.raises(ValueError, match="is not in an epoch of 2 steps"):
-        global_rows(17, 0, 0, step, 8, True)
+        global_rows(7, 0, 0, 0, 8, True)
+    for rows in (8, 15):
+        assert DataPlan(OneSource(rows), seed=0, slots_per_step=8, shuffle=True).steps(0) == 1
 
 
 @dataclass
@@ -130,8 +127,9 @@ def test_a_plan_without_packing_and_weights_is_the_order_of_rows(seed, shuffle):
     plan = plan_of(some_items(103), 10, seed, shuffle)
     assert plan.steps(0) == plan.steps(7) == 10
     for step in (0, 9, 10, 25, 39, 3):
-        expected = global_rows(103, seed, step // 10, step % 10, 10, shuffle)
-        assert np.concatenate(plan.slots(step)).tolist() == expected.tolist()
+        words = [word for counter in range(1, 27) for word in philox(counter, (seed, step // 10))]
+        order = sorted(range(103), key=lambda row: words[row]) if shuffle else list(range(103))
+        assert np.concatenate(plan.slots(step)).tolist() == order[step % 10 * 10 :][:10]
         assert all(slot.shape == (1,) for slot in plan.slots(step)) and plan.row_length(step) is None
 
 

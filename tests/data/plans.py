@@ -1,0 +1,30 @@
+"""The rows of a step as one list, for tests that need no more of a plan."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recipe_lib.data import DataPlan
+
+
+@dataclass(frozen=True)
+class OneSource:
+    """So many rows of one token each."""
+
+    rows: int
+    group: int = 1
+    weights: tuple[float, ...] = (1.0,)
+
+    @property
+    def item_lengths(self) -> np.ndarray:
+        return np.ones(self.rows, dtype=np.int64)
+
+    @property
+    def source_of(self) -> np.ndarray:
+        return np.zeros(self.rows, dtype=np.int16)
+
+
+def global_rows(num_rows: int, seed: int, epoch: int, step: int, rows_per_step: int, shuffle: bool) -> np.ndarray:
+    """Row numbers of step `step` (from 0) of epoch `epoch` (from 0), over all ranks."""
+    plan = DataPlan(OneSource(num_rows), seed=seed, slots_per_step=rows_per_step, shuffle=shuffle)
+    return np.concatenate(plan.slots(epoch * plan.steps(0) + step))
