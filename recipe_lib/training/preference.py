@@ -4,7 +4,7 @@ With w and l for the chosen and the rejected answer, p the model and q the refer
 
     reward r = beta * (log p - log q)                        of a whole answer: the sum over its trained tokens
     sigmoid    -log sigmoid(r_w - r_l)                       DPO, arXiv 2305.18290
-    cdpo       (1 - e) * sigmoid(r_w - r_l) + e * sigmoid(r_l - r_w), with e = label_smoothing
+    cdpo       -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w), with e = label_smoothing
     ipo        ((r_w - r_l) / beta - 1 / (2 beta))^2         arXiv 2310.12036; with means over tokens in place of sums
     simpo      -log sigmoid(r_w - r_l - margin)              arXiv 2405.14734; with means, and q = 1
 

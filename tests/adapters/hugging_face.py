@@ -12,7 +12,22 @@ from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, read_config, spec_from_config
-from tests.adapters.adapted import move_adapters
+from tests.adapters.adapted import EVERYWHERE, move_adapters
+
+# Kinds of adapters that PEFT and we must agree on: what differs from `config`.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {"targets": ["q", "v"]},
+    "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
+    "dora": {"dora": True},
+    "embedding": {"targets": ["embedding"]},
+    "head": {"targets": ["head"]},
+    "everywhere": {"targets": EVERYWHERE, "dora": True},
+}
+
+
+def config(**changes: Any) -> LoraConfig:
+    return LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))
+
 
 MOVED = 0.05
 TINY: dict[str, dict[str, Any]] = {

@@ -17,22 +17,8 @@ from recipe_lib.checkpoint.ranks import SingleRank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.parallel import start_world
-from tests.adapters.adapted import EVERYWHERE
-from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, theirs, tiny_folder
+from tests.adapters.hugging_face import VARIANTS, config, difference, ours, plain, save_with_peft, theirs, tiny_folder
 from tests.distributed.ranks import run_ranks
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "lora": {"targets": ["q", "v"]},
-    "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
-    "dora": {"dora": True},
-    "embedding": {"targets": ["embedding"]},
-    "head": {"targets": ["head"]},
-    "everywhere": {"targets": EVERYWHERE, "dora": True},
-}
-
-
-def config(**changes: Any) -> LoraConfig:
-    return LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))
 
 
 def trained(folder: Path, cfg: LoraConfig, out: Path, dtype: torch.dtype = torch.float32) -> Any:

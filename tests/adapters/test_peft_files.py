@@ -16,22 +16,9 @@ from recipe_lib.checkpoint.ranks import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.models import read_config, spec_from_config
 from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
-from tests.adapters.hugging_face import difference, ours, save_with_peft, tiny_folder, with_peft
+from tests.adapters.hugging_face import VARIANTS, config, difference, ours, save_with_peft, tiny_folder, with_peft
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_spec
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "lora": {"targets": ["q", "v"]},
-    "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
-    "dora": {"dora": True},
-    "embedding": {"targets": ["embedding"]},
-    "head": {"targets": ["head"]},
-    "everywhere": {"targets": EVERYWHERE, "dora": True},
-}
-
-
-def config(**changes: Any) -> LoraConfig:
-    return LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))
 
 
 def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> Path:
