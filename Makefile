@@ -7,6 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 OUTPUT ?= outputs/demo
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format types docs clean
@@ -31,8 +32,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo/run.sh $(OUTPUT)
 
+# A file's tests stay in one process, which makes their fixtures once; in order, long files do not come last.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss, move_adapters
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.gathered import gathered_bytes
 from tests.parallel.small_models import gradients, small_batch, small_spec
 
@@ -84,6 +84,7 @@ def test_compiled_checkpointed_and_sharded() -> None:
     reference = {(True, True): kept(small_spec(tied=True, layers=LAYERS), lora)}
     memory = MemoryConfig(activation_checkpointing="full")
     setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), memory, compiler="aot_eager")
+    import_compiler()
     for error in run_ranks(lambda: worst_difference(True, setting, reference), 2):
         assert error < 1e-11
 

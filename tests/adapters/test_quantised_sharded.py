@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantised import QuantisedLinear, dequantised
 from recipe_lib.checkpoint import weights_in
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
@@ -24,7 +24,7 @@ from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel import World, compile_layers, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.memory.live_bytes import LiveBytes
 
 ROWS, LENGTH, STEPS = 4, 16, 6
@@ -116,6 +116,9 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
 def test_two_ranks_lose_what_one_does(realdata: Path, cfg: LoraFinetuneConfig) -> None:
     folder = realdata / "stories260K-hf"
     text = rows_of_text(realdata)
+    dequantised(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
+    if cfg.compile:
+        import_compiler()
     (alone,) = run_ranks(losses, 1, folder, config(cfg.lora.quantize, dora=cfg.lora.dora), text)
     first, second = run_ranks(losses, 2, folder, cfg, text)
     assert first == second and alone[-1] < alone[0] - 0.3

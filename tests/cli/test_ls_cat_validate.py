@@ -8,6 +8,7 @@ import pytest
 from recipe_lib.cli.main import main
 from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.config.places import find_config, find_recipe, list_configs, list_recipes
+from recipe_lib.config.suggest import show
 from tests.cli.commands import tune
 
 CONFIG = "llama3/8B_full"
@@ -137,7 +138,7 @@ def test_validate_against_a_recipe_that_is_none(text: str, line: str, tmp_path: 
     recipe.write_text(text)
     code, out, err = run(capsys, "validate", CONFIG, "--recipe", recipe)
     assert (code, out) == (2, "")
-    assert err.startswith(f"error: {recipe}:")
+    assert err.startswith(f"error: {show(str(recipe))}:")
     assert line in err or "was never closed" in err
     assert err.count("\n") == 1
 

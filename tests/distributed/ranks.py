@@ -138,6 +138,13 @@ def _reason(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> s
     return f"{why}\n{printed}".rstrip()
 
 
+def import_compiler() -> None:
+    """Compiles something, so that ranks that compile are forks of a process with all of the compiler imported."""
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
+    torch.compile(layer, backend="aot_eager")(torch.ones(1, 2)).sum().backward()
+    torch._dynamo.reset()
+
+
 def free_port() -> int:
     """A port that nobody listens on at the moment."""
     with socket.socket() as probe:

@@ -1,6 +1,7 @@
 """Small decoders and batches for the tests of sharding and checkpointing, and the loss of a plain one in float64."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ def small_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
+@cache
 def plain_gradients(spec: DecoderSpec, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, Tensor]]:
     """Mean loss of the small batch and gradients by name, of a model that is neither sharded nor checkpointed."""
     model = build_meta(spec, dtype).to_empty(device="cpu")

@@ -15,7 +15,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.parallel import Unit, World, apply, compile_layers, materialize, shard_model, start_world
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.gathered import GatheredPeak, gathered_bytes
 from tests.parallel.small_models import (
@@ -122,6 +122,7 @@ def test_hybrid_sharding_on_two_by_two_ranks(tied: bool) -> None:
 
 def test_compiled_layers_checkpointed_and_sharded() -> None:
     cases = [(True, {"wrapping": "memory_efficient"}, {"activation_checkpointing": "selective"})]
+    import_compiler()
     for errors in run_ranks(worst_gradients, 2, cases, "aot_eager"):
         assert max(errors) < 1e-12
 

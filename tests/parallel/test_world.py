@@ -1,5 +1,6 @@
 """The world: environment, mesh, and errors that all ranks end with."""
 
+import json
 import os
 import subprocess
 import sys
@@ -188,65 +189,84 @@ def test_an_error_of_our_own_keeps_its_traceback_and_ends_all_ranks() -> None:
         run_ranks(work, 2, timeout=30)
 
 
+# A process for each case, that ends as any other does: the import of torch alone is done once for all of them.
 PROGRAM = """
-import sys
+import json, os, sys
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import DataError, exit_code_of
 from recipe_lib.parallel.world import start_world
 
 def main():
     with start_world(FullFinetuneConfig(device="cpu")) as world:
-        if sys.argv[1] == "together":
+        if case == "together":
             with world.raise_together():
                 if world.rank == 1:
                     raise DataError("rows.jsonl:7: no answer")
-        if sys.argv[1] == "bug":
+        if case == "bug":
             with world.raise_together():
                 if world.rank == 1:
                     raise ZeroDivisionError("a bug of ours")
         raise DataError("rows.jsonl:9: every rank says so")
 
-sys.exit(exit_code_of(main))
+for case, port in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if child == 0:
+        os.environ["MASTER_PORT"] = str(port)
+        os.dup2(os.open(f"{case}.{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+        sys.exit(exit_code_of(main))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+Launched = dict[str, tuple[list[int], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Exit codes of two processes with torchrun's environment, and what they print, by case; rank 0 holds the store."""
+    folder = tmp_path_factory.mktemp("launched")
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    common = os.environ | {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    ports = {case: free_port() for case in ("together", "each", "bug")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), json.dumps(ports)],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    codes = [process.communicate(timeout=180)[0].split() for process in processes]
+    assert [len(of_rank) for of_rank in codes] == [3, 3]
+    return {
+        case: (
+            [int(of_rank[number]) for of_rank in codes],
+            [(folder / f"{case}.{rank}").read_text() for rank in range(2)],
+        )
+        for number, case in enumerate(ports)
+    }
 
 
 @pytest.mark.parametrize(
     ("case", "lines"),
     [("together", ["error: rows.jsonl:7: no answer"]), ("each", ["error: rows.jsonl:9: every rank says so"])],
 )
-def test_two_processes_print_a_fault_once(tmp_path: Path, case: str, lines: list[str]) -> None:
-    codes, printed = launch_two(tmp_path, case)
+def test_two_processes_print_a_fault_once(launched: Launched, case: str, lines: list[str]) -> None:
+    codes, printed = launched[case]
     assert codes == [2, 2]
     assert sorted(line for text in printed for line in text.splitlines()) == lines
     if case == "together":
         assert printed[1] == ""
 
 
-def test_two_processes_do_not_hang_on_a_bug(tmp_path: Path) -> None:
-    codes, printed = launch_two(tmp_path, "bug")
+def test_two_processes_do_not_hang_on_a_bug(launched: Launched) -> None:
+    codes, printed = launched["bug"]
     assert codes[1] == 1 and "ZeroDivisionError: a bug of ours" in printed[1]
     assert codes[0] == 1 and "RuntimeError: rank 1 failed: ZeroDivisionError: a bug of ours" in printed[0]
-
-
-def launch_two(tmp_path: Path, case: str) -> tuple[list[int], list[str]]:
-    """Two processes with torchrun's environment; rank 0 holds the store."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    common = os.environ | {
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), case],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=90)[1] for process in processes]
-    return [process.returncode for process in processes], printed
 
 
 def test_world_is_plain_data() -> None:

@@ -15,7 +15,7 @@ import torch
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.errors import STORAGE
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import LORA, ROOT, furthest, metrics, recipe_module, run_here
 
 STEPS = 3
@@ -124,6 +124,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str
 
     bases = [(kind, packed) for kind in KINDS for packed in (False, True) if not (packed and kind.alone)]
     keys: list[Any] = list(bases)
+    import_compiler()
     found = dict(zip(keys, run_ranks(train_all, 1, 1)[0], strict=True))
     for ranks in (2, 4):
         keys = [case for case in CASES if case[2] == ranks]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import DpoFinetuneConfig
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import DPO, ROOT, metrics, recipe_module, run_here
 
 STEPS = 3
@@ -109,6 +109,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str
         module.compile_layers = functools.partial(module.compile_layers, backend="eager")
         return [train(folder, kind, lever, ranks) for kind, lever in cases]
 
+    import_compiler()
     alone = [(kind, lever) for kind in KINDS for lever in ((), ("data.packing=true",))] + [COMPILED]
     together = [(kind, lever) for kind in KINDS for lever in LEVERS]
     found: dict[Any, list[dict[str, Any]]] = {}

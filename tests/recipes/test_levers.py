@@ -1,7 +1,8 @@
 """Every lever, and every pair of levers, either gives the losses of the plain run or is refused with a reason.
 
-One table says which keys are levers and with which values they are tried; the pairs are made from it. A key that the
-schema gains is in the table, or among those that are said not to be levers, or a test here fails.
+One table says which keys are levers and with which values they are tried; the runs are made from it: each value alone,
+each pair that is refused alone, and few runs of many levers at once, in which all other pairs of values meet. A key
+that the schema gains is in the table, or among those that are said not to be levers, or a test here fails.
 """
 
 import functools
@@ -20,12 +21,14 @@ from torch.nn import functional as F
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.registry import BUILT_IN, register
 from recipe_lib.config.schema import FullFinetuneConfig
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import ROOT, arguments, furthest, metrics, recipe_module, run_here
 
 STEPS = 2
 ROWS = 8  # rows of a step, over all ranks
 LOSS = "smoothed_for_tests"
+MOST = 8  # levers of one run: if all were in all runs, one that hides what another does would hide it everywhere
+FINE = 1e-6  # tolerance where nothing is rounded but sums in another order
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Setting:
     lever: str
     overrides: tuple[str, ...]
     changes_results: bool = False
-    tolerance: float = 1e-6
+    tolerance: float = FINE
     ranks: int = 2
 
     def __str__(self) -> str:
@@ -50,18 +53,20 @@ class Setting:
         return {override.partition("=")[0] for override in self.overrides}
 
 
-def _same(lever: str, *overrides: str, tolerance: float = 1e-6, ranks: int = 2) -> Setting:
+def _same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
     return Setting(lever, overrides, tolerance=tolerance, ranks=ranks)
 
 
-def _other(lever: str, *overrides: str, tolerance: float = 1e-6) -> Setting:
+def _other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
     return Setting(lever, overrides, changes_results=True, tolerance=tolerance)
 
 
 # bf16 keeps 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into the losses.
 BF16 = 1e-2
 
+COMPILE = _same("compile", "compile=true")
 LEVERS = [
+    COMPILE,
     _same("wrapping", "parallel.wrapping=layers"),
     _same("wrapping", "parallel.wrapping=memory_efficient"),
     _same("wrapping", "parallel.wrapping=[model.layers.*, model.layers.*.mlp, lm_head]"),
@@ -75,7 +80,6 @@ LEVERS = [
     _same("offload", "memory.cpu_offload=true"),
     _same("loss chunks", "memory.loss_chunks=5"),
     _same("accumulation", "gradient_accumulation_steps=2"),
-    _same("compile", "compile=true"),
     _same("kernels", "optimizer.implementation=single"),
     _same("kernels", "optimizer.implementation=foreach"),
     _same("kernels", "optimizer.implementation=fused"),
@@ -143,17 +147,58 @@ SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
 
 
 def pairs() -> list[Settings]:
-    """One for each pair of levers. A lever of several values takes them in turn, so that each meets many others."""
-    names = list(dict.fromkeys(setting.lever for setting in LEVERS))
-    values = {name: [setting for setting in LEVERS if setting.lever == name] for name in names}
-    return [
-        (values[a][names.index(b) % len(values[a])], values[b][names.index(a) % len(values[b])])
-        for a, b in combinations(names, 2)
-    ]
+    """Every two values of different levers."""
+    return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
 
 
-PAIRS = pairs()
+def met(row: Settings) -> set[Settings]:
+    """The pairs that a run of these settings says something about.
+
+    Those that its tolerance is not too wide for. Compiling takes seconds, so that few runs do, of all levers that can
+    be together: they say something about compiling alone.
+    """
+    widest, compiled = max(setting.tolerance for setting in row), COMPILE in row
+    return {
+        pair
+        for pair in combinations(row, 2)
+        if max(setting.tolerance for setting in pair) == widest and (COMPILE in pair) == compiled
+    }
+
+
+def together() -> list[Settings]:
+    """Runs of several levers, so that every pair that is not refused is met by one of them (a covering array).
+
+    Each begins with a pair that none has met yet; then the setting joins that meets most new pairs, if there is one
+    and the run is not refused for it.
+    """
+    rows: list[Settings] = []
+    left = dict.fromkeys(pair for pair in pairs() if not refusal(pair))  # in order
+
+    def new(row: Settings) -> int:
+        return sum(pair in left for pair in met(row))
+
+    def joined_by_one(row: Settings) -> list[Settings]:
+        levers = {setting.lever for setting in row}
+        others = [setting for setting in LEVERS if setting.lever not in levers and setting.tolerance == FINE]
+        if COMPILE in row:  # once on four ranks is enough
+            others = [setting for setting in others if setting.ranks == 2]
+        longer = [tuple(sorted((*row, setting), key=LEVERS.index)) for setting in others]
+        return [row, *(settings for settings in longer if not refusal(settings))]
+
+    while left:
+        row, longer = (), next(iter(left))
+        while longer != row and (len(longer) <= MOST or COMPILE in longer):
+            row, longer = longer, max(joined_by_one(longer), key=new)
+        rows.append(row)
+        for pair in met(row):
+            left.pop(pair, None)
+    return rows
+
+
+REFUSED = [pair for pair in pairs() if refusal(pair)]
+TOGETHER = together()
 PLAIN: Settings = ()
+CASES: list[Settings] = [PLAIN, *SINGLES, *REFUSED, *TOGETHER]
 
 
 def basis(settings: Settings) -> Settings:
@@ -161,11 +206,13 @@ def basis(settings: Settings) -> Settings:
     return tuple(setting for setting in settings if setting.changes_results)
 
 
-BASES = list(dict.fromkeys([PLAIN, *(basis(settings) for settings in [*SINGLES, *PAIRS])]))
+BASES = list(dict.fromkeys(basis(settings) for settings in CASES))
 
 
 def title(settings: Settings) -> str:
     """For reports."""
+    if settings in TOGETHER:
+        return f"together {TOGETHER.index(settings)}"
     return " + ".join(map(str, settings)) or "plain"
 
 
@@ -211,17 +258,13 @@ def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """What every single lever and every pair gives, and under `("basis", settings)` what it is compared with."""
+    """What every case gives, and under `("basis", settings)` what it is compared with."""
     folder = tmp_path_factory.mktemp("levers")
     untied = json.loads((ROOT / "tests/recipes/tiny.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "untied.json").write_text(json.dumps(untied))
 
     def cases(ranks: int) -> list[Settings]:
-        return [
-            settings
-            for settings in [PLAIN, *SINGLES, *PAIRS]
-            if max([2, *(setting.ranks for setting in settings)]) == ranks
-        ]
+        return [settings for settings in CASES if max([2, *(setting.ranks for setting in settings)]) == ranks]
 
     def train_all(ranks: int) -> list[dict[str, Any]]:
         # Which operators run compiled or not is the same for every backend; inductor has a test of its own.
@@ -231,13 +274,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any
             return [train(folder, settings, ranks, observed=True) for settings in BASES]
         return [train(folder, settings, ranks) for settings in cases(ranks)]
 
+    import_compiler()
     found = dict(zip([("basis", base) for base in BASES], run_ranks(train_all, 1, 1)[0], strict=True))
     for ranks in (2, 4):
         found |= dict(zip(cases(ranks), run_ranks(train_all, ranks, ranks, timeout=400)[0], strict=True))
     return found
 
 
-@pytest.mark.parametrize("settings", [PLAIN, *SINGLES, *PAIRS], ids=title)
+@pytest.mark.parametrize("settings", CASES, ids=title)
 def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, dict[str, Any]], settings: Settings):
     found, expected = results[settings], results["basis", basis(settings)]
     assert expected["code"] == 0, expected["said"]
@@ -246,8 +290,8 @@ def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, d
         assert found["code"] == 2
         assert words in found["said"][-1]
         return
-    assert found["code"] == 0, found["said"][-1:]
-    tolerance = max([1e-6, *(setting.tolerance for setting in settings)])
+    assert found["code"] == 0, (settings, found["said"][-1:])
+    tolerance = max([FINE, *(setting.tolerance for setting in settings)])
     wanted = expected["runs"][0]
     for lines in found["runs"]:
         for name in ("loss", "validation_loss"):
@@ -286,6 +330,18 @@ def test_every_key_is_a_lever_or_said_not_to_be():
     assert not missing, f"add {missing} to LEVERS, so that it is tried with every other lever, or to NOT_LEVERS"
     stale = {name for name in NOT_LEVERS if not any(key == name or key.startswith(name[:-1]) for key in keys)}
     assert levers <= set(keys) and not stale
+
+
+def test_every_two_values_meet_or_are_refused_together():
+    """Where a third lever does not hide what they do by its wider tolerance, and but for compiling among few others."""
+    for a, b in combinations(LEVERS, 2):
+        if a.lever != b.lever and (a, b) not in REFUSED:
+            meeting = [row for row in TOGETHER if a in row and b in row]
+            meeting = [row for row in meeting if max(s.tolerance for s in row) == max(a.tolerance, b.tolerance)]
+            assert any(len(row) <= MOST or COMPILE in (a, b) for row in meeting), (a, b)
+    for row in TOGETHER:
+        assert len({setting.lever for setting in row}) == len(row)
+        assert not refusal(row)
 
 
 def test_every_value_of_a_lever_is_tried():
