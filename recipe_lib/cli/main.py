@@ -19,6 +19,7 @@ VERBS = {
     "validate": "check a config, all faults at once",
     "download": "fetch a model from the Hugging Face hub",
     "data": "show a config's rows as they will be trained, or check all of them",
+    "plan": "tell a run's memory, communication and time before it is started; needs no GPU",
     "run": "run a recipe, on one process or many",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
     "generate": "complete a prompt with a checkpoint",

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from recipe_lib.cli.recipes import Recipe, run_recipe
+from recipe_lib.cli.run_plan import plan_beside, take_choice
 from recipe_lib.config.suggest import did_you_mean, nearest, show
 from recipe_lib.errors import DONE, ConfigError
 
@@ -17,6 +18,7 @@ Runs a recipe (a name that `tune ls` shows, or a .py file) with a config (a name
   key=value       overrides a key of the config; section.key=value reaches into a section; a value may contain `=`
   ~key            goes back to the key's default
   --plugin FILE   first imports a Python file of yours, which may register formats, losses, optimizers, trackers
+  --no-plan       does not show the plan of the run (TUNE_PLAN=off in the environment: never, unless --plan is there)
 
 Flags before RECIPE are torchrun's; without any, the recipe runs in this process:
 
@@ -46,10 +48,21 @@ def run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
+    words, with_plan = take_choice(words)
     flags, name, rest = split(words)
     check_launch(flags)
     recipe = Recipe.find(name)
     check_arguments(recipe, rest)
+    if not with_plan:
+        return start(flags, recipe, rest)
+    with plan_beside(flags, recipe, rest) as compare:
+        code = start(flags, recipe, rest)
+        compare(code)
+    return code
+
+
+def start(flags: list[str], recipe: Recipe, rest: list[str]) -> int:
+    """The recipe in this process, or on the ranks that torchrun's flags ask for; returns the exit code."""
     if not flags:
         return run_recipe(recipe.path, rest)
     from recipe_lib.cli.launch import launch
@@ -115,16 +128,18 @@ def value_of(flags: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def check_launch(flags: Sequence[str]) -> None:
-    """Refuses process counts that torchrun would answer with a traceback."""
+def check_launch(flags: Sequence[str], verb: str = "run") -> None:
+    """Refuses process counts that torchrun would answer with a traceback. verb: of ours, for the line."""
     ranks = value_of(flags, "--nproc-per-node")
     if ranks is not None and ranks not in ("auto", "cpu", "gpu", "xpu") and not _is_count(ranks):
-        raise ConfigError(f"tune run: --nproc_per_node {show(ranks)}: expected a number >= 1, or auto, cpu, gpu, xpu")
+        raise ConfigError(
+            f"tune {verb}: --nproc_per_node {show(ranks)}: expected a number >= 1, or auto, cpu, gpu, xpu"
+        )
     nodes = value_of(flags, "--nnodes")
     if nodes is not None:
         low, colon, high = nodes.partition(":")
         if not _is_count(low) or (colon and (not _is_count(high) or int(low) > int(high))):
-            raise ConfigError(f"tune run: --nnodes {show(nodes)}: expected N or MIN:MAX, numbers >= 1")
+            raise ConfigError(f"tune {verb}: --nnodes {show(nodes)}: expected N or MIN:MAX, numbers >= 1")
 
 
 def _is_count(text: str) -> bool:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from recipe_lib.ops.device import kernels_of
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # an older torch: masks do the same with more memory
@@ -121,7 +123,7 @@ def prepare_attention(
 
 def has_varlen(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
     """Whether torch's kernel for flattened documents can run: CUDA, half precision, head widths it was built for."""
-    if device.type != "cuda" or "window_size" not in _VARLEN_OPTIONS:
+    if kernels_of(device) != "cuda" or "window_size" not in _VARLEN_OPTIONS:
         return False
     return dtype in (torch.float16, torch.bfloat16) and head_width % 8 == 0 and head_width <= 256
 
@@ -159,7 +161,8 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     the CUDA ones without a mask in half precision. Elsewhere grouped keys would fall to the path that holds s x s.
     """
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.device.type == "cuda" and (mask is not None or q.dtype not in (torch.float16, torch.bfloat16)):
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if grouped and kernels_of(q.device) == "cuda" and (mask is not None or not half):
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
     causal = mask is None and q.shape[2] > 1

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from recipe_lib.ops.device import kernels_of
+
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
 
@@ -31,7 +33,7 @@ class _Group:
     def squared_norm(self, dtype: torch.dtype) -> Tensor:
         """Sum of squares over the whole group in fp64, the same on every rank, `[]` on the group's device."""
         grads = self.grads
-        if self.device.type == "cpu":
+        if kernels_of(self.device) == "cpu":
             grads = [piece for grad in grads for piece in grad.reshape(-1).split(_CPU_PIECE)]
         if grads:
             norms = torch._foreach_norm(grads, 2, dtype=dtype)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.files import place, python_files, tree
+from tests.house.files import ROOT, place, python_files, tree
 
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
+# Writes the one format that PyTorch's memory viewer reads; it may write pickles and read none.
+WRITES_PICKLES = {"recipe_lib/plan/snapshot.py"}
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
@@ -21,7 +23,11 @@ def test_nothing_is_executed_or_unpickled():
                 assert node.func.id not in BANNED_CALLS, f"{place(path, node)}: calls {node.func.id}"
             if isinstance(node, ast.Import):
                 names = {alias.name for alias in node.names}
+                if str(path.relative_to(ROOT)) in WRITES_PICKLES:
+                    names -= {"pickle"}
                 assert not names & BANNED_MODULES, f"{place(path, node)}: imports {names & BANNED_MODULES}"
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
+                assert node.attr == "dumps", f"{place(path, node)}: pickle.{node.attr}"
             if isinstance(node, ast.ImportFrom):
                 assert node.module not in BANNED_MODULES, f"{place(path, node)}: imports {node.module}"
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save", "yaml.load"):

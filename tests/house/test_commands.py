@@ -1,7 +1,7 @@
 """Every command in README and docs: run where it needs nothing but the repository, checked where it needs more.
 
 The commands of a document run in its order, in an empty folder that has the clone's files in it. `tune ls`, `cat`,
-`cp`, `validate`, `generate` and one-process runs of the demo are run (for two steps); runs that need weights, GPUs or
+`cp`, `validate`, `generate`, plans and one-process runs of the demo are run (for two steps); runs that need weights, GPUs or
 several processes are checked as far as `tune run` checks them before it starts; targets, scripts and flags of other
 programs have to exist. A command that no rule here knows fails the test.
 """
@@ -16,6 +16,7 @@ import pytest
 from recipe_lib.cli import data as data_verb
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
+from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli import run as run_verb
 from recipe_lib.cli.main import main as tune
 from recipe_lib.cli.recipes import Recipe
@@ -96,6 +97,12 @@ def check_tune(words: list[str]) -> None:
             assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
     elif verb == "export":
         export_verb.read(rest)
+    elif verb == "plan":
+        arguments = plan_verb.read(rest)
+        if arguments.config.startswith("demo/"):
+            assert tune(words) in (0, plan_verb.NO_ROOM), line
+        else:
+            assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
     else:
         assert verb in ("ls", "cat", "cp", "validate"), f"no rule for: {line}"
         assert tune(words) == 0, line

@@ -1,0 +1,262 @@
+"""The plan that `tune run` shows: made beside the run in a process of its own, compared with what the run measured.
+
+The process has 10 seconds of CPU, gives way to the ranks, sees no GPU, and ends with the run. It prints the figures
+itself, and leaves them in a file for the end of the run. Whatever goes wrong in it is one line, and nothing to the run.
+"""
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from recipe_lib.cli.recipes import Recipe
+from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, visible
+from recipe_lib.logs import get_logger
+from recipe_lib.units import GIB, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.make import PlanSettings
+    from recipe_lib.plan.quick import Quick
+    from recipe_lib.plan.result import Plan
+
+VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
+CPU_SECONDS = 10
+WAIT_SECONDS = 300  # for the run to have tokenised its rows
+ROOT = Path(__file__).parents[2]
+STEPS = ("first step", "step")  # the phases that a run measures
+KINDS = ("active", "allocated", "reserved")
+# With more layers, times micro-batches, a whole plan takes longer than there is time for.
+MOST_LAYERS = 36
+DOUBT = 0.06  # share that an estimate of reserved memory may be off
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
+    """The words without --plan and --no-plan, and whether a plan is to be shown."""
+    choices = [word for word in words if word in ("--plan", "--no-plan")]
+    wanted = choices[-1] == "--plan" if choices else os.environ.get(VARIABLE, "").lower() not in ("off", "0", "no")
+    return [word for word in words if word not in choices], wanted
+
+
+@contextmanager
+def plan_beside(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> Iterator[Callable[[int], None]]:
+    """Starts the plan of a run; with the run's exit code, what is yielded compares both.
+
+    flags: torchrun's. words: the recipe's arguments.
+    """
+    if not _can_be_planned(recipe) or not _speaks(flags):
+        yield lambda code: None
+        return
+    with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
+        figures, began = Path(folder) / "figures.json", time.time()
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "recipe_lib.cli.run_plan", str(figures), *flags, str(recipe.path), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+        try:
+            yield lambda code: _compare(figures, began, code)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def _can_be_planned(recipe: Recipe) -> bool:
+    """A recipe of the user's own may be any program; only one of our kind is imported once more."""
+    try:
+        return recipe.shipped or "def train_step" in recipe.path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _speaks(flags: Sequence[str]) -> bool:
+    """One machine of several, and one process of those that another launcher has started, shows the plan."""
+    from recipe_lib.cli.run import value_of
+
+    return (value_of(flags, "--node-rank") or "0") == "0" and os.environ.get("RANK", "0") == "0"
+
+
+def _compare(figures: Path, began: float, code: int) -> None:
+    """Prints planned against measured peaks; nothing if the run failed or was over before its plan."""
+    if code not in (DONE, STOPPED_AND_SAVED) or not figures.exists():
+        return
+    planned = json.loads(figures.read_text(encoding="utf-8"))
+    summary = Path(planned["output_dir"]) / "summary.json"
+    if not summary.is_file() or summary.stat().st_mtime < began:
+        return
+    for line in comparison(planned, json.loads(summary.read_text(encoding="utf-8"))):
+        get_logger().info(line)
+
+
+def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
+    """Lines on planned and measured peaks. planned: the figures. summary: of the run's summary.json."""
+    if summary.get("memory_kind") != "device":
+        active = format_bytes(planned["active"])
+        return [f"planned active {active} on a GPU; the resident set that a CPU run measures is no comparison for it"]
+    parts = []
+    for kind in KINDS:
+        real = (summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB
+        if real and planned[kind]:
+            error = planned[kind] / real - 1
+            parts.append(f"{kind} {format_bytes(planned[kind])} / {format_bytes(real)} ({error:+.1%})")
+    return [f"planned / measured: {', '.join(parts)}"] if parts else []
+
+
+def figures_of_plan(plan: "Plan") -> dict[str, Any]:
+    """What is shown and compared, bytes and seconds: the peaks of rank 0 in its steps."""
+    rank = min(plan.rank_plans, key=lambda rank: rank.rank)
+    peaks = [peak for peak in rank.peaks if peak.phase in STEPS] or rank.peaks
+    return {
+        "active": max(peak.active for peak in peaks),
+        "allocated": max(peak.allocated for peak in peaks),
+        "reserved": max(peak.reserved_expandable if is_expandable() else peak.reserved for peak in peaks),
+        "verdict": plan.verdict,
+        "usable": plan.device.usable,
+        "seconds": plan.time.step if plan.time else None,
+    }
+
+
+def figures_of_quick(found: "Quick", usable: int) -> dict[str, Any]:
+    """The same from the estimate for a large model; the verdict is the estimate's, too. usable: by the allocator."""
+    from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
+
+    reserved = found.reserved_expandable if is_expandable() else found.reserved
+    verdict = DOES_NOT_FIT if found.active > usable else FITS if reserved <= usable * (1 - DOUBT) else RISKY
+    return {
+        "active": found.active,
+        "allocated": None,
+        "reserved": reserved,
+        "verdict": verdict,
+        "usable": usable,
+        "seconds": found.seconds,
+    }
+
+
+def is_expandable() -> bool:
+    """Whether the run's allocator has expandable segments."""
+    configured = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES).lower().replace(" ", "")
+    return "expandable_segments:true" in configured
+
+
+def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
+    """The plan as a line. own: the device is one of this machine's."""
+    memory = settings.hardware.memory
+    where = f"{settings.ranks} x {settings.hardware.name}" + ("" if own else ", as there is no GPU here")
+    text = (
+        f"plan: {figures['verdict']} ({where}): active {format_bytes(figures['active'])}, "
+        f"{'about ' if figures['allocated'] is None else ''}{format_bytes(figures['reserved'])} reserved + "
+        f"{format_bytes(memory - figures['usable'])} outside torch, of {format_bytes(memory)}; rows of "
+        f"{settings.sequence.tokens:,} tokens"
+    )
+    if figures["seconds"] is not None and own:
+        text += f"; a step {format_seconds(figures['seconds'])} (uncalibrated)"
+    return f"{text}; `tune plan` with the same words says more"
+
+
+class _TooSlow(BaseException):  # nothing on the way is to catch it
+    """The CPU time is used up."""
+
+
+def main(argv: list[str]) -> int:
+    """The process beside the run: `run_plan.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
+    say = _quiet()
+    _be_modest()
+    from recipe_lib.cli import own_device, plan
+
+    gpus = own_device.own_gpus()  # asked before they are hidden
+    os.environ[own_device.VISIBLE] = ""
+    os.environ.update(plan.OFFLINE)
+    try:
+        arguments = plan.read(argv[1:])
+        arguments.wait = float(WAIT_SECONDS)
+        figures, settings = _plan(arguments)
+        temporary = Path(argv[0]).with_suffix(".tmp")
+        temporary.write_text(json.dumps(figures), encoding="utf-8")
+        temporary.rename(argv[0])
+        say(describe(figures, settings, bool(gpus)))
+    except _TooSlow:
+        say(f"plan: takes more than {CPU_SECONDS} s of CPU; `tune plan` with the same words makes it")
+    except UserError:
+        pass  # the run says it
+    except Exception as error:  # noqa: BLE001  (nothing of it is to disturb the run)
+        say(f"plan: none ({type(error).__name__}); `tune plan` with the same words says why")
+    return DONE
+
+
+def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
+    """(figures, what they are for). A model of many layers is estimated from two of few."""
+    from recipe_lib.cli.plan import explained, recipe_class, settings_for
+    from recipe_lib.config import load_config
+    from recipe_lib.config.plugins import load_plugin
+
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
+    recipe = Recipe.find(arguments.recipe)
+    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    settings, _ = settings_for(recipe, cfg, arguments)
+    settings = dataclasses.replace(settings, phases=())
+    from recipe_lib.plan.levers import usable_bytes
+    from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.model import layer_count, plannable
+    from recipe_lib.plan.quick import quick
+
+    shaped, _ = plannable(cfg)
+    with explained(recipe):
+        planned = recipe_class(recipe)
+        if layer_count(shaped) * shaped.gradient_accumulation_steps <= MOST_LAYERS:
+            figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
+        else:
+            figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))
+    return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
+
+
+def _quiet() -> Callable[[str], None]:
+    """Sends what libraries print nowhere; gives what prints a line on the run's standard error."""
+    terminal, is_terminal = os.dup(2), os.isatty(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+    def say(line: str) -> None:
+        # On a terminal the run may be drawing a line at this moment: ours takes its place, it is drawn again below.
+        os.write(terminal, f"{chr(13) + chr(27) + '[2K' if is_terminal else ''}{visible(line)}\n".encode())
+
+    return say
+
+
+def _be_modest() -> None:
+    """Little CPU time, after everybody else, and none once the run is gone."""
+
+    def too_slow(number: int, frame: FrameType | None) -> NoReturn:
+        raise _TooSlow
+
+    signal.signal(signal.SIGXCPU, too_slow)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 2))
+    os.nice(10)
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+
+
+def _end_with_the_run() -> None:
+    """The run holds the other end of standard input; it closes when that process is gone, however it went."""
+    os.read(0, 1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    from recipe_lib.errors import end_process
+
+    end_process(main(sys.argv[1:]))

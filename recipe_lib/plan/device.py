@@ -1,0 +1,210 @@
+"""A device that exists in name only, registered with torch from Python: tensors on it have sizes but no bytes.
+
+A fake `cuda` device aborts the process on a CPU build of torch and raises in backward on a CUDA build without a driver;
+a backend behind the PrivateUse1 key (torch.utils.backend_registration) works on both. Its streams and events are
+objects of ours, so that a tracer sees on which stream memory was taken and which stream waits for which.
+
+torch knows one such device per process and does not forget it: a plan is made in a process of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _DummyPrivateUse1Hook, _setup_privateuseone_for_python_backend
+
+NAME = "sim"
+
+
+class Stream:
+    """A queue of the device; number 0 is the one that computes."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = torch.device(NAME, 0)
+        self.number = MODULE.new_stream()
+
+    def wait_event(self, event: "Event") -> None:
+        """What is issued on this stream later starts when the event has come."""
+        event.wait(self)
+
+    def wait_stream(self, other: "Stream") -> None:
+        """The same for all that was issued on another stream."""
+        other.record_event().wait(self)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """An event that comes when all that was issued here is done."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Nothing runs, nothing is waited for."""
+
+    def query(self) -> bool:
+        """True: all is done."""
+        return True
+
+    def __enter__(self) -> "Stream":
+        self._before, MODULE.stream_now = MODULE.stream_now, self
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        MODULE.stream_now = self._before
+
+
+class Event:
+    """A mark on a stream; `number` counts records, so that a reused event is a new mark."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.number = -1
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Sets the mark behind what was issued on the stream."""
+        self.number = MODULE.new_event()
+        MODULE.on_record((stream or MODULE.stream_now).number, self.number)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Makes a stream wait for the mark."""
+        if self.number >= 0:
+            MODULE.on_wait((stream or MODULE.stream_now).number, self.number)
+
+    def synchronize(self) -> None:
+        """Nothing runs, nothing is waited for."""
+
+    def query(self) -> bool:
+        """True: all is done."""
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        """No time passes."""
+        return 0.0
+
+
+class SimulatedModule:
+    """What `torch.get_device_module("sim")` returns: the part of torch.cuda's interface that recipes and FSDP use."""
+
+    def __init__(self) -> None:
+        # torch looks these two up as attributes of the module
+        self.Stream, self.Event = Stream, Event
+        self._streams = self._events = 0
+        self.kernels = "cuda"  # whose kernels it has, for code that goes by the device; or "cpu"
+        self._default: Any = None
+        self.stream_now: Any = None
+        self.on_record: Callable[[int, int], None] = lambda stream, event: None
+        self.on_wait: Callable[[int, int], None] = lambda stream, event: None
+
+    def new_stream(self) -> int:
+        """The number of one more stream."""
+        self._streams += 1
+        return self._streams - 1
+
+    def new_event(self) -> int:
+        """The number of one more record of an event."""
+        self._events += 1
+        return self._events - 1
+
+    def reset(self) -> None:
+        """Begins anew: one stream, no events, nobody who listens."""
+        self.__init__()  # type: ignore[misc]
+        self._default = self.stream_now = Stream()
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """The stream that operators are issued on."""
+        return self.stream_now
+
+    def default_stream(self, device: Any = None) -> Stream:
+        """The stream that computes."""
+        return self._default
+
+    def set_stream(self, stream: Stream) -> None:
+        """Issues on another stream from now on."""
+        self.stream_now = stream
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        """Issues on another stream inside the block."""
+        before, self.stream_now = self.stream_now, stream or self.stream_now
+        try:
+            yield
+        finally:
+            self.stream_now = before
+
+    def device(self, device: Any) -> Any:
+        """There is one device."""
+        return nullcontext()
+
+    def is_initialized(self) -> bool:
+        """Always."""
+        return True
+
+    def is_available(self) -> bool:
+        """Always."""
+        return True
+
+    def is_bf16_supported(self) -> bool:
+        """Always."""
+        return True
+
+    def current_device(self) -> int:
+        """There is one device."""
+        return 0
+
+    def device_count(self) -> int:
+        """There is one device."""
+        return 1
+
+    def set_device(self, device: Any) -> None:
+        """There is one device."""
+
+    def synchronize(self, device: Any = None) -> None:
+        """Nothing runs, nothing is waited for."""
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Nothing is random."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Nothing is random."""
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """A state of the size that CUDA's generator has."""
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """Nothing is random."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """As CUDA."""
+        return [torch.float16, torch.bfloat16]
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """The trace has the numbers; here there are none."""
+        return {}
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """The trace has the numbers."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+MODULE = SimulatedModule()
+
+
+def register_device() -> torch.device:
+    """Makes torch know the device, once in a process, and returns it with nothing issued on it yet."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        _setup_privateuseone_for_python_backend(NAME, MODULE, hook=_Hook())
+    MODULE.reset()
+    return torch.device(NAME, 0)
+
+
+class _Hook(_DummyPrivateUse1Hook):  # type: ignore[misc]
+    def get_default_generator(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def get_new_generator(self, index: int) -> torch.Generator:
+        return torch.Generator()

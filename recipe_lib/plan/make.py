@@ -1,0 +1,322 @@
+"""A plan from a recipe and its config: simulated, replayed through the allocator, put on a time line, summed up."""
+
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import recipe_lib
+from recipe_lib.plan.allocator import AllocatorSettings
+from recipe_lib.plan.cost import (
+    Calibration,
+    error_text,
+    model_flops,
+    model_flops_utilization,
+    wire_bytes,
+)
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.hidden import outside_torch
+from recipe_lib.plan.lengths import Sequence
+from recipe_lib.plan.replay import replay
+from recipe_lib.plan.result import (
+    DOES_NOT_FIT,
+    FITS,
+    RISKY,
+    Alive,
+    CommunicationRow,
+    DeviceFacts,
+    LayerRow,
+    OutsideTorch,
+    PhasePeak,
+    Plan,
+    RankPlan,
+    TimePlan,
+)
+from recipe_lib.plan.schedule import StepTime, schedule
+from recipe_lib.plan.scratch import kernel_memory
+from recipe_lib.plan.simulate import FIRST, STEADY, ModuleFacts, Simulated, simulate
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
+
+# A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
+RISKY_SHARE = 0.03
+PHASES = ("load", "validation", "save")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated. steps: of the whole run.
+
+    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced beside
+    set-up and steps. assumptions: what was assumed on the way here.
+    """
+
+    hardware: Hardware
+    sequence: Sequence
+    ranks: int = 1
+    traced_ranks: tuple[int, ...] = (0,)
+    recipe: str = ""
+    config: str = ""
+    overrides: tuple[str, ...] = ()
+    steps: int | None = None
+    calibration: Calibration | None = None
+    outside: OutsideTorch | None = None
+    phases: tuple[str, ...] = PHASES
+    assumptions: tuple[str, ...] = ()
+    timed: bool = field(default=True)
+
+
+def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Plan, Trace]:
+    """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
+    began = time.process_time()
+    hardware = settings.hardware
+    simulated = {rank: simulate_rank(recipe_class, cfg, settings, rank) for rank in settings.traced_ranks}
+    first = simulated[settings.traced_ranks[0]]
+    outside = settings.outside or outside_torch(hardware, _communicators(first.trace))
+    usable = hardware.memory - outside.total
+    ranks = [_rank_plan(rank, found) for rank, found in simulated.items()]
+    heaviest = max(ranks, key=lambda rank: rank.reserved)
+    found = simulated[heaviest.rank]
+    verdict = _verdict(found.trace, heaviest, usable, hardware)
+    timing = schedule(found.trace, STEADY, hardware, settings.calibration) if settings.timed else None
+    plan = Plan(
+        recipe=settings.recipe,
+        config=settings.config,
+        overrides=list(settings.overrides),
+        model=str(cfg.model.preset or cfg.model.path),
+        ranks=settings.ranks,
+        mesh=found.mesh,
+        device=_device_facts(hardware, usable),
+        sequence=_sequence_facts(settings.sequence),
+        verdict=verdict,
+        margin=usable - heaviest.reserved,
+        rank_plans=ranks,
+        outside=outside,
+        layers=_layers(found),
+        communication=_communication(found.trace, timing),
+        time=_time(found, timing, settings, cfg.dtype) if timing else None,
+        assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
+        not_modelled=_not_modelled(cfg, hardware, settings.ranks),
+        versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+    )
+    plan.seconds = time.process_time() - began
+    return plan, found.trace
+
+
+def simulate_rank(recipe_class: type, cfg: Any, settings: PlanSettings, rank: int) -> Simulated:
+    """One rank's trace, with the kernels and the scratch of the planned device."""
+    like_cpu = settings.hardware.architecture == "cpu"
+    return simulate(
+        recipe_class,
+        cfg,
+        settings.sequence,
+        rank=rank,
+        ranks=settings.ranks,
+        phases=settings.phases,
+        like_cpu=like_cpu,
+        kernel_memory=kernel_memory(settings.hardware.architecture),
+    )
+
+
+def _verdict(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
+    """Fits with room to spare; risky: it needs expandable segments, retries, or the last few percent of the device."""
+    if heaviest.reserved <= usable - RISKY_SHARE * hardware.memory:
+        return FITS
+    if heaviest.reserved <= usable or heaviest.reserved_expandable <= usable:
+        return RISKY
+    if heaviest.peak.active > usable:
+        return DOES_NOT_FIT
+    settings = (AllocatorSettings(expandable=expandable, cap=usable) for expandable in (True, False))
+    return RISKY if any(replay(trace, held).survived for held in settings) else DOES_NOT_FIT
+
+
+def _rank_plan(rank: int, found: Simulated) -> RankPlan:
+    trace = found.trace
+    device, host = trace.active_peaks(), trace.active_peaks(device=False)
+    default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
+    peaks = []
+    places = {phase: trace.storages[trace.events[at][1]] for phase, (_, at) in trace.peaks().items() if at >= 0}
+    for phase in trace.phases:
+        place = places.get(phase, Storage(0))
+        peaks.append(
+            PhasePeak(
+                phase,
+                active=device.get(phase, 0),
+                allocated=default.phases[phase].allocated,
+                reserved=default.phases[phase].reserved,
+                reserved_expandable=expandable.phases[phase].reserved,
+                host=host.get(phase, 0),
+                part=place.part,
+                module=place.module,
+            )
+        )
+    highest = max(peaks, key=lambda peak: peak.active).phase
+    return RankPlan(rank, found.coordinates, peaks, _alive(trace, highest), events=default.events)
+
+
+def _alive(trace: Trace, phase: str) -> list[Alive]:
+    """What is alive at the peak of a phase, by kind and place."""
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for number in trace.alive_at_peak(phase):
+        storage = trace.storages[number]
+        if storage.bytes:
+            module = storage.label.rpartition(".")[0] if storage.label else storage.module
+            groups[storage.kind, module, storage.label].append(storage.bytes)
+    rows = [Alive(*place, bytes=sum(sizes), count=len(sizes)) for place, sizes in groups.items()]
+    return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.module, row.label))
+
+
+def _layers(found: Simulated) -> list[LayerRow]:
+    """The table of modules; what they keep is what is there when the last backward of the steady step begins."""
+    kept: dict[str, int] = defaultdict(int)
+    for module, size in _kept_for_backward(found.trace).items():
+        pieces = module.split(".")
+        for cut in range(1, len(pieces) + 1):
+            kept[".".join(pieces[:cut])] += size
+    return [_layer_row(facts, kept.get(facts.name, 0)) for facts in found.modules]
+
+
+def _layer_row(facts: ModuleFacts, kept: int) -> LayerRow:
+    return LayerRow(facts.name, facts.type, facts.parameters, facts.trained, facts.bytes, facts.local_bytes, kept)
+
+
+def _kept_for_backward(trace: Trace) -> dict[str, int]:
+    """By module the bytes of activations that are alive when the steady step's last backward begins."""
+    alive: dict[int, None] = {}
+    before = ""
+    found: dict[str, int] = {}
+    current = ""
+    for kind, number in trace.events:
+        if kind == PHASE:
+            current = trace.phases[number]
+        elif kind == ALLOC:
+            alive[number] = None
+        elif kind == FREE:
+            alive.pop(number, None)
+        elif kind == OP and current == STEADY:
+            part = trace.ops[number].part
+            if part == "backward" and before == "forward":
+                found = defaultdict(int)
+                for storage in map(trace.storages.__getitem__, alive):
+                    if storage.kind == "activations" and storage.device:
+                        found[storage.module] += storage.bytes
+            before = part if part in ("forward", "backward") else before
+    return found
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _communication(trace: Trace, timing: StepTime | None) -> list[CommunicationRow]:
+    """Alike collectives of the steady step as one row each; numbers of layers become `*`."""
+    rows: dict[tuple[Any, ...], CommunicationRow] = {}
+    for kind, number in trace.phase_events(STEADY):
+        op = trace.ops[number] if kind == OP else None
+        if op is None or op.collective is None:
+            continue
+        collective, module = op.collective, _NUMBER.sub("*", op.module)
+        key = (collective.operation, collective.dim, collective.ranks, op.part, module, collective.shapes, op.dtype)
+        if key in rows:
+            rows[key].count += op.repeats
+            continue
+        rows[key] = CommunicationRow(
+            operation=collective.operation,
+            dim=collective.dim,
+            ranks=list(collective.ranks),
+            where=op.part,
+            module=module,
+            shapes=[list(shape) for shape in collective.shapes],
+            dtype=collective.dtype,
+            bytes=collective.bytes,
+            wire_bytes=wire_bytes(collective.operation, collective.bytes, len(collective.ranks)),
+            count=op.repeats,
+            seconds=timing.collectives.get(number, 0.0) / op.repeats if timing else 0.0,
+        )
+    return [row for row in rows.values() if len(row.ranks) > 1]
+
+
+def _communicators(trace: Trace) -> list[int]:
+    """The sizes of the groups that communicate in the trace."""
+    groups = {(op.collective.dim, op.collective.ranks) for op in trace.ops if op.collective}
+    return [len(ranks) for ranks in dict.fromkeys(ranks for _, ranks in groups)]
+
+
+def _time(found: Simulated, timing: StepTime, settings: PlanSettings, dtype: str) -> TimePlan:
+    steps = settings.steps or settings.sequence.steps
+    seconds = timing.step
+    mfu = model_flops_utilization(model_flops(found.trace, STEADY), seconds, settings.hardware, dtype)
+    return TimePlan(
+        compute=timing.compute,
+        communication=timing.communication,
+        exposed=timing.exposed,
+        launch=timing.launch,
+        step=seconds,
+        tokens_per_step=found.tokens,
+        tokens_per_second=found.tokens / seconds if seconds else 0.0,
+        mfu=mfu,
+        steps=steps,
+        total=steps * seconds if steps else None,
+        calibrated=settings.calibration is not None,
+        error=error_text(settings.hardware, settings.calibration),
+    )
+
+
+def _device_facts(hardware: Hardware, usable: int) -> DeviceFacts:
+    return DeviceFacts(
+        name=hardware.name,
+        memory=hardware.memory,
+        usable=usable,
+        architecture=hardware.architecture,
+        flops=hardware.rate("bf16"),
+        bandwidth=hardware.bandwidth,
+        link=hardware.link.kind,
+        link_bandwidth=hardware.link.bandwidth,
+    )
+
+
+def _sequence_facts(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "tokens": sequence.tokens,
+        "source": sequence.source,
+        "histogram": sequence.histogram,
+        "documents": sequence.documents,
+        "group": sequence.group,
+    }
+
+
+def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
+    """What the figures rest on."""
+    like_cpu = settings.hardware.architecture == "cpu"
+    kernels = "a CPU's" if like_cpu else "flash (documents of packed rows: varlen flash), fused RMSNorm"
+    lines = [
+        f"rows of {settings.sequence.tokens} tokens ({settings.sequence.source}), batch_size {cfg.batch_size}, "
+        f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
+        f"kernels: {kernels}; torch {torch.__version__}",
+        "allocator: torch's default settings; `expandable` with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    ]
+    if settings.ranks > 1:
+        ranks = ", ".join(map(str, settings.traced_ranks))
+        lines.append(
+            f"rank {ranks} of {settings.ranks} was simulated; first ranks hold the larger part of uneven shards"
+        )
+    if not found.repeats:
+        lines.append("the second step left more or less memory than the first: later steps may differ from it")
+    return lines + found.notes
+
+
+def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
+    lines = ["memory of kernels compiled by torch.compile, and CUDA graphs", "other processes on the device"]
+    if ranks > 1:
+        lines.append("NCCL's buffers are a published figure of another machine, not a model")
+    if getattr(getattr(cfg, "lora", None), "merge", False):
+        lines.append("lora.merge: the merged model is written layer by layer after training")
+    return lines
+
+
+def traced_phases(names: Many[str] = PHASES) -> tuple[str, ...]:
+    """The phases of a plan, in order. names: those beside set-up and steps."""
+    return ("setup", *(["load"] if "load" in names else []), FIRST, STEADY, *(name for name in names if name != "load"))

@@ -1,0 +1,152 @@
+"""The shape of a config's model without its weights: what a plan needs, and what it can have on any machine."""
+
+import atexit
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.places import configs_folder, list_presets
+from recipe_lib.config.suggest import nearest, show
+from recipe_lib.errors import ConfigError
+from recipe_lib.models import preset_config, read_config, spec_from_config
+from recipe_lib.models.families import text_config
+
+CONFIG_FILE = "config.json"
+
+
+def plannable(cfg: Any) -> tuple[Any, list[str]]:
+    """A copy of a config that can be set up without weights and without an earlier run, and what was assumed for it.
+
+    model.path becomes the model.preset of its shape: that of the folder's config.json, of the hub cache's, or of the
+    shipped preset whose config names that hub id. output_dir is a new name in the temporary folder, not made.
+    Raises ConfigError where the shape is not known, CheckpointError where config.json cannot be read or is not covered.
+    """
+    cfg = copy.deepcopy(cfg)
+    assumed = []
+    if cfg.model.path is not None:
+        cfg.model.preset, how = find_shape(cfg.model.path)
+        cfg.model.path = None
+        assumed += [how] if how else []
+    cfg.output_dir = str(Path(_folder()) / "output")
+    cfg.resume, cfg.overwrite, cfg.log.trackers = None, False, []
+    adapters = getattr(cfg, "lora", None)
+    if adapters is not None and adapters.adapter is not None and not Path(adapters.adapter).is_dir():
+        assumed.append(f"lora.adapter={adapters.adapter} is not here: new adapters of the config's shape are planned")
+        adapters.adapter = None
+    if cfg.compile:
+        assumed.append("compile=true is planned without compiling, which takes more memory and time")
+        cfg.compile = False
+    return cfg, assumed
+
+
+def find_shape(name: str) -> tuple[str, str]:
+    """(value for model.preset, what was assumed or "") for a model.path: a folder, or a hub id.
+
+    Raises ConfigError where nothing on this machine says what shape it has.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        read_config(folder)  # says what is wrong with it
+        return str(folder / CONFIG_FILE), ""
+    cached = _in_hub_cache(name)
+    if cached is not None:
+        return cached, ""
+    shipped = shipped_shapes()
+    if name in shipped:
+        return shipped[name], f"{name} is not on this machine: its shape is that of the preset {shipped[name]}"
+    begun = [known for known in shipped if name.lower().startswith(known.lower())]  # `...-8B-Instruct` of `...-8B`
+    like = max(begun, key=len, default=nearest(name, shipped, cutoff=0.8))
+    hint = f"or plan with model.path={like} if it has the same shape" if like else "or set model.preset to its shape"
+    raise ConfigError(
+        f"model.path={show(name)}: found no folder, nothing in the hub cache and no shipped config of that model; "
+        f"fetch it with `tune download {show(name)}`, {hint}"
+    )
+
+
+def _in_hub_cache(name: str) -> str | None:
+    """The config.json of a hub id, if the hub's cache on this machine has it."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG_FILE)
+    except HFValidationError:  # a path and no hub id
+        return None
+    return found if isinstance(found, str) else None
+
+
+@cache
+def shipped_shapes() -> dict[str, str]:
+    """model.path -> preset, by the shipped configs: `FAMILY/SIZE_full` trains the model of the preset FAMILY/SIZE.
+
+    A shipped config that starts from a preset leaves a model of that shape in its output_dir/model.
+    """
+    import yaml
+
+    shapes = {}
+    presets = list_presets()
+    for path in sorted(configs_folder().rglob("*_full.yaml")) + sorted(configs_folder().rglob("full.yaml")):
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        preset = path.relative_to(configs_folder()).with_suffix("").as_posix().removesuffix("_full")
+        if preset in presets:
+            shapes[config["model"]["path"]] = preset
+        elif "preset" in config["model"]:
+            shapes[f"{config['output_dir']}/model"] = config["model"]["preset"]
+    return shapes
+
+
+def with_layers(cfg: Any, layers: int) -> Any:
+    """A copy of a plannable config whose model has so many layers, the first ones of its own.
+
+    layers: from 1 to as many as it has, ValueError otherwise.
+    """
+    config = _config_of(cfg)
+    own = config["num_hidden_layers"]
+    if not 1 <= layers <= own:
+        raise ValueError(f"found {layers} layers, expected 1 to {own}")
+    cut: dict[str, Any] = {"num_hidden_layers": layers}
+    if isinstance(config.get("layer_types"), list):
+        cut["layer_types"] = config["layer_types"][:layers]
+    name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
+    file = Path(_folder()) / f"{name}-{layers}-{os.getpid()}.json"
+    file.write_text(json.dumps(dict(config) | cut), encoding="utf-8")
+    cfg = copy.deepcopy(cfg)
+    cfg.model = dataclasses.replace(cfg.model, path=None, preset=str(file))
+    return cfg
+
+
+def layer_period(cfg: Any) -> int:
+    """After how many layers a model's layers repeat: 2 or 6 where some of them have a window (Gemma), else 1.
+
+    cfg: a plannable config.
+    """
+    windows = spec_from_config(_config_of(cfg), cfg.model.preset).windows
+    count = len(windows)
+    return next(p for p in range(1, count + 1) if all(windows[at] == windows[at % p] for at in range(count)))
+
+
+def layer_count(cfg: Any) -> int:
+    """How many layers the model of a plannable config has."""
+    return int(_config_of(cfg)["num_hidden_layers"])
+
+
+def _config_of(cfg: Any) -> Mapping[str, Any]:
+    """The decoder's config.json, checked."""
+    config = text_config(preset_config(cfg.model.preset))
+    spec_from_config(config, cfg.model.preset)
+    return config
+
+
+@cache
+def _folder() -> str:
+    """A temporary folder of this process, removed when it ends."""
+    folder = tempfile.mkdtemp(prefix="tune-plan-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

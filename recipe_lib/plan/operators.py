@@ -1,0 +1,107 @@
+"""What an operator does, from its schema and its tensors: arithmetic, bytes moved, and whether it takes memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
+_FSDP = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
+DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int64: "int64",
+    torch.int32: "int32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be new storages.
+    relabel: an operator of FSDP, by which memory is known. communicates: a collective."""
+
+    name: str
+    flops: int
+    bytes: int
+    dtype: str
+    is_view: bool
+    makes_memory: bool
+    relabel: bool
+    communicates: bool
+
+
+def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
+    """The cost of one call."""
+    schema = func._schema
+    name = schema.name
+    returns = schema.returns
+    is_view = name in _VIEWS or any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    makes_memory = not is_view and any(value.alias_info is None for value in returns)
+    if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
+        makes_memory = True
+    outputs = _flat(result)
+    flops = size = 0
+    if not is_view:
+        inputs = _flat((args, tuple(kwargs.values())))
+        size = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
+        if name == "aten::embedding":  # reads rows, not the table
+            size = 2 * sum(map(_bytes, outputs))
+        elif name == "aten::copy_":  # writes what is in its arguments already
+            size = sum(map(_bytes, inputs))
+        if name in _EMPTY:
+            size = 0
+        count = flop_registry.get(func._overloadpacket)
+        if name.startswith("aten::_scaled_dot_product"):
+            flops = _attention_flops(name, args)
+        elif count is not None:
+            flops = int(count(*args, **kwargs, out_val=result))
+        elif name in _VARLEN:
+            flops = _VARLEN[name] * _varlen_products(args)
+    of = outputs or _flat(args)
+    dtype = DTYPE_NAMES.get(of[0].dtype, "") if of else ""
+    communicates = name.startswith(_COLLECTIVES)
+    return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates)
+
+
+def _attention_flops(name: str, args: Sequence[Any]) -> int:
+    """Attention of q `[b, h, s, e]`: two products of s x t with e forward, five backward; whole, not only causal."""
+    backward = name.endswith("_backward")
+    query, key = args[1:3] if backward else args[:2]
+    rows, heads, queries, width = query.shape
+    return (5 if backward else 2) * 2 * rows * heads * queries * key.shape[2] * width
+
+
+# Attention over documents in one flat list, and how often it multiplies scores: twice forward, five times backward.
+_VARLEN = {"torch_attn::_varlen_attn": 2, "torch_attn::_varlen_attn_backward": 5}
+
+
+def _varlen_products(args: Sequence[Any]) -> int:
+    """Operations of one product of queries and keys, documents taken to be equally long; counted whole, not causal."""
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    tokens, heads, width = next(tensor.shape for tensor in tensors if tensor.dim() == 3)
+    documents = next((len(tensor) - 1 for tensor in tensors if tensor.dtype == torch.int32), 1)
+    return 2 * heads * width * tokens * tokens // max(1, documents)
+
+
+# Views whose schema does not say so.
+_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+_EMPTY = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for entry in value for tensor in _flat(entry)]
+    return []
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,215 @@
+"""The peak and the step time of a run from two simulations with few layers, continued to the model's own depth.
+
+What a layer holds, for how long, and what it computes is the same from layer to layer, so that the most bytes at one
+place of the step are a straight line over the number of layers. The peak itself is none: with more layers it can move
+from one place to another. So the line is drawn for each place, and the highest of them is taken afterwards.
+
+The same holds for the micro-batches of a step: the second one, which finds the gradients of the first, is like all
+later ones, so two are simulated.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from recipe_lib.plan.allocator import AllocatorSettings
+from recipe_lib.plan.make import PlanSettings, simulate_rank
+from recipe_lib.plan.model import layer_count, layer_period, with_layers
+from recipe_lib.plan.replay import replay
+from recipe_lib.plan.schedule import StepTime, schedule
+from recipe_lib.plan.simulate import STEADY, Simulated
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
+
+# Fewest layers of the short simulation: a first, a last, and one between them that has neighbours on both sides.
+SHORTEST = 3
+# Micro-batches of a step that are simulated.
+MICRO_BATCHES = 2
+
+_STEP_PARTS = ("forward", "backward", "recompute")
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Quick:
+    """What a run takes on one rank, per device.
+
+    active: most bytes in tensors, as `PhasePeak.active`; phase, part, module: where, with `*` for a number of an inner
+    layer. reserved, reserved_expandable: active, and what the allocator held beyond it in the short simulations, where
+    less or more of it can lie idle than in the whole run: some percent of the peak off, either way. host: most bytes of
+    host memory. seconds: of a steady step. tokens: of a step, all ranks. held: bytes that are alive between two steps.
+    parameters, trained: bytes of the whole model's. error: share of `active` that it may be off.
+    """
+
+    active: int
+    reserved: int
+    reserved_expandable: int
+    host: int
+    seconds: float
+    tokens: int
+    held: int
+    parameters: int
+    trained: int
+    phase: str
+    part: str
+    module: str
+    error: float = 0.005
+
+
+@dataclass(frozen=True)
+class _Short:
+    """One simulation. peaks: by (phase, part, module, operator); idle: what the allocator held beyond the active bytes,
+    with the default settings and with expandable segments."""
+
+    layers: int
+    peaks: dict[tuple[str, str, str, str], int]
+    host: dict[str, int]
+    idle: tuple[int, int]
+    seconds: float
+    tokens: int
+    held: int
+    parameters: int
+    trained: int
+
+
+def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
+    """The estimate for a plannable config, of the first of `settings.traced_ranks`, without load, validation and save.
+
+    Raises UserErrors of recipe and config.
+    """
+    layers = layer_count(cfg)
+    short, long = short_depths(layers, layer_period(cfg))
+    if long >= layers or _names_layers(cfg.parallel.wrapping):
+        whole = _simulate(recipe_class, cfg, settings, layers)
+        return _continue(whole, whole, layers)
+    pair = [_simulate(recipe_class, with_layers(cfg, depth), settings, depth) for depth in (short, long)]
+    return _continue(pair[0], pair[1], layers)
+
+
+def short_depths(layers: int, period: int) -> tuple[int, int]:
+    """Layers of the two simulations: as few as possible, so that whole periods are missing from the model's own."""
+    short = SHORTEST + (layers - SHORTEST) % period
+    return short, short + period
+
+
+def _names_layers(wrapping: str | list[str]) -> bool:
+    """Patterns of a wrapping can mean single layers, which fewer layers do not have."""
+    return not isinstance(wrapping, str) and any(letter.isdigit() for pattern in wrapping for letter in pattern)
+
+
+def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int) -> _Short:
+    micro_batches = cfg.gradient_accumulation_steps
+    cfg = copy.copy(cfg)
+    cfg.gradient_accumulation_steps = min(micro_batches, MICRO_BATCHES)
+    found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), settings.traced_ranks[0])
+    turns = micro_batches / cfg.gradient_accumulation_steps
+    trace = found.trace
+    peaks, held = _peaks_by_place(trace, layers)
+    active = max(peaks.values())
+    reserved = [replay(trace, AllocatorSettings(expandable=expandable)).reserved for expandable in (False, True)]
+    timing = schedule(trace, STEADY, settings.hardware, settings.calibration)
+    return _Short(
+        layers=layers,
+        peaks=peaks,
+        host=trace.active_peaks(device=False),
+        idle=(reserved[0] - active, reserved[1] - active),
+        seconds=step_seconds(trace, timing, turns),
+        tokens=round(found.tokens * turns),
+        held=held,
+        parameters=_parameter_bytes(found),
+        trained=_trained_bytes(found),
+    )
+
+
+def step_seconds(trace: Trace, timing: StepTime, turns: float) -> float:
+    """Time of a steady step that has `turns` times the micro-batches of the one that was traced."""
+    ends = [end for number, _, end in timing.timeline if trace.ops[number].part in _STEP_PARTS]
+    micro_batches = max(ends, default=0.0)
+    return micro_batches * turns + timing.step - micro_batches
+
+
+def _peaks_by_place(trace: Trace, layers: int) -> tuple[dict[tuple[str, str, str, str], int], int]:
+    """By (phase, part, module, operator) the most active bytes at its allocations; bytes alive as the step begins."""
+    peaks: dict[tuple[str, str, str, str], int] = defaultdict(int)
+    places: dict[str, str] = {}
+    phase, alive, held = "", 0, 0
+    for kind, number in trace.events:
+        if kind == PHASE:
+            phase = trace.phases[number]
+            held = alive if phase == STEADY else held
+        elif kind in (ALLOC, FREE) and trace.storages[number].device:
+            storage = trace.storages[number]
+            if kind == FREE:
+                alive -= storage.bytes
+                continue
+            alive += storage.bytes
+            if storage.module not in places:
+                places[storage.module] = place_of(storage.module, layers)
+            key = (phase, storage.part, places[storage.module], storage.op)
+            peaks[key] = max(peaks[key], alive)
+    return dict(peaks), held
+
+
+def place_of(module: str, layers: int) -> str:
+    """A module's path with `first`, `last` or `*` for the number of its layer: `model.layers.*.mlp`."""
+    names = {0: "first", layers - 1: "last"}
+    return ".".join(names.get(int(piece), "*") if piece.isdigit() else piece for piece in module.split("."))
+
+
+def _parameter_bytes(found: Simulated) -> int:
+    return sum(facts.bytes for facts in _outermost(found))
+
+
+def _trained_bytes(found: Simulated) -> int:
+    """By the share of a module's parameters that are trained; of an adapter in a module with packed weights, roughly."""
+    return sum(facts.bytes * facts.trained // max(facts.parameters, 1) for facts in _outermost(found))
+
+
+def _outermost(found: Simulated) -> list[Any]:
+    """The rows of modules that are in no other row."""
+    names = {facts.name for facts in found.modules}
+    return [facts for facts in found.modules if not _ancestors(facts.name) & names]
+
+
+def _ancestors(name: str) -> set[str]:
+    pieces = name.split(".")
+    return {".".join(pieces[:cut]) for cut in range(1, len(pieces))}
+
+
+def _continue(short: _Short, long: _Short, layers: int) -> Quick:
+    """The straight line through two simulations at the model's own depth."""
+
+    def line(value: Callable[[_Short], Number]) -> Number:
+        return _line(value(short), value(long), short.layers, long.layers, layers)
+
+    peaks = {
+        key: _line(short.peaks.get(key, high), high, short.layers, long.layers, layers)
+        for key, high in long.peaks.items()
+    }
+    highest = max(peaks, key=lambda key: peaks[key])
+    active = peaks[highest]
+    idle = [max(pair) for pair in zip(short.idle, long.idle, strict=True)]
+    host = [_line(short.host.get(phase, high), high, short.layers, long.layers, layers) for phase, high in long.host.items()]
+    return Quick(
+        active=active,
+        reserved=active + idle[0],
+        reserved_expandable=active + idle[1],
+        host=max(host, default=0),
+        seconds=line(lambda run: run.seconds),
+        tokens=long.tokens,
+        held=line(lambda run: run.held),
+        parameters=line(lambda run: run.parameters),
+        trained=line(lambda run: run.trained),
+        phase=highest[0],
+        part=highest[1],
+        module=highest[2],
+    )
+
+
+def _line(low: Number, high: Number, short: int, long: int, layers: int) -> Number:
+    """`low` at `short` layers and `high` at `long` ones, continued to `layers`."""
+    if long == short:
+        return high
+    slope = (high - low) * (layers - long)
+    return high + (slope // (long - short) if isinstance(slope, int) else slope / (long - short))

@@ -1,0 +1,292 @@
+"""A plan: what a run will take, as numbers that a report, a search or another program reads. No torch in here."""
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from recipe_lib.config.suggest import quote, show
+from recipe_lib.errors import ConfigError
+
+# Raised when a key changes its meaning or goes away; a new key does not raise it.
+SCHEMA_VERSION = 1
+
+FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
+
+
+@dataclass
+class PhasePeak:
+    """The most memory that one phase holds at a time, bytes.
+
+    phase: `setup`, `load`, `first step`, `step`, `validation` or `save`. active: in tensors that are alive, as they
+    were asked for. allocated: in blocks that the caching allocator handed out. reserved: taken from the device by its
+    default configuration; reserved_expandable: with `expandable_segments:True`. host: in tensors of host memory.
+    part, module: what was running when the most was active.
+    """
+
+    phase: str
+    active: int
+    allocated: int
+    reserved: int
+    reserved_expandable: int
+    host: int
+    part: str = ""
+    module: str = ""
+
+
+@dataclass
+class Alive:
+    """Storages of one kind and place that are alive at the peak. kind: of memory, such as `parameters`. module: dotted
+    path of the module that was running, "" outside. label: the parameter's name where one is known. bytes: of all of
+    them. count: how many."""
+
+    kind: str
+    module: str
+    label: str
+    bytes: int
+    count: int
+
+
+@dataclass
+class OutsideTorch:
+    """Device memory that no allocator of torch hands out, bytes. context: the driver's, with the loaded kernels. nccl:
+    buffers of all communicators. reserve: kept free for kernels that are
+    loaded late, a display, other programs."""
+
+    context: int
+    nccl: int
+    reserve: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.context + self.nccl + self.reserve
+
+
+@dataclass
+class RankPlan:
+    """One rank. rank: its number. coordinates: mesh dimension to place in it. peaks: by phase. alive: at the largest
+    peak of active bytes, largest first. smallest_cap, smallest_cap_expandable: the least that the allocator can be held
+    to (bytes) and the run still goes through, with retries. events: allocations and frees that were replayed."""
+
+    rank: int
+    coordinates: dict[str, int]
+    peaks: list[PhasePeak]
+    alive: list[Alive]
+    smallest_cap: int = 0
+    smallest_cap_expandable: int = 0
+    events: int = 0
+
+    @property
+    def peak(self) -> PhasePeak:
+        """The phase in which the most is active."""
+        return max(self.peaks, key=lambda peak: peak.active)
+
+    @property
+    def reserved(self) -> int:
+        """The most that is reserved in any phase, default allocator."""
+        return max(peak.reserved for peak in self.peaks)
+
+    @property
+    def reserved_expandable(self) -> int:
+        """The same with expandable segments."""
+        return max(peak.reserved_expandable for peak in self.peaks)
+
+    @property
+    def host(self) -> int:
+        """The most host memory of any phase."""
+        return max(peak.host for peak in self.peaks)
+
+
+@dataclass
+class LayerRow:
+    """One module of the layer table. module: dotted path. type: its class. parameters: elements of the full model.
+    trained: those of them that are trained. bytes: of all of its parameters, without parallelism; local_bytes: of this
+    rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward."""
+
+    module: str
+    type: str
+    parameters: int
+    trained: int
+    bytes: int
+    local_bytes: int
+    kept: int = 0
+
+
+@dataclass
+class CommunicationRow:
+    """Collectives of a steady step that are alike. operation: such as `all_gather`. dim: mesh dimension of the group.
+    ranks: its members. module: dotted path of what was running. dtype: such as `bf16`. bytes: of one (the whole
+    tensor); wire_bytes: that one rank sends for one. where: part of the step. count: in a step. shapes: of this rank's
+    tensors. seconds: of one, alone."""
+
+    operation: str
+    dim: str
+    ranks: list[int]
+    where: str
+    module: str
+    shapes: list[list[int]]
+    dtype: str
+    bytes: int
+    wire_bytes: int
+    count: int
+    seconds: float
+
+
+@dataclass
+class TimePlan:
+    """A steady step, seconds. compute: kernels; communication: collectives, alone; exposed: the part of it that no
+    kernel hides; step: all of it; launch: what the host needs to issue it. tokens_per_step, tokens_per_second: of all
+    ranks. mfu: share of the device's dense rate. steps: of the run, None where they are not known. total: of the run,
+    None likewise. calibrated: the rates are measured ones. error: how far off the times may be, in words."""
+
+    compute: float
+    communication: float
+    exposed: float
+    launch: float
+    step: float
+    tokens_per_step: int
+    tokens_per_second: float
+    mfu: float
+    steps: int | None
+    total: float | None
+    calibrated: bool
+    error: str
+
+
+@dataclass
+class Advice:
+    """One lever pulled. override: to type. bytes: change of the peak on the device (negative: room gained); seconds:
+    change of the step. fits: whether the run then fits. note: what else it means."""
+
+    override: str
+    bytes: int
+    seconds: float | None
+    fits: bool
+    note: str = ""
+
+
+@dataclass
+class DeviceFacts:
+    """The device planned for. name: such as `rtx4090`. memory: total bytes. usable: what the allocator may take, total
+    without `outside`. architecture: such as `sm89`. flops: dense rate of the run's dtype, per second. bandwidth: of its
+    memory, bytes per second. link: between ranks, such as `pcie_p2p`. link_bandwidth: bytes per second of large
+    messages."""
+
+    name: str
+    memory: int
+    usable: int
+    architecture: str
+    flops: float
+    bandwidth: float
+    link: str
+    link_bandwidth: float
+
+
+@dataclass
+class Plan:
+    """Everything `tune plan` knows about one run; `to_json` is the stable form.
+
+    recipe, config, overrides: as typed. model: its preset or folder. ranks: of the run. mesh: dimension to its size.
+    device: planned for. sequence: {"tokens": row length planned, "source": where it is from, "histogram": ...}.
+    verdict: `fits`, `risky` or `does not fit`. margin: usable memory left at the heaviest rank, bytes; negative: short
+    of. rank_plans: of the ranks traced. outside: memory that torch does not hand out. layers: of the model.
+    communication: of a steady step, one rank. time: None where it was not planned. advice: levers, each tried alone.
+    assumptions, not_modelled: one sentence each. versions: program to version. seconds: that planning took.
+    """
+
+    recipe: str
+    config: str
+    overrides: list[str]
+    model: str
+    ranks: int
+    mesh: dict[str, int]
+    device: DeviceFacts
+    sequence: dict[str, Any]
+    verdict: str
+    margin: int
+    rank_plans: list[RankPlan]
+    outside: OutsideTorch
+    layers: list[LayerRow]
+    communication: list[CommunicationRow]
+    time: TimePlan | None
+    advice: list[Advice] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    not_modelled: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def heaviest(self) -> RankPlan:
+        """The rank that reserves the most."""
+        return max(self.rank_plans, key=lambda rank: rank.reserved)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists; bytes, seconds, tokens."""
+        return {"schema": SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Any, place: str = "plan") -> "Plan":
+        """The plan that `to_json` wrote. Keys that this version does not know are passed over.
+
+        place: the file, for errors. ConfigError if the schema is another one, a key is missing or a value of another
+        type.
+        """
+        if not isinstance(data, Mapping) or "schema" not in data:
+            raise ConfigError(f"{place}: found no `schema`; expected a plan, written by `tune plan --json`")
+        if data["schema"] != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{place}: found schema {show(str(data['schema']))}, expected {SCHEMA_VERSION}; plan the run again"
+            )
+        plan = _read(cls, data, place)
+        if not plan.rank_plans or not all(rank.peaks for rank in plan.rank_plans):
+            raise ConfigError(f"{place}: found a plan without peaks; expected at least one rank and phase")
+        return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a JSON file; ConfigError if there is none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); expected a file of `tune plan --json`"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is no JSON ({error}); expected a file of `tune plan --json`") from error
+    return Plan.from_json(data, str(path))
+
+
+def _read(wanted: Any, value: Any, place: str) -> Any:
+    """A JSON value as the type that a field is declared with."""
+    origin, arguments = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return (
+            None if value is None else _read(next(part for part in arguments if part is not type(None)), value, place)
+        )
+    if is_dataclass(wanted) and isinstance(value, Mapping):
+        return _read_fields(wanted, value, place)
+    if origin is list and isinstance(value, list):
+        return [_read(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): _read(arguments[1], item, f"{place}.{name}") for name, item in value.items()}
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(wanted, type) and type(value) is wanted:
+        return value
+    name = getattr(origin or wanted, "__name__", str(wanted))
+    raise ConfigError(f"{place}: found {quote(str(value))}, expected {'an object' if is_dataclass(wanted) else name}")
+
+
+def _read_fields(wanted: Any, value: Mapping[str, Any], place: str) -> Any:
+    declared, found = get_type_hints(wanted), {}
+    for entry in fields(wanted):
+        if entry.name in value:
+            found[entry.name] = _read(declared[entry.name], value[entry.name], f"{place}: {entry.name}")
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            raise ConfigError(f"{place}: found no `{entry.name}`; expected all keys of schema {SCHEMA_VERSION}")
+    return wanted(**found)

@@ -1,0 +1,116 @@
+"""When each operator of a traced phase runs: a list schedule over the device's streams, the links and the host.
+
+No torch in here. The host issues operators one after the other; an operator starts when it has been issued, when its
+stream is free and, for a collective, when its link is. Kernels on different streams do not slow each other, and the
+other ranks are taken to be as fast as this one: a stage of a pipeline never waits for its neighbour here.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+from recipe_lib.plan.cost import HOST_SECONDS, Calibration, is_wait, op_seconds
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.trace import OP, RECORD, WAIT, Collective, Trace
+
+
+@dataclass
+class StepTime:
+    """A phase, seconds. compute: of all kernels; communication: of all collectives, alone; exposed: while a collective
+    runs and no kernel does; launch: the host's; step: from the first operator issued to the last one done.
+    collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as issued."""
+
+    compute: float
+    communication: float
+    exposed: float
+    launch: float
+    step: float
+    collectives: dict[int, float]
+    timeline: list[tuple[int, float, float]]
+
+
+def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None) -> StepTime:
+    """Simulates one phase of a trace; ValueError if it was not traced.
+
+    A collective runs on a link (inside the machine, or the network), one after the other. One that `waits`, or
+    receives, holds up the stream that issued it. One that does not is waited for by the next `wait_tensor` of that
+    stream, the oldest first, or through the next event recorded there; else only the end of the phase waits for it.
+    """
+    host_seconds = calibration.host_seconds if calibration else HOST_SECONDS
+    host = 0.0
+    streams: dict[int, float] = defaultdict(float)  # by stream, link and event: when it is free, or has come
+    links: dict[str, float] = defaultdict(float)
+    recorded: dict[int, float] = defaultdict(float)
+    pending: dict[int, deque[float]] = defaultdict(deque)  # by stream, ends of collectives that it has not waited for
+    timeline: list[tuple[int, float, float]] = []
+    for kind, number in trace.phase_events(phase):
+        if kind == OP:
+            op = trace.ops[number]
+            host += host_seconds * op.repeats
+            start = max(host, streams[op.stream])
+            if is_wait(op) and pending[op.stream]:
+                start = max(start, pending[op.stream].popleft())
+            if op.collective:
+                start = max(start, links[_link(op.collective, hardware)])
+            end = start + op.repeats * op_seconds(op, hardware, calibration)
+            timeline.append((number, start, end))
+            if op.collective:
+                links[_link(op.collective, hardware)] = end
+            if op.collective and not op.collective.waits and op.collective.operation != "recv":
+                pending[op.stream].append(end)
+            else:
+                streams[op.stream] = end
+        elif kind == RECORD:
+            sync = trace.syncs[number]
+            recorded[sync.event] = max([streams[sync.stream], *pending[sync.stream]])
+            pending[sync.stream].clear()
+        elif kind == WAIT:
+            sync = trace.syncs[number]
+            streams[sync.stream] = max(streams[sync.stream], recorded[sync.event])
+    return _sum_up(trace, timeline, host)
+
+
+def _link(collective: Collective, hardware: Hardware) -> str:
+    """What a collective occupies: the links of one machine, or the network."""
+    machines = {rank // hardware.ranks_per_node for rank in collective.ranks}
+    return "network" if len(machines) > 1 else "machine"
+
+
+def _sum_up(trace: Trace, timeline: list[tuple[int, float, float]], host: float) -> StepTime:
+    collectives = {number: end - start for number, start, end in timeline if trace.ops[number].collective}
+    kernels = [(start, end) for number, start, end in timeline if number not in collectives]
+    moving = _merged([(start, end) for number, start, end in timeline if number in collectives])
+    busy = _merged(kernels)
+    return StepTime(
+        compute=sum(end - start for start, end in kernels),
+        communication=sum(collectives.values()),
+        exposed=sum(end - start for start, end in moving) - _overlap(moving, busy),
+        launch=host,
+        step=max([host, *(end for _, _, end in timeline)]),
+        collectives=collectives,
+        timeline=timeline,
+    )
+
+
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time as a union: in order, none touching another."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((start, end))
+    return union
+
+
+def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+    """Seconds that two unions of spans have in common."""
+    total, index, other = 0.0, 0, 0
+    while index < len(first) and other < len(second):
+        start = max(first[index][0], second[other][0])
+        end = min(first[index][1], second[other][1])
+        total += max(0.0, end - start)
+        if first[index][1] < second[other][1]:
+            index += 1
+        else:
+            other += 1
+    return total

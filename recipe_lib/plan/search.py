@@ -1,0 +1,341 @@
+"""The fastest settings of a config that fit a device: estimated by `quick`, the first of them confirmed by whole plans.
+
+For each way to share the model between ranks and each kind of activation checkpointing, the largest micro-batch that
+fits is looked for; it divides the rows of a step, which stay as many as the config asks for. What one setting rules
+out is not tried with another: if a micro-batch does not fit, a larger one does not, nor does the same with less
+checkpointing; and what parameters, gradients and states alone take decides without a simulation.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipe_lib.parallel.world import mesh_shape
+from recipe_lib.plan.levers import (
+    Changes,
+    changed,
+    in_processes,
+    override_text,
+    try_quick,
+    usable_bytes,
+    value_of,
+)
+from recipe_lib.plan.make import PlanSettings, make_plan
+from recipe_lib.plan.quick import MICRO_BATCHES, Quick
+from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.tables import Table, duration
+from recipe_lib.units import format_bytes, format_count
+
+# What is looked for beside the micro-batch: key -> its values for a config and so many ranks, least memory first.
+SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
+    "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks),
+    "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
+    "optimizer.implementation": lambda cfg, ranks: ("auto",),
+}
+CHECKPOINTING = ("full", "selective", "none")
+# Settings that cost little time, and are tried together where the peak is outside of the layers.
+OUTSIDE_LAYERS = {"parallel.wrapping": "memory_efficient", "memory.loss_chunks": 64}
+
+# Estimates of reserved memory are some percent off: what is beyond the device by less than this is planned in full.
+DOUBT = 0.06
+MOST_PLANS = 10
+
+
+@dataclass(frozen=True)
+class Found:
+    """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, margin: of their own plan, bytes
+    of the heaviest rank; margin is negative where they do not fit. seconds: of a step; tokens_per_second: of all ranks;
+    both for ranking."""
+
+    changes: Changes
+    verdict: str
+    active: int
+    reserved: int
+    reserved_expandable: int
+    margin: int
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
+    rows: of a step, all ranks. tried: settings that were estimated; planned: in full; took: seconds. True if something
+    was found; as text, the table of `render_search`."""
+
+    found: list[Found]
+    closest: Found | None
+    device: str
+    ranks: int
+    rows: int
+    tried: int
+    planned: int
+    took: float
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def __str__(self) -> str:
+        return render_search(self)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Settings and their estimate. short: bytes that they lack, by it; negative: to spare."""
+
+    changes: Changes
+    quick: Quick
+    short: int
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.quick.tokens / self.quick.seconds if self.quick.seconds else 0.0
+
+
+def search(
+    recipe_class: type, cfg: Any, settings: PlanSettings, *, want: int = 3, fixed: Collection[str] = ()
+) -> Search:
+    """The fastest settings of a plannable config that fit `settings.hardware` on `settings.ranks` ranks.
+
+    want: as many as are confirmed by a whole plan, fastest first. fixed: dotted keys that stay as the config has them.
+    Frozen weights are only rounded more, and parameters only kept in host memory, where nothing fits without. It works
+    in several processes if nothing has been simulated in this one yet. Raises UserErrors of recipe and config.
+    """
+    began = time.monotonic()
+    tried: list[_Candidate] = []
+    found: list[Found] = []
+    refused: list[Found] = []
+    for variants in _variants(cfg, fixed):
+        tried += _estimate(recipe_class, cfg, settings, variants, fixed)
+        for_sure, not_quite = _confirm(recipe_class, cfg, settings, tried, want)
+        found, refused = for_sure, [*refused, *not_quite]
+        if found:
+            break
+    closest = None
+    if not found:
+        nearest = sorted(tried, key=lambda one: one.short)[:1]
+        refused += [_plan(recipe_class, cfg, settings, one) for one in nearest if one.short > _doubt(settings)]
+        fitting = [one for one in refused if one.verdict != DOES_NOT_FIT]
+        found, closest = fitting, max(refused, key=lambda one: one.margin, default=None)
+    return Search(
+        found=found,
+        closest=None if found else closest,
+        device=settings.hardware.name,
+        ranks=settings.ranks,
+        rows=_rows(cfg) * settings.ranks,
+        tried=len(tried),
+        planned=len(found) + len(refused),
+        took=time.monotonic() - began,
+    )
+
+
+def _rows(cfg: Any) -> int:
+    """Rows of a step on one rank that has rows of its own."""
+    return int(cfg.batch_size * cfg.gradient_accumulation_steps)
+
+
+def _variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
+    """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
+    quantize = value_of(cfg, "lora.quantize")
+    free = quantize is not None and "lora.quantize" not in fixed
+    stays = {} if "memory.cpu_offload" in fixed else {"memory.cpu_offload": False}
+    yield [stays, *([stays | {"lora.quantize": "none"}] if free and quantize != "none" else [])]
+    rounded: list[Changes] = []
+    if free:
+        rounded = [{"lora.quantize": kind} for kind in ("int8", "nf4") if quantize == "none" or (quantize, kind) == ("int8", "nf4")]
+        yield [stays | one for one in rounded]
+    if stays:
+        yield [{"memory.cpu_offload": True} | one for one in (rounded or [{}])]
+
+
+def _estimate(
+    recipe_class: type, cfg: Any, settings: PlanSettings, variants: list[Changes], fixed: Collection[str]
+) -> list[_Candidate]:
+    """Estimates of a group of variants, each with every way of sharing that could fit."""
+    leanest = [variant | next(_sharings(cfg, settings.ranks, fixed)) for variant in variants]
+    # One estimate of each decides which of its ways of sharing are worth more.
+    begun = in_processes(lambda one: _first(recipe_class, cfg, settings, one, fixed), leanest)
+    jobs = [
+        (variant | sharing, known)
+        for variant, known in zip(variants, begun, strict=True)
+        if known is not None
+        for sharing in _sharings(cfg, settings.ranks, fixed)
+        if _could_fit(cfg, settings, variant | sharing, known)
+    ]
+    results = in_processes(lambda job: _micro_batches(recipe_class, cfg, settings, job[0], fixed), jobs)
+    first = [one for one in begun if one is not None]
+    return _without_twins([*first, *(one for result in results for one in result)])
+
+
+def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[dict[str, Any]]:
+    """All combinations of SHARING, least memory first."""
+    combinations: list[dict[str, Any]] = [{}]
+    for key, values in SHARING.items():
+        if key not in fixed and value_of(cfg, key) is not None:
+            combinations = [one | {key: value} for one in combinations for value in values(cfg, ranks)]
+    # A copy on each rank has nothing to gather again.
+    yield from (
+        one
+        for one in combinations
+        if one.get("parallel.data_replicate") != ranks or one.get("parallel.reshard_after_forward", True) or ranks == 1
+    )
+
+
+def _copies(cfg: Any, ranks: int) -> list[int]:
+    """Numbers of copies of the model: few, and one for each rank; as the config says where it fixes the shards."""
+    if cfg.parallel.data_shard != -1:
+        return [cfg.parallel.data_replicate]
+    return sorted({copies for copies in (1, 2, ranks // 8, ranks) if copies and ranks % copies == 0})
+
+
+def _own_reshard(cfg: Any) -> bool:
+    return bool(cfg.parallel.reshard_after_forward)
+
+
+def _micro_batch(cfg: Any, rows: int) -> dict[str, int]:
+    return {"batch_size": rows, "gradient_accumulation_steps": _rows(cfg) // rows}
+
+
+def _first(
+    recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
+) -> _Candidate | None:
+    """The leanest settings: one row at a time, everything computed again."""
+    kind = {} if "memory.activation_checkpointing" in fixed else {"memory.activation_checkpointing": CHECKPOINTING[0]}
+    size = {} if "batch_size" in fixed else _micro_batch(cfg, 1)
+    return _try(recipe_class, cfg, settings, changes | kind | size)
+
+
+def _try(recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes) -> _Candidate | None:
+    """The estimate; where it does not fit and the peak is outside of the layers, with what makes less of that."""
+    for more in ({}, {key: value for key, value in OUTSIDE_LAYERS.items() if value_of(cfg, key) != value}):
+        other = changed(cfg, changes | more)
+        found = None if other is None else try_quick(recipe_class, other, settings)
+        if other is None or found is None:
+            return None
+        short = found.reserved_expandable - usable_bytes(other, settings)
+        if short <= 0 or ".layers." in found.module or isinstance(value_of(cfg, "parallel.wrapping"), list):
+            break
+    return _Candidate(changes | more, found, short)
+
+
+def _could_fit(cfg: Any, settings: PlanSettings, changes: Changes, known: _Candidate) -> bool:
+    """Whether parameters, gradients and states alone leave room, by those of a leaner way to share them."""
+    before, after = changed(cfg, known.changes), changed(cfg, changes)
+    if before is None or after is None:
+        return False
+    shards_before, shards = (mesh_shape(one.parallel, settings.ranks)[1] for one in (before, after))
+    held = known.quick.held * shards_before // shards if not after.memory.cpu_offload else 0
+    gradients = known.quick.trained // shards if not after.memory.cpu_offload else 0
+    whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * (shards - 1) // shards
+    return held + max(gradients, whole) <= usable_bytes(after, settings) + _doubt(settings)
+
+
+def _doubt(settings: PlanSettings) -> int:
+    return int(DOUBT * settings.hardware.memory)
+
+
+def _micro_batches(
+    recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
+) -> list[_Candidate]:
+    """For each kind of checkpointing the largest micro-batch that fits, and what was tried on the way."""
+    rows = _rows(cfg)
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0] if "batch_size" not in fixed else [cfg.batch_size]
+    kinds: Iterable[str] = CHECKPOINTING
+    if "memory.activation_checkpointing" in fixed:
+        kinds = (cfg.memory.activation_checkpointing,)
+    found: list[_Candidate] = []
+    for kind in kinds:
+        with_kind = changes | {"memory.activation_checkpointing": kind}
+        low, high = 0, len(sizes)  # sizes below `low` fit, those from `high` on do not
+        guess = 0
+        while low < high:
+            one = _try(recipe_class, cfg, settings, with_kind | _micro_batch(cfg, sizes[guess]))
+            if one is None:
+                break
+            found.append(one)
+            if one.short > _doubt(settings):
+                high = guess
+            else:
+                low = guess + 1
+            guess = max(low, min(high - 1, _guess(one, sizes, sizes[guess]))) if low < high else 0
+        sizes = sizes[:low]
+        if not sizes:
+            break
+    return found
+
+
+def _guess(one: _Candidate, sizes: list[int], size: int) -> int:
+    """Place of the largest micro-batch that may fit, if all that is not held between steps grows with its rows."""
+    for_rows = max(1, one.quick.active - one.quick.held)
+    room = for_rows - one.short
+    return max(0, sum(other * for_rows <= size * room for other in sizes) - 1)
+
+
+def _without_twins(candidates: Iterable[_Candidate]) -> list[_Candidate]:
+    unique = {override_text(dict(sorted(one.changes.items()))): one for one in candidates}
+    return list(unique.values())
+
+
+def _confirm(
+    recipe_class: type, cfg: Any, settings: PlanSettings, tried: list[_Candidate], want: int
+) -> tuple[list[Found], list[Found]]:
+    """(what fits by its whole plan, what does not), the fastest estimates first, until there are enough."""
+    waiting = [one for one in tried if one.short <= _doubt(settings)]
+    waiting.sort(key=lambda one: (-one.speed, one.quick.active))
+    fits: list[Found] = []
+    refused: list[Found] = []
+    while waiting and len(fits) < want and len(fits) + len(refused) < MOST_PLANS:
+        now, waiting = waiting[: want - len(fits)], waiting[want - len(fits) :]
+        for one in in_processes(lambda one: _plan(recipe_class, cfg, settings, one), now):
+            (refused if one.verdict == DOES_NOT_FIT else fits).append(one)
+    return sorted(fits, key=lambda one: -one.tokens_per_second), refused
+
+
+def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate) -> Found:
+    """The whole plan of a candidate, with two micro-batches: all later ones are like the second."""
+    other = copy.copy(changed(cfg, one.changes))
+    assert other is not None
+    other.gradient_accumulation_steps = min(other.gradient_accumulation_steps, MICRO_BATCHES)
+    plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
+    rank = plan.heaviest
+    changes = {key: value for key, value in one.changes.items() if value_of(cfg, key) != value}
+    if changes.get("optimizer.implementation") == "auto" and cfg.optimizer.implementation == "fused":
+        del changes["optimizer.implementation"]
+    return Found(
+        changes=changes,
+        verdict=plan.verdict,
+        active=rank.peak.active,
+        reserved=rank.reserved,
+        reserved_expandable=rank.reserved_expandable,
+        margin=plan.device.usable - min(rank.reserved, rank.reserved_expandable),
+        seconds=one.quick.seconds,
+        tokens_per_second=one.speed,
+    )
+
+
+def render_search(result: Search) -> str:
+    """The settings as a table: what to type, planned peak, tokens per second, verdict."""
+    from recipe_lib.plan.report import paint, table_lines
+
+    where = f"{result.ranks} x {result.device}"
+    rows = f"{result.rows} rows a step"
+    shown = result.found or ([result.closest] if result.closest else [])
+    if result.found:
+        title = f"FOUND  settings that fit {where}, {rows}, fastest first"
+    else:
+        lacking = f"; closest, short of {format_bytes(-shown[0].margin)}:" if shown else ""
+        title = f"DOES NOT FIT  {where}, {rows}, with none of the settings tried{lacking}"
+    header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
+    lines = [("heading", title)]
+    for number, one in enumerate(shown, 1):
+        cells = [*map(format_bytes, (one.active, one.reserved, one.reserved_expandable)), duration(one.seconds),
+                 format_count(one.tokens_per_second), one.verdict]  # fmt: skip
+        table = table_lines(Table("", header, [cells], ("verdict",)), 100)
+        lines += [("", ""), ("", f"  {number}. {override_text(one.changes) or 'as the config has it'}"), *table]
+    how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
+    lines += [("", ""), ("soft", f"  tokens/s are for ranking; {how}")]
+    return paint(lines, False).rstrip("\n")

@@ -1,0 +1,318 @@
+"""A recipe run in the simulated world, phase by phase, as a trace; and the same tracer around a real run."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.adapters import nf4, quantised
+from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.build import stored_weights
+from recipe_lib.parallel import World
+from recipe_lib.plan.data import PlannedData, RowShape, batch_tensors
+from recipe_lib.plan.device import NAME
+from recipe_lib.plan.fake import connect_streams, simulated_world, tensors_without_bytes
+from recipe_lib.plan.fast_fake import FastFake
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracer import KernelMemory, Tracer
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+FIRST, STEADY = "first step", "step"
+# The first micro-batch finds no gradients and the second does; all later ones are like the second.
+TRACED_MICRO_BATCHES = 2
+
+
+@dataclass
+class ModuleFacts:
+    """A module that owns parameters. parameters, trained: elements of the whole model's; bytes: of all of them;
+    local_bytes: of this rank's part."""
+
+    name: str
+    type: str
+    parameters: int
+    trained: int
+    bytes: int
+    local_bytes: int
+
+
+@dataclass
+class Simulated:
+    """What a simulation leaves. coordinates: mesh dimension -> place of the rank. tokens: of a step, all ranks.
+    repeats: the second step left the memory as the first did, so that all later ones are like it."""
+
+    trace: Trace
+    modules: list[ModuleFacts]
+    coordinates: dict[str, int]
+    mesh: dict[str, int]
+    tokens: int
+    repeats: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def simulate(
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    shape: RowShape,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    phases: Sequence[str] = ("load", "validation", "save"),
+    like_cpu: bool = False,
+    kernel_memory: KernelMemory | None = None,
+) -> Simulated:
+    """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
+
+    The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
+    PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
+    """
+    with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
+        tracer = Tracer(NAME, FastFake(mode), kernel_memory)
+        tracer.stream = connect_streams(tracer.record, tracer.wait)
+        with (
+            _quiet_collector(),
+            tracer.running(),
+            tracer.remembering(quantised, "_dequantise"),
+            _scales_without_values(),
+        ):
+            return _run(recipe_class, cfg, world, shape, tracer, phases)
+
+
+def trace_real_run(
+    recipe_class: type, cfg: FullFinetuneConfig, world: World, shape: RowShape, phases: Sequence[str] = ()
+) -> Simulated:
+    """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared with."""
+    tracer = Tracer(world.device.type)
+    with _quiet_collector(), tracer.running():
+        return _run(recipe_class, cfg, world, shape, tracer, phases)
+
+
+def _run(
+    recipe_class: type, cfg: FullFinetuneConfig, world: World, shape: RowShape, tracer: Tracer, phases: Sequence[str]
+) -> Simulated:
+    notes: list[str] = []
+    for dim in world.mesh.mesh_dim_names or ():
+        tracer.groups[world.mesh.get_group(dim).group_name] = dim
+    tracer.begin_phase("setup")
+    recipe = cast(Any, recipe_class(cfg, world))
+    recipe.setup_model()
+    models = _models_of(recipe)
+    for name, model in models.items():
+        tracer.name_modules(model, name)
+    if "load" in phases:
+        _try_phase("load", recipe.load_weights, tracer, notes)
+    recipe.setup_optimizer()
+    traced = None if tracer.fast is None else TRACED_MICRO_BATCHES
+    recipe.data = PlannedData(cfg, world, shape, traced)
+    left: list[int] = []
+    tokens = 0
+    for name in (FIRST, STEADY):
+        tracer.begin_phase(name)
+        with tracer.making_batches():
+            batches = next(recipe.data.batches())
+            tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
+        tokens = batches.total_tokens
+        try:
+            recipe.train_step(batches)
+        except _NEEDS_VALUES as error:
+            raise _reads_values(recipe_class, error) from error
+        del batches
+        _label(tracer, models)
+        left.append(tracer.alive())
+    if "validation" in phases and cfg.validation.source is not None:
+        _try_phase("validation", recipe.validate, tracer, notes)
+        for model in models.values():
+            model.train()
+    if "save" in phases and cfg.checkpoint.save_model:
+        _try_phase("save", lambda: _gather_trained(list(models.values())[-1]), tracer, notes)
+    classify(tracer.trace)
+    if traced is not None:
+        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps)
+    names = world.mesh.mesh_dim_names or ()
+    mesh = dict(zip(names, world.mesh.shape, strict=True))
+    place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
+    modules = [facts for name, model in models.items() for facts in _module_facts(name, model)]
+    return Simulated(tracer.trace, modules, place, mesh, tokens, left[0] == left[1], notes)
+
+
+def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
+    """A phase beside the steps; a number that it reads is 0. Where it asks for more, it is traced up to there."""
+    tracer.begin_phase(name)
+    tracer.values_are_zero = True
+    try:
+        run()
+    except _NEEDS_VALUES:
+        notes.append(f"{name}: traced up to where it reads a tensor's value")
+    except AttributeError as error:
+        notes.append(f"{name}: not traced to its end ({error})")
+    finally:
+        tracer.values_are_zero = False
+
+
+def _reads_values(recipe_class: type, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{recipe_class.__name__}.train_step: reads the value of a tensor ({str(error).splitlines()[0]}), expected "
+        "sizes only; keep .item(), .tolist() and `if tensor` out of train_step, and log in train()"
+    )
+
+
+@torch.no_grad()
+def _gather_trained(model: nn.Module) -> None:
+    """What an export takes: each trained parameter whole, one after the other, then on the host."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            piece = whole(parameter).to("cpu")
+            del piece
+
+
+def _models_of(recipe: Any) -> dict[str, nn.Module]:
+    """The recipe's modules by the prefix of their names: none for `model`, which comes last, else the attribute's."""
+    found = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
+    main = "model" if "model" in found else next(reversed(found), "")
+    others = {f"{name}.": value for name, value in found.items() if name != main and value is not found[main]}
+    return others | ({"": found[main]} if main else {})
+
+
+def _label(tracer: Tracer, models: dict[str, nn.Module]) -> None:
+    """Says of what is alive which parameter it belongs to."""
+    names: dict[int, str] = {}
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = prefix + name
+            tracer.label(parameter, "parameters", prefix + name)
+            if parameter.grad is not None:
+                tracer.label(parameter.grad, "gradients", prefix + name)
+        for name, buffer in model.named_buffers():
+            tracer.label(buffer, "parameters", prefix + name)
+        _label_gathered(tracer, prefix, model)
+    tracer.parameter_names = names
+    for optimizer in tracer.optimizers.values():
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    tracer.label(value, "optimizer", names.get(id(parameter), ""))
+
+
+def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
+    """FSDP keeps the tensors that it gathers into, with no memory in between; private names of torch's."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+        for held in group.fsdp_params if group is not None else ():
+            label = prefix + (getattr(held, "_param_fqn", None) or "")
+            for gathered in getattr(held, "all_gather_outputs", ()):
+                tracer.label(gathered, "gathered", label)
+            tracer.label(held._sharded_param_data, "parameters", label)
+
+
+def classify(trace: Trace) -> None:
+    """Storages that forward or recomputation made, and that are there when backward begins, are activations."""
+    waiting: dict[int, None] = {}
+    for kind, number in trace.events:
+        if kind == ALLOC:
+            storage = trace.storages[number]
+            if storage.kind == "temporary" and storage.part in ("forward", "recompute"):
+                waiting[number] = None
+        elif kind == FREE:
+            waiting.pop(number, None)
+        elif kind == OP and trace.ops[number].part == "backward":
+            for kept in waiting:
+                trace.storages[kept].kind = "activations"
+            waiting.clear()
+        elif kind == PHASE:
+            waiting.clear()
+
+
+def stand_for_all(trace: Trace, micro_batches: int) -> None:
+    """The operators of a step's last traced micro-batch count for all of its later ones too."""
+    if micro_batches <= TRACED_MICRO_BATCHES:
+        return
+    for phase in (FIRST, STEADY):
+        ops = [trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP]
+        parts = [op.part for op in ops]
+        backwards = [index for index, part in enumerate(parts) if part == "backward"]
+        begin = next((index for index in range(backwards[0], len(ops)) if parts[index] == "forward"), None)
+        if begin is not None:
+            for op in ops[begin : backwards[-1] + 1]:
+                op.repeats *= micro_batches - 1
+
+
+def _module_facts(prefix: str, model: nn.Module) -> list[ModuleFacts]:
+    """The modules that hold parameters and no list of layers, in order; tied parameters count at their first owner."""
+    facts: list[ModuleFacts] = []
+    stored = stored_weights(model)
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), name)
+    for name, module in model.named_modules():
+        if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
+            continue
+        inside = f"{name}."
+        own = [
+            value for value in module.parameters() if owners[id(value)] == name or owners[id(value)].startswith(inside)
+        ]
+        if own:
+            packed = {key: weight for key, weight in stored.items() if key.startswith(inside)}
+            carriers = sum(
+                value.numel()
+                for key in packed
+                for part, value in model.get_submodule(key.rpartition(".")[0]).named_parameters(recurse=False)
+                if part.startswith("weight_")
+            )
+            weights = sum(weight.in_features * weight.out_features for weight in packed.values())
+            facts.append(
+                ModuleFacts(
+                    prefix + name,
+                    type(module).__name__.removeprefix("FSDP"),
+                    sum(value.numel() for value in own) - carriers + weights,
+                    sum(value.numel() for value in own if value.requires_grad),
+                    sum(value.numel() * value.element_size() for value in own),
+                    sum(_local(value).numel() * value.element_size() for value in own),
+                )
+            )
+    return facts
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _scales_without_values() -> Iterator[None]:
+    """Quantising to NF4 looks at numbers in two places; in a simulation they have none, and torchao takes seconds."""
+    borders, scales = nf4._borders, nf4.quantise_scales
+
+    def sizes_of_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        factors = largest.new_empty(nf4.factors_of(len(largest)), dtype=torch.float32)
+        return torch.empty_like(largest, dtype=torch.int8), factors
+
+    module = cast(Any, nf4)
+    module._borders = lambda dtype: torch.empty(len(nf4.LEVELS) - 1, dtype=dtype)
+    module.quantise_scales = sizes_of_scales
+    try:
+        yield
+    finally:
+        module._borders, module.quantise_scales = borders, scales
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Python's collector of cycles costs a third of the time here, and frees at moments that no other run repeats."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

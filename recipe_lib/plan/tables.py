@@ -1,0 +1,350 @@
+"""The tables of a plan, as rows of text that the terminal report, the HTML page and a comparison lay out. No torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, Plan, RankPlan
+from recipe_lib.plan.tree import Node, folded, join_numbered, shares, split_number
+from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_seconds
+
+# (bytes of one, name)
+Unit = tuple[int, str]
+
+# A branch of the tree is shown if it is this share of the one above it, and at most so many are.
+_SMALLEST_SHARE, _MOST_BRANCHES = 0.01, 12
+
+
+@dataclass
+class Table:
+    """rows: a text for each of `header`. left: the headers of text columns, numbers stand at the right. optional:
+    headers to leave out where the room is short, the first of them first. notes: sentences below it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    left: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def unit_of(largest: int) -> Unit:
+    """GiB, or for small sums MiB or KiB: figures that are added up in a report share one unit."""
+    if largest >= GIB // 4:
+        return GIB, "GiB"
+    return (MIB, "MiB") if largest >= MIB // 4 else (1024, "KiB")
+
+
+def hundredths(num_bytes: int, unit: Unit) -> int:
+    """Bytes in hundredths of the unit, rounded."""
+    return round(num_bytes * 100 / unit[0])
+
+
+def written(number: int, unit: Unit | None = None) -> str:
+    """Hundredths of a unit: `1234` -> `12.34 GiB`."""
+    return f"{number / 100:,.2f}" + (f" {unit[1]}" if unit else "")
+
+
+def signed_bytes(num_bytes: int) -> str:
+    """A change: `+1.20 GiB`, `-512.00 MiB`, `none`."""
+    return f"{'+' if num_bytes > 0 else ''}{format_bytes(num_bytes)}" if num_bytes else "none"
+
+
+def duration(seconds: float) -> str:
+    """`2.84 s`, `12.4 ms`, `85.0 us`; from a minute on as `1m15s`."""
+    if abs(seconds) >= 60:
+        return format_seconds(seconds)
+    for size, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def signed_seconds(seconds: float) -> str:
+    """A change: `+0.20 s`, `-12.4 ms`, `none`."""
+    if not seconds:
+        return "none"
+    return f"{'+' if seconds > 0 else '-'}{duration(abs(seconds))}"
+
+
+def planned_reserved(plan: Plan) -> int:
+    """What the verdict takes the allocator to reserve: usable memory less the margin."""
+    return plan.device.usable - plan.margin
+
+
+def allocator_name(plan: Plan) -> str:
+    """Which of the allocator's configurations that is."""
+    planned, heaviest = planned_reserved(plan), plan.heaviest
+    expandable = max(rank.reserved_expandable for rank in plan.rank_plans)
+    return "reserved (expandable segments)" if planned == expandable != heaviest.reserved else "reserved"
+
+
+def verdict_text(plan: Plan) -> str:
+    """The verdict with the sum behind it; the figures add up as they are printed."""
+    unit = unit_of(planned_reserved(plan) + plan.outside.total)
+    reserved, outside = (hundredths(size, unit) for size in (planned_reserved(plan), plan.outside.total))
+    margin = hundredths(planned_reserved(plan) + plan.outside.total + plan.margin, unit) - reserved - outside
+    return (
+        f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name}"
+        f" ({written(hundredths(plan.device.memory, unit), unit)} each)"
+        f"  peak {allocator_name(plan)} {written(reserved)} + outside torch {written(outside)}"
+        f" = {written(reserved + outside, unit)}, "
+        f"{f'margin {written(margin, unit)}' if plan.margin >= 0 else f'short of {written(-margin, unit)}'}"
+    )
+
+
+def branches(root: Node, number: int, unit: Unit, depth: int) -> list[tuple[str, Node, int]]:
+    """(indent, branch, hundredths of the unit) of what lies below the root, `depth` levels of it: all of its kinds,
+    and of what is in them the larger ones.
+
+    number: the root's own hundredths, which those of its branches add up to; so it is at each level.
+    """
+    return _below(root, root.children, number, unit, depth, "  ")
+
+
+def _below(
+    node: Node, shown: list[Node], number: int, unit: Unit, depth: int, indent: str
+) -> list[tuple[str, Node, int]]:
+    found = []
+    for child, part in zip(shown, shares(number, [child.bytes for child in shown]), strict=True):
+        found.append((indent, child, part))
+        if depth > 1:
+            smallest = max(child.bytes * _SMALLEST_SHARE, unit[0] / 200)
+            inside = folded(child.children, smallest=smallest, most=_MOST_BRANCHES)
+            found += _below(child, inside, part, unit, depth - 1, f"{indent}  ")
+    return found
+
+
+def outside_rows(plan: Plan) -> list[tuple[str, int, str]]:
+    """(name, bytes, option that replaces them) of device memory that torch does not hand out."""
+    outside = plan.outside
+    return [
+        ("context and kernels", outside.context, "--context-gib"),
+        ("NCCL communicators", outside.nccl, "--nccl-gib"),
+        ("kept free for other programs", outside.reserve, "--reserve-gib"),
+    ]
+
+
+def where_of(peak: PhasePeak) -> str:
+    """`backward, model.layers.31`."""
+    return ", ".join(text for text in (peak.part, peak.module) if text) or "-"
+
+
+def rank_name(plan: Plan, rank: RankPlan) -> str:
+    """`rank 0 (data_shard 0), heaviest of 3 planned`."""
+    places = ", ".join(f"{dim} {place}" for dim, place in rank.coordinates.items())
+    traced = f", heaviest of {len(plan.rank_plans)} planned" if len(plan.rank_plans) > 1 else ""
+    return f"rank {rank.rank}{f' ({places})' if places else ''}{traced}"
+
+
+def phase_table(plan: Plan) -> Table:
+    """Peaks of each phase on the heaviest rank."""
+    rank = plan.heaviest
+    rows = [
+        [peak.phase, *map(format_bytes, (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable,
+         peak.host)), where_of(peak)] for peak in rank.peaks
+    ]  # fmt: skip
+    notes = []
+    if rank.smallest_cap:
+        with_segments = rank.smallest_cap_expandable
+        also = f" ({format_bytes(with_segments)} with expandable segments)" if with_segments else ""
+        notes.append(
+            f"With retries the run goes through in {format_bytes(rank.smallest_cap)}{also} of reserved memory."
+        )
+    header = ["phase", "active", "allocated", "reserved", "expandable", "host", "most is active in"]
+    title = f"memory by phase, {rank_name(plan, rank)}"
+    return Table(title, header, rows, ("phase", "most is active in"), ("most is active in",), tuple(notes))
+
+
+def rank_table(plan: Plan) -> Table | None:
+    """The ranks that were planned; None if it was one."""
+    if len(plan.rank_plans) < 2:
+        return None
+    rows = []
+    for rank in plan.rank_plans:
+        places = ", ".join(f"{dim} {place}" for dim, place in rank.coordinates.items())
+        sizes = (rank.peak.active, rank.reserved, rank.reserved_expandable, rank.host)
+        rows.append([str(rank.rank), *map(format_bytes, sizes), places + " <- heaviest" * (rank is plan.heaviest)])
+    header = ["rank", "active", "reserved", "expandable", "host", "place"]
+    return Table("ranks, peak of all phases", header, rows, ("rank", "place"))
+
+
+def layer_table(plan: Plan) -> Table | None:
+    """Modules with their parameters: in the full model without parallelism, and one rank's share; None if not known."""
+    if not plan.layers:
+        return None
+    groups: dict[tuple[Any, ...], list[LayerRow]] = {}
+    for row in plan.layers:
+        before, number, after = split_number(row.module)
+        alike = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes, row.kept)
+        groups.setdefault((before, number is None, after, alike), []).append(row)
+    rows = [
+        [join_numbered(row.module for row in alike) or "(model)", alike[0].type, str(len(alike)), *_layer_sums(alike)]
+        for alike in groups.values()
+    ]
+    rows.append(["total", "", "", *_layer_sums(outermost(plan.layers))])
+    header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept for backward"]
+    return Table("layers: the full model without parallelism beside one rank", header, rows, ("module", "type"),
+                 ("type", "modules"))  # fmt: skip
+
+
+def outermost(layers: list[LayerRow]) -> list[LayerRow]:
+    """The rows that lie in no other row's module: what a total counts."""
+    names = {row.module for row in layers}
+    return [row for row in layers if not any(above in names for above in _above(row.module))]
+
+
+def _above(module: str) -> list[str]:
+    """`a.b.c` -> ``, `a`, `a.b`."""
+    segments = module.split(".") if module else []
+    return [".".join(segments[:cut]) for cut in range(len(segments))]
+
+
+def _layer_sums(rows: Iterable[LayerRow]) -> list[str]:
+    rows = list(rows)
+    counts = [format_count(sum(getattr(row, name) for row in rows)) for name in ("parameters", "trained")]
+    return counts + [format_bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")]
+
+
+@dataclass
+class Traffic:
+    """Sums over collectives of a step. bytes: of whole tensors; wire: sent by one rank; seconds: one after another."""
+
+    count: int
+    bytes: int
+    wire: int
+    seconds: float
+
+
+def traffic(rows: Iterable[CommunicationRow]) -> Traffic:
+    """The sums of these rows."""
+    rows = list(rows)
+    return Traffic(
+        sum(row.count for row in rows),
+        sum(row.count * row.bytes for row in rows),
+        sum(row.count * row.wire_bytes for row in rows),
+        sum(row.count * row.seconds for row in rows),
+    )
+
+
+def by_dim(rows: Iterable[CommunicationRow]) -> dict[tuple[str, int], list[CommunicationRow]]:
+    """Collectives by (mesh dimension, ranks in a group)."""
+    found: dict[tuple[str, int], list[CommunicationRow]] = {}
+    for row in rows:
+        found.setdefault((row.dim, len(row.ranks)), []).append(row)
+    return found
+
+
+def communication_table(plan: Plan) -> Table | None:
+    """Collectives of a steady step by mesh dimension and operation, with sums; None if there are none."""
+    if not plan.communication:
+        return None
+    rows = []
+    for (dim, size), inside in by_dim(plan.communication).items():
+        rows.append([f"{dim}, {size} ranks", "", *_traffic_cells(traffic(inside)), ""])
+        alike: dict[tuple[Any, ...], list[CommunicationRow]] = {}
+        for row in inside:
+            alike.setdefault((row.operation, row.where, row.dtype, row.bytes, row.wire_bytes), []).append(row)
+        for (operation, where, dtype, num_bytes, _), found in alike.items():
+            cells = _traffic_cells(traffic(found), format_bytes(num_bytes), dtype)
+            rows.append([f"  {operation}", where, *cells, join_numbered(row.module for row in found)])
+    whole = traffic(plan.communication)
+    rows.append(["one rank", "", *_traffic_cells(whole), ""])
+    rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", format_bytes(whole.wire * plan.ranks), "", ""])
+    header = ["operation", "where", "count", "each", "dtype", "together", "on the wire", "alone", "module"]
+    note = "On the wire: what a rank sends. Alone: the time if nothing else ran."
+    return Table("communication of a step", header, rows, ("operation", "where", "module"),
+                 ("module", "dtype", "together"), (note,))  # fmt: skip
+
+
+def _traffic_cells(sums: Traffic, each: str = "", dtype: str = "") -> list[str]:
+    return [str(sums.count), each, dtype, format_bytes(sums.bytes), format_bytes(sums.wire), duration(sums.seconds)]
+
+
+def time_lines(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) of what is known about time; empty if it was not planned."""
+    time = plan.time
+    if time is None:
+        return []
+    stated = f"error: {time.error}" if time.error else "error not stated"
+    rates = "calibrated" if time.calibrated else "ranking only, not calibrated"
+    lines = [
+        ("step", f"{duration(time.step)}, {rates}; {stated}"),
+        ("kernels", duration(time.compute)),
+        ("communication", f"{duration(time.communication)} alone, {duration(time.exposed)} not hidden by kernels"),
+        ("issued by the host in", duration(time.launch)),
+        ("bound by", bound_by(plan)),
+        ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
+                   f"all ranks; {time.mfu:.1%} of the device's dense rate"),
+    ]  # fmt: skip
+    if time.steps is not None:
+        lasts = f", {format_seconds(time.total)}" if time.total is not None else ""
+        lines.append(("run", f"{time.steps:,} steps{lasts}"))
+    return lines
+
+
+def bound_by(plan: Plan) -> str:
+    """What takes most of a step: kernels, communication that they do not hide, or the host that issues them."""
+    assert plan.time is not None
+    parts = {
+        "kernels": plan.time.compute,
+        "communication": plan.time.exposed,
+        "the host: kernels end before the next is issued": plan.time.launch,
+    }
+    return max(parts, key=lambda name: parts[name])
+
+
+def advice_table(plan: Plan) -> Table | None:
+    """One lever a row; None without advice."""
+    if not plan.advice:
+        return None
+    rows = [
+        [lever.override, signed_bytes(lever.bytes), "not planned" if lever.seconds is None else
+         signed_seconds(lever.seconds), "fits" if lever.fits else "does not fit", lever.note] for lever in plan.advice
+    ]  # fmt: skip
+    header = ["override", "peak", "step", "then", "note"]
+    return Table("what one change does", header, rows, ("override", "then", "note"))
+
+
+def host_line(plan: Plan) -> str:
+    """The most host memory of a planned rank, and what all ranks can take at most."""
+    rank = max(plan.rank_plans, key=lambda rank: rank.host)
+    phase = max(rank.peaks, key=lambda peak: peak.host)
+    text = f"{format_bytes(rank.host)}, rank {rank.rank} in phase {phase.phase}"
+    if plan.ranks > 1:
+        text += f"; at most {format_bytes(rank.host * plan.ranks)} for all {plan.ranks} ranks"
+    return text
+
+
+def run_lines(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) of what was planned: recipe, config, model, mesh, row length, device."""
+    mesh = " x ".join(f"{dim} {size}" for dim, size in plan.mesh.items()) or "one rank"
+    device = plan.device
+    facts = f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {format_count(device.flops)} FLOP/s"
+    facts += f", memory {format_bytes(device.bandwidth)}/s"
+    if plan.ranks > 1:
+        facts += f", {device.link} {format_bytes(device.link_bandwidth)}/s"
+    return [
+        ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
+        ("model", plan.model),
+        ("mesh", f"{mesh} ({plan.ranks} rank{'s' if plan.ranks != 1 else ''})"),
+        ("row length", _sequence_text(plan.sequence)),
+        ("device", facts),
+    ]
+
+
+def _sequence_text(sequence: dict[str, Any]) -> str:
+    tokens = sequence.get("tokens")
+    text = f"{tokens:,} tokens" if isinstance(tokens, int) else "not known"
+    source, histogram = sequence.get("source"), sequence.get("histogram")
+    text += f", from {source}" if source else ""
+    if isinstance(histogram, dict):
+        numbers = [f"{name} {value:,}" for name, value in histogram.items() if isinstance(value, (int, float))]
+        text += f" ({', '.join(numbers)})" if numbers and len(numbers) <= 8 else ""
+    return text
+
+
+def version_line(plan: Plan) -> str:
+    """Programs with their versions, and how long planning took."""
+    parts = [f"{name} {version}" for name, version in plan.versions.items()]
+    return ", ".join([*parts, f"planned in {duration(plan.seconds)}"])

@@ -1,0 +1,149 @@
+"""What a simulated run did, as plain numbers: which memory was taken and given back when, by which operator, and why.
+
+No torch in here. Bytes are those asked for, before an allocator rounds them; times do not exist yet: a trace is an
+order of events, as the host issues them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+# Kinds of memory, in the order in which a report shows them.
+KINDS = (
+    "parameters",  # this rank's shards, frozen ones too, and a model's buffers
+    "gradients",  # this rank's shards of them, or whole ones where nothing is sharded
+    "optimizer",  # states of the optimizer
+    "gathered",  # whole parameters of an FSDP unit while it runs
+    "communication",  # what collectives read and write: gather buffers, gradients before they are reduced
+    "activations",  # kept by forward for backward
+    "logits",  # tensors of the output projection and the loss
+    "batch",  # tokens, labels, positions, masks
+    "workspace",  # scratch of kernels that no tensor shows: matmul workspaces, attention backward
+    "temporary",  # everything else: intermediate results that are alive for some operators only
+)
+
+# Parts of a step.
+PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
+
+# Kinds of events: (kind, number). ALLOC, FREE: of a storage. OP: an operator was issued. RECORD, WAIT: an
+# event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`). PHASE: a phase began.
+ALLOC, FREE, OP, RECORD, WAIT, PHASE = range(6)
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation.
+
+    bytes: asked for. device: on the accelerator, else on the host. stream: that it was made on; 0 computes.
+    kind: of KINDS. module: dotted path of the module that was running, "" outside. label: the parameter's name where
+    one is known. op: the operator that made it. part: of PARTS. phase: index into `Trace.phases`.
+    """
+
+    bytes: int
+    device: bool = True
+    stream: int = 0
+    kind: str = "temporary"
+    module: str = ""
+    label: str = ""
+    op: str = ""
+    part: str = "other"
+    phase: int = 0
+
+
+@dataclass(slots=True)
+class Collective:
+    """One communication of a group of ranks.
+
+    operation: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`, `recv`. dim: the mesh
+    dimension of the group, such as `data_shard`; `world` for all ranks. ranks: the group's members. bytes: of the whole
+    tensor: the gathered one, the one before it is scattered, the reduced one, the message. shapes: of the tensors of
+    this rank. dtype: such as `bf16`. waits: the stream that issued it waits for it at once.
+    """
+
+    operation: str
+    dim: str
+    ranks: tuple[int, ...]
+    bytes: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
+    waits: bool = True
+
+
+@dataclass(slots=True)
+class Op:
+    """One operator that does work (views do none).
+
+    repeats: so many alike were issued one after another; this one stands for all of them, with flops and bytes of one.
+    flops: of matmuls and attention, multiply and add are two. bytes: read and written. stream: issued on. dtype: of
+    the result, for the rate that the device computes it with.
+    """
+
+    name: str
+    stream: int = 0
+    part: str = "other"
+    module: str = ""
+    phase: int = 0
+    flops: int = 0
+    bytes: int = 0
+    dtype: str = ""
+    collective: Collective | None = None
+    repeats: int = 1
+
+
+@dataclass(slots=True)
+class Sync:
+    """stream: that recorded, or waits for, the event `event`."""
+
+    event: int
+    stream: int
+
+
+@dataclass
+class Trace:
+    """Everything one rank did, phase by phase."""
+
+    storages: list[Storage] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    syncs: list[Sync] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+
+    def phase_events(self, phase: str) -> Iterator[tuple[int, int]]:
+        """The events of one phase, in order; ValueError if it was not traced."""
+        wanted, current = self.phases.index(phase), -1
+        for kind, number in self.events:
+            if kind == PHASE:
+                current = number
+            elif current == wanted:
+                yield kind, number
+
+    def peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
+        """By phase the most bytes alive at a time, on the accelerator or on the host, before any rounding; and the
+        number of the event that led there, -1 if it was before the phase."""
+        peaks: dict[str, tuple[int, int]] = {}
+        phase, alive = "", 0
+        for index, (kind, number) in enumerate(self.events):
+            if kind == PHASE:
+                phase = self.phases[number]
+                peaks[phase] = (alive, -1)
+            elif kind in (ALLOC, FREE) and self.storages[number].device == device:
+                alive += self.storages[number].bytes if kind == ALLOC else -self.storages[number].bytes
+                if phase and alive > peaks[phase][0]:
+                    peaks[phase] = (alive, index)
+        return peaks
+
+    def active_peaks(self, device: bool = True) -> dict[str, int]:
+        """By phase the most bytes alive at a time."""
+        return {phase: most for phase, (most, _) in self.peaks(device).items()}
+
+    def alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
+        """Numbers of the storages that are alive when the most bytes are, in one phase; KeyError if it is not there."""
+        at = self.peaks(device)[phase][1]
+        if at < 0:  # where the phase begins
+            at = self.events.index((PHASE, self.phases.index(phase)))
+        alive: dict[int, None] = {}
+        for kind, number in self.events[: at + 1]:
+            if kind == ALLOC and self.storages[number].device == device:
+                alive[number] = None
+            elif kind == FREE:
+                alive.pop(number, None)
+        return list(alive)

@@ -1,0 +1,112 @@
+"""`tune plan` from its words to its files, and the process that makes the plan of a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.cli.main import main
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
+from recipe_lib.units import MIB
+from tests.cli.commands import ROOT, environment
+
+RECIPE = "full_finetune_distributed"
+CONFIG = ["--config", "demo/full", "data.max_rows=200", "~validation.source", "batch_size=2"]
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch):
+    """Paths of the demo's config begin at the root of a clone."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture):
+    files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "snapshot")}
+    outputs = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    assert main(["plan", "--nproc_per_node", "2", RECIPE, *CONFIG, "--device", "rtx4090", *outputs]) == 0
+    assert capsys.readouterr().out.startswith("FITS  2 x rtx4090")
+    plan = Plan.from_json(json.loads(files["json"].read_text(encoding="utf-8")))
+    assert (plan.verdict, plan.ranks, plan.recipe, plan.config) == (FITS, 2, RECIPE, "demo/full")
+    assert plan.overrides == CONFIG[2:]
+    assert 0 < plan.sequence["tokens"] < 128
+    assert "200 rows" in plan.sequence["source"]
+    assert [rank.rank for rank in plan.rank_plans] == [0]
+    assert files["html"].read_text(encoding="utf-8").lower().startswith("<!doctype html>")
+    assert files["snapshot"].stat().st_size > 1000
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+
+
+def test_exit_code_and_nothing_but_json(capsys: pytest.CaptureFixture):
+    words = [*CONFIG, "--sequence", "max", "--device", "2GiB", "--reserve-gib", "2", "--json", "-"]
+    assert main(["plan", *words]) == 3
+    plan = Plan.from_json(json.loads(capsys.readouterr().out))
+    assert plan.verdict == DOES_NOT_FIT
+    assert plan.margin < 0
+    assert plan.outside.reserve == 2048 * MIB
+    assert plan.sequence["tokens"] == 128
+
+
+def test_a_change_in_a_copied_recipe_is_in_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """And --diff shows it; what the copy may not do is told with its line."""
+    text = (ROOT / "recipes" / f"{RECIPE}.py").read_text(encoding="utf-8")
+    line = "        materialize(self.model, cfg.memory, self.device)\n"
+    keeps = f"{line}        self.kept = torch.empty({64 * MIB}, dtype=torch.uint8, device=self.device)\n"
+    reads = f"{line}        print(next(self.model.parameters()).sum().item())\n"
+    for name, changed in (("planned_copy", line), ("planned_more", keeps), ("planned_reads", reads)):
+        (tmp_path / f"{name}.py").write_text(text.replace(line, changed), encoding="utf-8")
+    common = [*CONFIG, "--sequence", "16", "--device", "24GB"]
+    peaks = {}
+    for name in ("planned_copy", "planned_more"):
+        assert main(["plan", str(tmp_path / f"{name}.py"), *common, "--json", str(tmp_path / f"{name}.json")]) == 0
+        plan = Plan.from_json(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")))
+        peaks[name] = {peak.phase: peak.active for peak in plan.rank_plans[0].peaks}["step"]
+    assert peaks["planned_more"] - peaks["planned_copy"] == 64 * MIB
+    capsys.readouterr()
+    before = tmp_path / "planned_copy.json"
+    assert main(["plan", str(tmp_path / "planned_more.py"), *common, "--diff", str(before)]) == 0
+    assert "+64.00 MiB" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "planned_reads.py"), *common]) == 2
+    number = next(at for at, found in enumerate(text.replace(line, reads).splitlines(), 1) if ".item()" in found)
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {tmp_path / 'planned_reads.py'}:{number}: reads a number back from the device")
+    assert said.err.count("\n") == 1
+
+
+def beside(figures: Path, *, before: str = "", stdin: int = subprocess.PIPE) -> tuple[str, int]:
+    """(standard error, exit code) of the process that makes a run's plan. before: statements that it runs first.
+
+    It does not give way here, where nothing runs beside it.
+    """
+    words = [str(figures), "--nproc_per_node", "2", RECIPE, *CONFIG, "data.cache=false", "output_dir=outputs/x"]
+    code = f"import os\nos.nice = id\nfrom recipe_lib.cli import run_plan\n{before}\nrun_plan.main({words!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdin=stdin, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = process.stderr.read()
+    return said, process.wait()
+
+
+def test_the_plan_of_a_run(tmp_path: Path):
+    said, code = beside(tmp_path / "figures.json")
+    assert said.startswith(f"plan: {FITS} (2 x ")
+    assert said.count("\n") == 1
+    assert code == 0
+    planned = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert planned["output_dir"] == str(ROOT / "outputs" / "x")
+    assert 0 < planned["active"] <= planned["allocated"] <= planned["reserved"]
+
+
+def test_a_plan_that_takes_too_long_is_one_line(tmp_path: Path):
+    said, code = beside(tmp_path / "figures.json", before="run_plan.CPU_SECONDS = 1")
+    assert said == "plan: takes more than 1 s of CPU; `tune plan` with the same words makes it\n"
+    assert code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_ends_with_its_run(tmp_path: Path):
+    said, code = beside(tmp_path / "figures.json", stdin=subprocess.DEVNULL)
+    assert (said, code) == ("", 0)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,206 @@
+"""The page of a plan: stands alone, is well formed, escapes what it is given, and its timeline loses no peak."""
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from recipe_lib.plan.html import render_html
+from recipe_lib.plan.result import DOES_NOT_FIT, Plan
+from recipe_lib.plan.timeline import MOST_POINTS, draw_timeline, points
+from recipe_lib.plan.trace import ALLOC, FREE, KINDS, PHASE, Storage, Trace
+from recipe_lib.units import GIB, MIB, format_bytes
+from tests.plan.plans import hand_made, hand_made_trace
+
+EVIL = "<script>alert('a') & \"b\"</script>"
+
+
+class Page(HTMLParser):
+    """Checks that every tag is closed in order; collects tags, attributes, text; (level, bytes, text) of the tree."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.tree: list[tuple[int, int, str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag != "meta":
+            self.open.append(tag)
+        if (title := dict(attrs).get("title")) and dict(attrs).get("class") == "number":
+            self.tree.append(
+                (self.open.count("details") - ("summary" in self.open), int(title.split()[0].replace(",", "")), "")
+            )
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.tree and not self.tree[-1][2] and self.open[-1] == "span":
+            self.tree[-1] = (*self.tree[-1][:2], data)
+
+
+def test_the_page_stands_alone_and_is_well_formed():
+    text = render_html(hand_made(), hand_made_trace())
+    page = Page(text)
+    assert not {"script", "link", "iframe", "img"} & set(page.tags)
+    assert not {"src", "href", "xlink:href", "onclick", "onload"} & page.attributes
+    assert not re.search(r"https?://|@import|url\(|javascript:", text)
+    assert "prefers-color-scheme: dark" in text and "$" not in text
+    for chart in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(chart)
+
+
+def test_every_text_is_escaped():
+    plan = spoilt(hand_made())
+    trace = hand_made_trace()
+    trace.phases[1] = EVIL
+    text = render_html(plan, trace)
+    page = Page(text)
+    assert "script" not in page.tags and "<script" not in text
+    assert page.text.count("alert('a')") > 20  # shown, not dropped
+
+
+def spoilt(plan: Plan) -> Plan:
+    """The same with markup for every text in it, nested ones too."""
+
+    def change(value: object) -> object:
+        if isinstance(value, str):
+            return EVIL
+        if isinstance(value, list):
+            return [change(item) for item in value]
+        if isinstance(value, dict):
+            return {
+                f"{name}{EVIL}" if name not in ("tokens", "source") else name: change(item)
+                for name, item in value.items()
+            }
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {entry.name: change(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+            return dataclasses.replace(value, **fields)
+        return value
+
+    changed = change(plan)
+    assert isinstance(changed, Plan)
+    return changed
+
+
+def test_numbers_of_the_plan_are_shown():
+    plan = hand_made()
+    text = Page(render_html(plan)).text
+    for peak in plan.heaviest.peaks:
+        for size in (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable, peak.host):
+            assert format_bytes(size) in text
+    for shown in (
+        "FITS",
+        "ranking only",
+        "all_gather",
+        "model.layers.0-31",
+        "memory.checkpointing=full",
+        "Row length 512.",
+    ):
+        assert shown in text
+
+
+@pytest.mark.parametrize("extra", [0, 3 * GIB])
+def test_tree_adds_up(extra: int):
+    plan = hand_made()
+    plan.heaviest.peak.active += extra
+    page = Page(render_html(plan))
+    lines = page.tree
+    assert lines[0][:2] == (0, plan.heaviest.peak.active)
+    summed = 0
+    for at, (level, num_bytes, text) in enumerate(lines):
+        last = next((below for below in range(at + 1, len(lines)) if lines[below][0] <= level), len(lines))
+        inside = [line for line in lines[at + 1 : last] if line[0] == level + 1]
+        if inside:
+            summed += 1
+            assert num_bytes == sum(line[1] for line in inside)
+            assert hundredths(text) == sum(hundredths(line[2]) for line in inside)
+    assert summed > 5
+
+
+def hundredths(text: str) -> int:
+    return int(re.match(r"-?[\d,.]+", text)[0].replace(",", "").replace(".", ""))
+
+
+def test_without_a_trace_there_is_no_timeline():
+    assert "<svg" not in render_html(hand_made())
+    assert "<svg" not in render_html(hand_made(), Trace(phases=["setup"], events=[(PHASE, 0)]))
+    assert "<svg" in render_html(hand_made(), hand_made_trace())
+
+
+def test_verdict_has_its_style():
+    assert 'class="headline good"' in render_html(hand_made())
+    assert 'class="headline bad"' in render_html(hand_made(verdict=DOES_NOT_FIT))
+
+
+def test_few_events_are_all_points():
+    trace = hand_made_trace(steps=1, per_phase=5)
+    shown, begins = points(trace)
+    assert [point.at for point in shown] == list(
+        range(1, 18)
+    )  # 5 + 5 + spike, its end, 5 ends; the host's are not there
+    assert begins == {"setup": 0, "step": 5}
+    assert all(sum(point.kinds) == point.total for point in shown)
+    assert max(point.total for point in shown) == max(trace.active_peaks().values())
+    assert shown[-1].kinds[KINDS.index("parameters")] == 5 * MIB == shown[-1].total
+
+
+@pytest.mark.parametrize(("steps", "per_phase"), [(40, 740), (3, 333), (500, 60), (1, 1000)])
+def test_many_events_keep_each_phase_s_peak(steps: int, per_phase: int):
+    trace = hand_made_trace(steps, per_phase)
+    shown, begins = points(trace)
+    assert 100 < len(shown) <= MOST_POINTS
+    assert all(first.at < second.at for first, second in pairwise(shown))
+    assert all(sum(point.kinds) == point.total for point in shown)
+    peaks = trace.active_peaks()
+    assert max(point.total for point in shown if point.at <= begins["step"]) == peaks["setup"]
+    assert max(point.total for point in shown if point.at > begins["step"]) == peaks["step"]
+    # Each is what was alive at that event, worked out anew.
+    alive, at, sums = 0, 0, [0]
+    for kind, number in trace.events:
+        if kind in (ALLOC, FREE) and trace.storages[number].device:
+            alive += trace.storages[number].bytes * (1 if kind == ALLOC else -1)
+            at += 1
+            sums.append(alive)
+    assert all(point.total == sums[point.at] for point in shown)
+
+
+def test_many_short_phases_stay_within_the_points():
+    trace = Trace(phases=[f"phase {number}" for number in range(300)])
+    for phase in range(300):
+        trace.events.append((PHASE, phase))
+        for _ in range(20):
+            trace.storages.append(Storage(MIB))
+            trace.events += [(ALLOC, len(trace.storages) - 1), (FREE, len(trace.storages) - 1)]
+    shown, begins = points(trace)
+    assert len(shown) <= MOST_POINTS and len(begins) == 300
+    ElementTree.fromstring(re.search(r"<svg.*?</svg>", draw_timeline(hand_made(), trace))[0])
+
+
+def test_areas_are_stacked():
+    """The top of the highest area at its highest is the peak, that of each lower kind the sum up to it."""
+    trace = hand_made_trace(steps=3, per_phase=20)
+    chart = ElementTree.fromstring(re.search(r"<svg.*?</svg>", draw_timeline(hand_made(), trace))[0])
+    areas = {area.get("class"): area.get("d") for area in chart.iter("path")}
+    assert set(areas) == {f"k{KINDS.index(kind)}" for kind in ("parameters", "activations", "logits")}
+    base = float(re.match(r"M[\d.]+,([\d.]+)", areas["k0"])[1])
+    height = {kind: base - min(map(float, re.findall(r"V([\d.]+)", path))) for kind, path in areas.items()}
+    shown, _ = points(trace)
+    highest = max(point.total for point in shown)
+    for kind, found in height.items():
+        most = max(sum(point.kinds[: int(kind[1:]) + 1]) for point in shown)
+        assert found / height[f"k{KINDS.index('logits')}"] == pytest.approx(most / highest, abs=0.002)

@@ -1,0 +1,115 @@
+"""A plan as JSON: written, read back as the same plan, refused where it is another one; and its reference page."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.describe import classes, descriptions, markdown
+from recipe_lib.plan.result import SCHEMA_VERSION, Plan, read_plan
+from tests.plan.plans import hand_made
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan_json.md"
+
+
+def as_json(plan: Plan) -> dict:
+    return json.loads(json.dumps(plan.to_json()))
+
+
+@pytest.mark.parametrize("fields", [{}, {"time": None, "advice": [], "layers": [], "communication": []}])
+def test_a_plan_reads_back(fields: dict, tmp_path: Path):
+    plan = hand_made(**fields)
+    assert Plan.from_json(as_json(plan)) == plan
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+def test_every_field_is_read_back():
+    """One that is changed is another plan: nothing is left at a default."""
+    plan = hand_made()
+    content = as_json(plan)
+    content["rank_plans"][0]["events"] += 1
+    content["outside"]["reserve"] += 1
+    content["seconds"] += 1
+    read = Plan.from_json(content)
+    assert (read.rank_plans[0].events, read.outside.reserve, read.seconds) == (30_001, 3 * 2**20 + 1, plan.seconds + 1)
+
+
+def test_new_keys_are_passed_over_and_defaults_filled_in():
+    content = as_json(hand_made())
+    content["tomorrow"] = content["time"]["tomorrow"] = 1
+    del content["versions"], content["advice"][0]["note"]
+    read = Plan.from_json(content)
+    assert read.versions == {} and read.advice[0].note == ""
+
+
+@pytest.mark.parametrize("number", [SCHEMA_VERSION + 1, 0, str(SCHEMA_VERSION), None])
+def test_another_schema_is_refused(number: object):
+    content = as_json(hand_made()) | {"schema": number}
+    with pytest.raises(ConfigError, match=f"old.json: found schema {number}, expected {SCHEMA_VERSION}"):
+        Plan.from_json(content, "old.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan.pop("schema"), "x.json: found no `schema`; expected a plan"),
+        (lambda plan: plan.pop("margin"), "x.json: found no `margin`"),
+        (lambda plan: plan.update(margin="1"), "x.json: margin: found '1', expected int"),
+        (lambda plan: plan.update(ranks=True), "x.json: ranks: found 'True', expected int"),
+        (lambda plan: plan.update(mesh=[4]), r"x.json: mesh: found '\[4\]', expected dict"),
+        (lambda plan: plan.update(mesh={"a": "b"}), "x.json: mesh.a: found 'b', expected int"),
+        (lambda plan: plan.update(device=3), "x.json: device: found '3', expected an object"),
+        (lambda plan: plan["rank_plans"][0]["peaks"][1].pop("host"), r"rank_plans\[0\]: peaks\[1\]: found no `host`"),
+        (lambda plan: plan["time"].update(step="1 s"), "x.json: time: step: found '1 s', expected float"),
+        (lambda plan: plan["time"].update(mfu=True), "x.json: time: mfu: found 'True', expected float"),
+        (lambda plan: plan.update(rank_plans=[]), "x.json: found a plan without peaks"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, message: str):
+    content = as_json(hand_made())
+    change(content)
+    with pytest.raises(ConfigError, match=message):
+        Plan.from_json(content, "x.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "3", "\xff"])
+def test_files_that_are_no_plan(text: str, tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=str(path)):
+        read_plan(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_plan(tmp_path / "missing.json")
+
+
+def test_the_page_is_up_to_date():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == markdown(), "run `python -m recipe_lib.plan.describe > docs/plan_json.md`"
+
+
+def test_the_page_describes_every_key():
+    page = markdown()
+    for found in classes():
+        about, told = descriptions(found)
+        assert f"## {found.__name__}\n\n{about}\n" in page and about.endswith(".")
+        for entry in dataclasses.fields(found):
+            assert told.get(entry.name), f"{found.__name__}.{entry.name}: its docstring says nothing about it"
+            assert f"| `{entry.name}` | " in page
+
+
+def test_the_page_describes_what_is_written():
+    """Every object of a plan with all its parts has a section with just its keys."""
+    sections = {part.partition("\n")[0]: part for part in markdown().split("\n## ")[1:]}
+    plan = as_json(hand_made())
+    objects = {"Plan": {key: value for key, value in plan.items() if key != "schema"}, "DeviceFacts": plan["device"],
+               "RankPlan": plan["rank_plans"][0], "PhasePeak": plan["rank_plans"][0]["peaks"][0],
+               "Alive": plan["rank_plans"][0]["alive"][0], "OutsideTorch": plan["outside"],
+               "LayerRow": plan["layers"][0], "CommunicationRow": plan["communication"][0],
+               "TimePlan": plan["time"], "Advice": plan["advice"][0]}  # fmt: skip
+    assert set(objects) == set(sections)
+    for name, content in objects.items():
+        keys = [line.split("`")[1] for line in sections[name].splitlines() if line.startswith("| `")]
+        assert keys == list(content)

@@ -1,0 +1,174 @@
+"""What a simulation says of memory against what the same tracer sees in real runs on a CPU, to the byte.
+
+Simulated and real runs are in processes of their own: a process does not forget a simulated device. The simulation has
+a CPU's kernels here. A real CPU has one memory, the simulation two: compared is the device's. What passes through the
+host's in the simulation, batches and tables on their way to the device, is freed before a step is at its peak.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # so that no process pays for the import
+import torch.distributed as dist
+
+from recipe_lib.config import load_config
+from recipe_lib.parallel import start_world
+from recipe_lib.plan.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.trace import ALLOC, FREE, Trace
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import DPO, FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
+
+TIED = str(ROOT / "tests" / "recipes" / "tiny.json")
+PACKED_DOCUMENTS = 3
+BASE = (
+    "tokenizer.path=unread",
+    "data.source=unread",
+    "device=cpu",
+    "dtype=fp32",
+    "max_seq_len=64",
+    "batch_size=2",
+    "memory.loss_chunks=2",
+)
+PAIRS = "data.format=preference"
+GRID = {
+    f"{recipe.partition('_')[0]} {wrapping} {checkpointing} {accumulation}": (
+        2,
+        recipe,
+        TIED,
+        f"parallel.wrapping={wrapping}",
+        f"memory.activation_checkpointing={checkpointing}",
+        f"gradient_accumulation_steps={accumulation}",
+    )
+    for recipe in (FULL, LORA)
+    for wrapping in ("memory_efficient", "layers")
+    for checkpointing in ("none", "full", "selective")
+    for accumulation in (1, 4)
+}
+# Ranks, recipe, model, overrides; "": the model with an output matrix of its own.
+CASES: dict[str, tuple[Any, ...]] = GRID | {
+    "untied": (2, FULL, "", "parallel.wrapping=memory_efficient"),
+    "untied, frozen": (2, LORA, "", "parallel.wrapping=memory_efficient", "lora.targets=[q,v,embedding,head]"),
+    "gathered throughout": (2, FULL, "", "parallel.reshard_after_forward=false"),
+    "copies": (2, FULL, TIED, "parallel.data_replicate=2"),
+    "bf16": (2, FULL, TIED, "dtype=bf16", "parallel.reduce_dtype=fp32"),
+    "one rank": (1, FULL, TIED, "memory.activation_checkpointing=selective"),
+    "one rank, adapters": (1, LORA, TIED),
+    "foreach": (2, FULL, TIED, "optimizer.implementation=foreach"),
+    "single": (2, FULL, TIED, "optimizer.implementation=single"),
+    "fused": (2, FULL, TIED, "optimizer.implementation=fused"),
+    "foreach, one rank": (1, FULL, TIED, "optimizer.implementation=foreach"),
+    "single, one rank": (1, FULL, TIED, "optimizer.implementation=single"),
+    "momentum": (2, FULL, TIED, "optimizer.name=sgd", "optimizer.momentum=0.9"),
+    "nf4": (2, LORA, TIED, "lora.quantize=nf4"),
+    "nf4, one rank": (1, LORA, TIED, "lora.quantize=nf4", "memory.activation_checkpointing=full"),
+    "int8, lengths": (2, LORA, TIED, "lora.quantize=int8", "lora.dora=true"),
+    "dropout": (2, LORA, TIED, "lora.dropout=0.1"),
+    "pairs": (2, DPO, TIED, PAIRS),
+    "pairs, full": (2, DPO, TIED, PAIRS, "dpo.train=full"),
+    "packed": (2, FULL, TIED, "data.packing=true"),
+    "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
+}
+
+# As releases of torch name them.
+COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_reduce",
+)
+Event = tuple[int, int]  # ALLOC or FREE, bytes
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of every case what the simulation traced, and rank 0 of the real run."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "untied.json").write_text(json.dumps(json.loads(Path(TIED).read_text()) | {"tie_word_embeddings": False}))
+
+    def trace(simulated: bool, ranks: int | None = None) -> dict[str, Any]:
+        return {name: run(case, folder, simulated) for name, case in CASES.items() if ranks in (None, case[0])}
+
+    simulated = run_ranks(trace, 1, True, process_group=False)[0]
+    real = run_ranks(trace, 1, False, 1)[0] | run_ranks(trace, 2, False, 2)[0]
+    return simulated, real
+
+
+def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
+    """Peaks by phase, and the allocations and releases in order."""
+    ranks, name, model, *overrides = case
+    overrides += [f"model.preset={model or folder / 'untied.json'}", f"output_dir={folder / 'none'}", f"recipe={name}"]
+    module = recipe_module(name)
+    cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
+    shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS)
+    if simulated:
+        found = simulate(recipe_class(module), cfg, shape, ranks=ranks, phases=(), like_cpu=True)
+    else:
+        with start_world(cfg) as world, collectives_let_go():
+            found = trace_real_run(recipe_class(module), cfg, world, shape)
+    return {"peaks": found.trace.active_peaks(), "events": events(found.trace), "repeats": found.repeats}
+
+
+def events(trace: Trace) -> list[Event]:
+    """Allocations and releases with their bytes."""
+    return [(kind, trace.storages[number].bytes) for kind, number in trace.events if kind in (ALLOC, FREE)]
+
+
+@contextmanager
+def collectives_let_go() -> Iterator[None]:
+    """gloo's threads hold a collective's tensors for a moment after its end; here a collective ends when they do not.
+
+    Else the moment of a release would be chance, and a peak now and then a buffer higher.
+    """
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+
+    def waits(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            tensors += [tensor._base for tensor in tensors if tensor._base is not None]
+            before = [holders(tensor) for tensor in tensors]
+            operation(*args, **kwargs)
+            deadline = time.monotonic() + 10
+            while [holders(tensor) for tensor in tensors] != before:
+                assert time.monotonic() < deadline, "a collective's tensors are still held"
+                time.sleep(0)
+
+        return call
+
+    for name, operation in originals.items():
+        setattr(dist, name, waits(operation))
+    try:
+        yield
+    finally:
+        for name, operation in originals.items():
+            setattr(dist, name, operation)
+
+
+def holders(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How many hold a tensor and its memory, in C++ and in Python."""
+    storage = tensor.untyped_storage()
+    held = torch._C._storage_Use_Count(storage._cdata)
+    return tensor._use_count(), sys.getrefcount(tensor), held, sys.getrefcount(storage)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, Any]], name: str) -> None:
+    simulated, real = runs[0][name], runs[1][name]
+    assert real["repeats"] and simulated["repeats"]
+    found = {phase: simulated["peaks"][phase] for phase in (FIRST, STEADY)}
+    assert found == {phase: real["peaks"][phase] for phase in (FIRST, STEADY)}
+
+
+@pytest.mark.parametrize("name", [name for name in GRID if name.endswith(" 1")] + ["one rank", "bf16", "pairs"])
+def test_every_allocation_and_release_is_that_of_the_real_run(
+    runs: tuple[dict[str, Any], dict[str, Any]], name: str
+) -> None:
+    assert runs[0][name]["events"] == runs[1][name]["events"]

@@ -1,0 +1,313 @@
+"""The report of a plan: every figure in it can be worked out again, and the branches of the tree add up."""
+
+import dataclasses
+import io
+import re
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from recipe_lib.plan.report import render, table_lines, wants_color
+from recipe_lib.plan.result import DOES_NOT_FIT, RISKY, Alive, PhasePeak, Plan, RankPlan
+from recipe_lib.plan.tables import Table, duration
+from recipe_lib.units import GIB, MIB, format_bytes, format_count
+from tests.plan.plans import LAYER, LAYERS, VOCABULARY, alive_storages, hand_made
+
+UNITS = {"B": 1, "KiB": 1024, "MiB": MIB, "GiB": GIB}
+SIZE = re.compile(r"([+-]?[\d,]+(?:\.\d+)?) (B|KiB|MiB|GiB)\b")
+
+
+def section(text: str, title: str) -> list[str]:
+    """The lines under a heading, up to the next empty one."""
+    lines = text.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith(title))
+    end = next((at for at in range(start, len(lines)) if not lines[at]), len(lines))
+    return lines[start + 1 : end]
+
+
+def hundredths(text: str) -> int:
+    """`1,234.56` -> 123456."""
+    return int(text.replace(",", "").replace(".", ""))
+
+
+def tree(text: str) -> list[tuple[int, str, int, str, int]]:
+    """(indent, name, hundredths of the unit, unit, tensors) of each line of the tree."""
+    rows = []
+    for line in section(text, "alive at the peak"):
+        found = re.fullmatch(
+            r"( *)(\S.*?) +(-?[\d,]+\.\d\d) (GiB|MiB|KiB) +(?:(-?[\d.]+)%)?(?: +([\d,]+) tensors?)?", line
+        )
+        if found:
+            count = int((found[6] or "0").replace(",", ""))
+            rows.append((len(found[1]), found[2], hundredths(found[3]), found[4], count))
+    return rows
+
+
+def children(rows: list[tuple[int, str, int, str, int]], at: int) -> list[int]:
+    """Places of the lines one level below that at `at`."""
+    found = []
+    for below in range(at + 1, len(rows)):
+        if rows[below][0] <= rows[at][0]:
+            break
+        if rows[below][0] == rows[at][0] + 2:
+            found.append(below)
+    return found
+
+
+def check_tree(text: str, plan: Plan) -> None:
+    rows = tree(text)
+    unit = UNITS[rows[0][3]]
+    assert rows[0][1] == "active"
+    assert rows[0][2] == round(plan.heaviest.peak.active * 100 / unit)
+    for at, (_, name, number, _, count) in enumerate(rows):
+        if below := children(rows, at):
+            assert number == sum(rows[child][2] for child in below), name
+            assert count == sum(rows[child][4] for child in below), name
+    kinds = Counter()
+    for alive in plan.heaviest.alive:
+        kinds[alive.kind] += alive.bytes
+    shown = {rows[child][1]: rows[child][2] for child in children(rows, 0)}
+    assert set(shown) - {"not accounted for"} == set(kinds)
+    for kind, num_bytes in kinds.items():
+        assert abs(shown[kind] - Fraction(num_bytes * 100, unit)) <= 1.5
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 9])
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_tree_adds_up_to_the_peak(depth: int, width: int):
+    plan = hand_made()
+    text = render(plan, depth=depth, width=width)
+    check_tree(text, plan)
+    deepest = max(indent for indent, *_ in tree(text)) // 2 - 1
+    assert deepest == min(depth, 3)
+    assert (f"--depth {depth + 1} opens" in text) == (depth < 3)
+
+
+def test_layers_alike_are_one_line():
+    rows = {name: (number, count) for _, name, number, _, count in tree(render(hand_made(), depth=3, width=100))}
+    assert rows["model.layers.0-31"] == (round(LAYERS * (LAYER // 4) * 100 / GIB), 2 * LAYERS)
+    assert "model.layers.0" not in rows and "model.layers.31.mlp" not in rows
+    # Only layer 31 has more activations than the others, and says in what.
+    assert {"model.layers.0-30", "model.layers.31", "mlp", "itself"} <= set(rows)
+    assert abs(rows["lm_head.weight"][0] - VOCABULARY // 4 * 100 / GIB) < 1
+
+
+def test_small_branches_are_folded():
+    alive = [Alive("temporary", f"block.{name}", "", 1000 + 7 * at, 1) for at, name in enumerate("abcdefghijklmnopqrs")]
+    alive.append(Alive("temporary", "large", "", 10 * GIB, 1))
+    plan = with_alive(alive)
+    text = render(plan, depth=2, width=90)
+    check_tree(text, plan)
+    assert [name for indent, name, *_ in tree(text) if indent == 6] == ["large", "19 smaller"]
+
+
+def test_what_no_storage_explains_is_a_line():
+    plan = hand_made()
+    plan.heaviest.peak.active += 2 * GIB
+    text = render(plan, depth=3, width=100)
+    check_tree(text, plan)
+    found = {name: number for _, name, number, _, _ in tree(text)}
+    assert abs(found["not accounted for"] - 200) <= 1
+
+
+def test_a_small_plan_is_told_in_smaller_units():
+    plan = with_alive([Alive("parameters", "", "a.weight", 3 * MIB, 2), Alive("batch", "", "tokens", 777, 1)])
+    text = render(plan, width=80)
+    check_tree(text, plan)
+    assert tree(text)[0][2:4] == (300, "MiB")
+
+
+def with_alive(alive: list[Alive]) -> Plan:
+    """A plan of one phase with these storages."""
+    active = sum(found.bytes for found in alive)
+    return hand_made(rank_plans=[RankPlan(0, {}, [PhasePeak("step", active, active, active, active, 0)], alive)])
+
+
+@pytest.mark.parametrize("margin", [13 * GIB + 123, 0, -7 * GIB - 1])
+@pytest.mark.parametrize("width", [80, 120])
+def test_headline_adds_up(margin: int, width: int):
+    verdict = DOES_NOT_FIT if margin < 0 else RISKY
+    plan = hand_made(margin=margin, verdict=verdict)
+    text = " ".join(line.strip() for line in render(plan, width=width).split("\n\n")[0].splitlines())
+    found = re.fullmatch(
+        r"(RISKY|DOES NOT FIT)  ?(\d+) x (\S+) \((\S+) GiB each\)  ?peak reserved (\S+) \+ outside torch (\S+)"
+        r" = (\S+) GiB, (margin|short of) (\S+) GiB",
+        text,
+    )
+    assert found and found[1] == verdict.upper() and found[2] == "4" and found[3] == "rtx4090"
+    memory, reserved, outside, total, left = (hundredths(found[at]) for at in (4, 5, 6, 7, 9))
+    assert memory == round(plan.device.memory * 100 / GIB)
+    assert reserved == round((plan.device.usable - margin) * 100 / GIB)
+    assert outside == round(plan.outside.total * 100 / GIB)
+    assert total == reserved + outside
+    assert total + (left if found[8] == "margin" else -left) == memory
+    assert (found[8] == "short of") == (margin < 0)
+
+
+def test_headline_names_the_allocator_whose_peak_it_takes():
+    plan = hand_made()
+    assert "peak reserved 9" in render(plan, width=120).splitlines()[0]
+    plan.margin = plan.device.usable - plan.heaviest.reserved_expandable
+    assert "peak reserved (expandable segments) 8.49" in render(plan, width=120).splitlines()[0]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_phases(width: int):
+    plan = hand_made()
+    header, *lines = section(render(plan, width=width), "memory by phase")
+    assert header.split()[:6] == ["phase", "active", "allocated", "reserved", "expandable", "host"]
+    for peak, line in zip(plan.heaviest.peaks, lines, strict=False):
+        sizes = (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable, peak.host)
+        assert line.split()[0] == peak.phase
+        assert [found[0] for found in SIZE.finditer(line)] == [format_bytes(size) for size in sizes]
+    told = " ".join(" ".join(lines[len(plan.heaviest.peaks) :]).split())
+    caps = [format_bytes(cap) for cap in (plan.heaviest.smallest_cap, plan.heaviest.smallest_cap_expandable)]
+    assert [found[0] for found in SIZE.finditer(told)] == caps
+
+
+def test_outside_torch_adds_up_and_names_its_options():
+    plan = hand_made()
+    lines = section(render(plan, width=80), "on the device, not torch's")
+    numbers = [hundredths(SIZE.search(line)[1]) for line in lines]
+    assert numbers[0] == sum(numbers[1:]) == round(plan.outside.total * 100 / GIB)
+    assert [re.search(r"--\w+-gib", line)[0] for line in lines[1:]] == ["--context-gib", "--nccl-gib", "--reserve-gib"]
+
+
+def test_several_ranks():
+    plan = hand_made()
+    first = plan.rank_plans[0]
+    peaks = [dataclasses.replace(peak, reserved=peak.reserved + GIB, host=peak.host + GIB) for peak in first.peaks]
+    plan.rank_plans.append(dataclasses.replace(first, rank=3, coordinates={"data_shard": 3}, peaks=peaks))
+    text = render(plan, width=100)
+    header, *lines = section(text, "ranks")
+    assert [line.split()[0] for line in lines] == ["0", "3"]
+    assert ["heaviest" in line for line in lines] == [False, True]
+    for rank, line in zip(plan.rank_plans, lines, strict=True):
+        sizes = (rank.peak.active, rank.reserved, rank.reserved_expandable, rank.host)
+        assert [found[0] for found in SIZE.finditer(line)] == [format_bytes(size) for size in sizes]
+    assert "memory by phase, rank 3 (data_shard 3), heaviest of 2 planned" in text
+    host = " ".join(section(text, "host memory"))
+    assert [found[0] for found in SIZE.finditer(host)] == [format_bytes(6 * GIB + 3), format_bytes(4 * (6 * GIB + 3))]
+
+
+def test_layers_total_counts_no_module_twice():
+    plan = hand_made()
+    *lines, total = section(render(plan, width=120), "layers")
+    own = [row for row in plan.layers if ".mlp" not in row.module]
+    sums = [format_bytes(sum(getattr(row, name) for row in own)) for name in ("bytes", "local_bytes", "kept")]
+    assert [found[0] for found in SIZE.finditer(total)][2:] == sums  # after two counts, in billions
+    assert format_count(sum(row.parameters for row in own)) in total
+    named = {line.split()[0]: line for line in lines}
+    sizes = [LAYERS * LAYER, LAYERS * (LAYER // 4), LAYERS * 4_194_304]
+    found = [found[0] for found in SIZE.finditer(named["model.layers.0-31"])]
+    assert found[2:] == [format_bytes(size) for size in sizes]
+    assert "model.layers.0-31.mlp" in named and "model.layers.0" not in named
+
+
+def test_communication_totals():
+    plan = hand_made()
+    header, *lines = section(render(plan, width=120), "communication")
+    each = LAYERS * (LAYER * 3 // 4)
+    rows = {" ".join(line.split()[:2]): [found[0] for found in SIZE.finditer(line)] for line in lines}
+    for name in ("all_gather forward", "all_gather backward", "reduce_scatter backward"):
+        assert rows[name] == [format_bytes(LAYER), format_bytes(LAYERS * LAYER), format_bytes(each)]
+    assert rows["data_shard, 4"] == [format_bytes(3 * LAYERS * LAYER), format_bytes(3 * each)]
+    assert rows["world, 4"] == ["12 B", "18 B"]
+    assert rows["one rank"] == [format_bytes(3 * LAYERS * LAYER + 12), format_bytes(3 * each + 18)]
+    assert rows["all 4"] == [format_bytes(4 * (3 * each + 18))]
+    alone = next(line for line in lines if "data_shard," in line)
+    assert alone.rstrip().endswith(duration(3 * LAYERS * 0.0327))
+    assert sum("model.layers.0-31" in line for line in lines) == 3
+
+
+def test_time_says_what_it_is_worth():
+    plan = hand_made()
+    text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
+    assert "4.00 s, ranking only, not calibrated; error: -50 % to +20 %" in text
+    assert "bound by communication" in text and "1,000 steps, 1h06m" in text
+    plan.time = dataclasses.replace(plan.time, calibrated=True, error="+-12 %", exposed=0.1, launch=2.0, total=None)
+    text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
+    assert "4.00 s, calibrated; error: +-12 %" in text and "ranking only" not in text
+    assert "bound by the host" in text and text.endswith("1,000 steps")
+
+
+def test_advice():
+    lines = section(render(hand_made(), width=80), "what one change does")
+    assert [line.split() for line in lines[1:]] == [
+        ["memory.checkpointing=full", "-2.00", "GiB", "+310.0", "ms", "fits"],
+        ["Layers", "run", "twice."],
+        ["batch_size=2", "+900.00", "MiB", "not", "planned", "does", "not", "fit"],
+    ]
+
+
+def test_parts_that_were_not_planned_are_left_out():
+    text = render(
+        hand_made(time=None, communication=[], layers=[], advice=[], assumptions=[], not_modelled=[]), width=80
+    )
+    for title in ("time of a step", "communication", "layers", "what one change", "assumed", "not modelled", "ranks"):
+        assert not re.search(f"^{title}", text, re.MULTILINE), title
+
+
+@pytest.mark.parametrize("width", [80, 93, 120])
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_lines_fit(width: int, length: int):
+    """However long names are."""
+    plan = hand_made(assumptions=["word " * length], overrides=["a" * length])
+    for row in [*plan.layers, *plan.communication]:
+        row.module = row.module.replace("model", "m" * length)
+    alive = [dataclasses.replace(found, label=f"{'m' * length}.{found.label}") for found in alive_storages()]
+    plan.heaviest.alive = alive
+    plan.heaviest.peak.module = "m" * length
+    text = render(plan, depth=5, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    check_tree(text, plan)
+
+
+def test_control_characters_are_written_out():
+    evil = "a\x1b[2Jb\nc\u202e"
+    plan = hand_made(model=evil, overrides=[evil], assumptions=[evil], versions={evil: evil}, mesh={evil: 4})
+    plan.heaviest.alive[0].label = plan.heaviest.peak.module = plan.layers[0].module = evil
+    plan.advice[0].override = plan.advice[0].note = plan.communication[0].dim = evil
+    text = render(plan, depth=4, width=100)
+    assert "\x1b" not in text and "[2Jb" in text
+    assert len(text.splitlines()) <= len(render(hand_made(), depth=4, width=100).splitlines()) + 12
+
+
+def test_color_changes_nothing_but_style():
+    plain, styled = (render(hand_made(), width=100, color=color) for color in (False, True))
+    assert "\x1b" not in plain and styled.startswith("\x1b[1;32mFITS")
+    assert re.sub(r"\x1b\[[\d;]*m", "", styled) == plain
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_gets_color(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_color(Terminal()) and not wants_color(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_color(Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_color(Terminal())
+
+
+def test_width_follows_the_terminal(monkeypatch: pytest.MonkeyPatch):
+    for columns, width in (("60", 80), ("97", 97), ("300", 120)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert render(hand_made()) == render(hand_made(), width=width)
+
+
+def test_optional_columns_go_in_their_order():
+    table = Table("t", ["name", "number", "rare", "last"], [["n" * 20, "1", "r" * 30, "l" * 30]], ("name", "last"),
+                  ("rare", "last"))  # fmt: skip
+    shown = [[line for _, line in table_lines(table, width)][1].split() for width in (100, 70, 50, 30, 20)]
+    assert shown[0] == ["n" * 20, "1", "r" * 30, "l" * 30]
+    assert shown[1] == ["n" * 20, "1", "l" * 30]
+    assert shown[2] == ["n" * 20, "1", "l" * (50 - 2 - 20 - 2 - 6 - 2 - 3) + "..."]
+    assert shown[3] == ["n" * 20, "1"]
+    assert shown[4] == ["n" * 9 + "...", "1"]
