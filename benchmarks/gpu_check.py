@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_check.py                    at most 9 minutes; a dry run without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
+    python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
 
 Full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
 
@@ -70,11 +71,16 @@ DATASHEET_RATES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all cases and writes the report after each, so that what was measured is never lost."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["plan"]:
+        from benchmarks import gpu_plan
+
+        return gpu_plan.main(words[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_args(words)
     started = time.monotonic()
     for method in RECIPES:  # imported once, inherited by every case; this process never touches the device
         load_recipe(method)
@@ -83,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "kind": "GPU check" if gpu else "dry run, CPU",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python benchmarks/gpu_check.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": " ".join(["python benchmarks/gpu_check.py", *words]),
         "device": device,
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()},
         "cap_gib": CAP_GIB,

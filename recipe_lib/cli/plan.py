@@ -133,6 +133,9 @@ def read(words: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"--{name}-gib: found {size}, expected a number of GiB >= 0")
     if arguments.fit and (arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))):
         raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
+    unused = [name for name in ("json", "html", "snapshot", "diff", "advice") if getattr(arguments, name)]
+    if arguments.search and unused:
+        raise ConfigError(f"--search: looks for settings and makes no plan of its own; leave --{unused[0]} out")
     for name in ("calibrate", "json", "html", "snapshot"):
         check_output(f"--{name}", getattr(arguments, name))
     return arguments

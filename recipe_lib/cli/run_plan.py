@@ -36,7 +36,7 @@ WAIT_SECONDS = 300  # for the run to have tokenised its rows
 ROOT = Path(__file__).parents[2]
 STEPS = ("first step", "step")  # the phases that a run measures
 KINDS = ("active", "allocated", "reserved")
-# With more layers, times micro-batches, a whole plan takes longer than there is time for.
+# With more layers, times the micro-batches that a plan goes through, a whole plan takes longer than there is time for.
 MOST_LAYERS = 36
 DOUBT = 0.06  # share that an estimate of reserved memory may be off
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -65,7 +65,7 @@ def plan_beside(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> I
             [sys.executable, "-P", "-m", "recipe_lib.cli.run_plan", str(figures), *flags, str(recipe.path), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
@@ -213,11 +213,13 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     from recipe_lib.plan.make import make_plan
     from recipe_lib.plan.model import layer_count, plannable
     from recipe_lib.plan.quick import quick
+    from recipe_lib.plan.simulate import TRACED_MICRO_BATCHES
 
     shaped, _ = plannable(cfg)
     with explained(recipe):
         planned = recipe_class(recipe)
-        if layer_count(shaped) * shaped.gradient_accumulation_steps <= MOST_LAYERS:
+        micro_batches = min(shaped.gradient_accumulation_steps, TRACED_MICRO_BATCHES)
+        if layer_count(shaped) * micro_batches <= MOST_LAYERS:
             figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
         else:
             figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))

@@ -1,4 +1,4 @@
-"""Which device's kernels a tensor is computed with: those of its device, or, on a simulated one, of what it stands for."""
+"""Whose kernels a tensor is computed with: its device's, or on a simulated one those of the device it stands for."""
 
 import torch
 
@@ -8,3 +8,8 @@ def kernels_of(device: torch.device) -> str:
     if device.type in ("cpu", "cuda"):
         return device.type
     return str(getattr(torch.get_device_module(device), "kernels", device.type))
+
+
+def holds_values(device: torch.device) -> bool:
+    """Whether tensors there are made of numbers: not on a simulated device, whose module's `holds_values` is False."""
+    return bool(getattr(torch.get_device_module(device), "holds_values", True))

@@ -47,9 +47,9 @@ class Tried:
 def advise(recipe_class: type, cfg: Any, settings: PlanSettings, plan: Plan) -> list[Advice]:
     """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained.
 
-    cfg: plannable. Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate by some
-    percent. Levers that the config's table of combinations or the recipe refuses, and those without an effect, are left
-    out; so is what lowers nothing and makes nothing faster.
+    cfg: plannable. Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some
+    percent off. Levers that the config's table of combinations or the recipe refuses are left out, and so is what
+    neither lowers the peak nor makes the step faster.
     """
     return advice_from(plan, *try_levers(recipe_class, cfg, settings))
 
@@ -198,13 +198,15 @@ def _length(cfg: Any, settings: PlanSettings) -> list[Lever]:
     sequence, found = settings.sequence, []
     if sequence.tokens > 1:
         half = sequence.tokens // 2
-        note = "shorter packs: more of them" if cfg.data.packing else f"data.long_rows={cfg.data.long_rows} for longer rows"
+        note = (
+            "shorter packs: more of them"
+            if cfg.data.packing
+            else f"data.long_rows={cfg.data.long_rows} for longer rows"
+        )
         found.append(Lever({"max_seq_len": half}, note, tokens=half, timed=False))
     histogram = sequence.histogram
     if histogram and not cfg.data.packing and 2 * histogram["p50"] <= cfg.max_seq_len and sequence.group == 1:
         documents = cfg.max_seq_len / histogram["p50"]
         note = f"about {documents:.0f} documents in a row of {cfg.max_seq_len} tokens, in place of one and padding"
-        found.append(
-            Lever({"data.packing": True}, note, tokens=cfg.max_seq_len, documents=documents, timed=False)
-        )
+        found.append(Lever({"data.packing": True}, note, tokens=cfg.max_seq_len, documents=documents, timed=False))
     return found

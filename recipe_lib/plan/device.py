@@ -88,6 +88,7 @@ class SimulatedModule:
         # torch looks these two up as attributes of the module
         self.Stream, self.Event = Stream, Event
         self._streams = self._events = 0
+        self.holds_values = False
         self.kernels = "cuda"  # whose kernels it has, for code that goes by the device; or "cpu"
         self._default: Any = None
         self.stream_now: Any = None

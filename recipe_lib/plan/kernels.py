@@ -24,6 +24,8 @@ def pin_kernels(like_cpu: bool) -> None:
         _library = torch.library.Library("aten", "IMPL")
         _library.impl("scaled_dot_product_attention", _attention, _KEY)
         _library.impl("rms_norm", _rms_norm, _KEY)
+        # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
+        _library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
         _library.impl("dropout", _dropout, _KEY)
         for name in ("silu_backward", "mish_backward"):
             _library.impl(name, _as_one(getattr(torch.ops.aten, name).default), _KEY)
@@ -74,8 +76,12 @@ def _attention(
 
 def _rms_norm(hidden: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if MODULE.kernels == "cpu" or (weight is not None and weight.dtype != hidden.dtype):
-        return _composite(torch.ops.aten.rms_norm.default, hidden, shape, weight, eps)
+        return _composite(torch.ops.aten._fused_rms_norm.default, hidden, shape, weight, eps)[0]
     return torch.ops.aten._fused_rms_norm(hidden, shape, weight, eps)[0]
+
+
+def _fused_rms_norm(*args: Any) -> Any:
+    return _composite(torch.ops.aten._fused_rms_norm.default, *args)
 
 
 def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
@@ -94,7 +100,7 @@ def _as_one(operator: Any) -> Callable[..., Tensor]:
     return run
 
 
-def _composite(operator: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch does where a device brings nothing of its own."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 

@@ -3,7 +3,7 @@
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from recipe_lib.plan.make import PlanSettings
 from recipe_lib.plan.quick import Quick, quick
 
 # Dotted key -> value.
-Changes = Mapping[str, Any]
+Changes = dict[str, Any]
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -32,7 +32,8 @@ def value_of(cfg: Any, key: str) -> Any:
 
 def changed(cfg: Any, changes: Changes) -> Any | None:
     """A copy of a config with other values; None where its class lacks a key, or the values do not go together."""
-    keys = read_schema(type(cfg)).keys
+    schema: type = type(cfg)
+    keys = read_schema(schema).keys
     if any(key not in keys for key in changes):
         return None
     other = copy.deepcopy(cfg)
@@ -44,7 +45,8 @@ def changed(cfg: Any, changes: Changes) -> Any | None:
 
 def _refused(cfg: Any) -> set[str]:
     """Names of the combinations that a config has and that `load_config` refuses."""
-    keys = read_schema(type(cfg)).keys
+    schema: type = type(cfg)
+    keys = read_schema(schema).keys
     set_ones = [name for name, key in keys.items() if value_of(cfg, name) != key.default]
     return {entry.name for entry in incompatibilities(cfg, set_ones, list(keys))}
 
@@ -62,7 +64,9 @@ def _written(value: Any) -> str:
 
 def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
     """What the allocator may take on the device."""
-    outside = settings.outside or outside_torch(settings.hardware, mesh_shape(cfg.parallel, settings.ranks))
+    groups = [size for size in mesh_shape(cfg.parallel, settings.ranks) if size > 1]
+    communicators = groups if len(groups) < 2 else [*groups, settings.ranks]  # that of all ranks is one of its own then
+    outside = settings.outside or outside_torch(settings.hardware, communicators)
     return settings.hardware.memory - outside.total
 
 

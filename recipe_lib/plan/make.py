@@ -5,7 +5,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class PlanSettings:
     """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated. steps: of the whole run.
 
     recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced beside
-    set-up and steps. assumptions: what was assumed on the way here.
+    set-up and steps. assumptions: what was assumed on the way here. timed: whether operators
+    are put on a time line.
     """
 
     hardware: Hardware
@@ -67,7 +68,7 @@ class PlanSettings:
     outside: OutsideTorch | None = None
     phases: tuple[str, ...] = PHASES
     assumptions: tuple[str, ...] = ()
-    timed: bool = field(default=True)
+    timed: bool = True
 
 
 def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Plan, Trace]:

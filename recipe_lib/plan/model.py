@@ -148,5 +148,11 @@ def _config_of(cfg: Any) -> Mapping[str, Any]:
 def _folder() -> str:
     """A temporary folder of this process, removed when it ends."""
     folder = tempfile.mkdtemp(prefix="tune-plan-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     return folder
+
+
+def _remove(folder: str, maker: int) -> None:
+    """By the process that made it: a fork may end before."""
+    if os.getpid() == maker:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -40,7 +40,8 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     schema = func._schema
     name = schema.name
     returns = schema.returns
-    is_view = name in _VIEWS or any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    aliases = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    is_view = aliases or name in _VIEWS or name.startswith("profiler::")
     makes_memory = not is_view and any(value.alias_info is None for value in returns)
     if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
         makes_memory = True

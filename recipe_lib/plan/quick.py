@@ -37,9 +37,9 @@ class Quick:
 
     active: most bytes in tensors, as `PhasePeak.active`; phase, part, module: where, with `*` for a number of an inner
     layer. reserved, reserved_expandable: active, and what the allocator held beyond it in the short simulations, where
-    less or more of it can lie idle than in the whole run: some percent of the peak off, either way. host: most bytes of
-    host memory. seconds: of a steady step. tokens: of a step, all ranks. held: bytes that are alive between two steps.
-    parameters, trained: bytes of the whole model's. error: share of `active` that it may be off.
+    less or more of it can lie idle than in the whole run: up to a tenth of the peak off, either way. host: most
+    bytes of host memory. seconds: of a steady step. tokens: of a step, all ranks. held: bytes that are alive between two steps.
+    parameters, trained: bytes of the whole model's. `active` is off by 0.5 % at most; it mostly is to the byte.
     """
 
     active: int
@@ -54,7 +54,6 @@ class Quick:
     phase: str
     part: str
     module: str
-    error: float = 0.005
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,8 @@ class _Short:
 
 def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
     """The estimate for a plannable config, of the first of `settings.traced_ranks`, without load, validation and save.
+
+    settings.timed False: of the active bytes alone; reserved is not more, and the time is 0.
 
     Raises UserErrors of recipe and config.
     """
@@ -107,14 +108,17 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
     active = max(peaks.values())
-    reserved = [replay(trace, AllocatorSettings(expandable=expandable)).reserved for expandable in (False, True)]
-    timing = schedule(trace, STEADY, settings.hardware, settings.calibration)
+    reserved, seconds = [active, active], 0.0
+    if settings.timed:
+        reserved = [replay(trace, AllocatorSettings(expandable=expandable)).reserved for expandable in (False, True)]
+        timing = schedule(trace, STEADY, settings.hardware, settings.calibration)
+        seconds = step_seconds(trace, timing, turns)
     return _Short(
         layers=layers,
         peaks=peaks,
         host=trace.active_peaks(device=False),
         idle=(reserved[0] - active, reserved[1] - active),
-        seconds=step_seconds(trace, timing, turns),
+        seconds=seconds,
         tokens=round(found.tokens * turns),
         held=held,
         parameters=_parameter_bytes(found),
@@ -162,7 +166,7 @@ def _parameter_bytes(found: Simulated) -> int:
 
 
 def _trained_bytes(found: Simulated) -> int:
-    """By the share of a module's parameters that are trained; of an adapter in a module with packed weights, roughly."""
+    """By the share of a module's parameters that are trained; roughly, where some of its weights are packed."""
     return sum(facts.bytes * facts.trained // max(facts.parameters, 1) for facts in _outermost(found))
 
 
@@ -190,7 +194,9 @@ def _continue(short: _Short, long: _Short, layers: int) -> Quick:
     highest = max(peaks, key=lambda key: peaks[key])
     active = peaks[highest]
     idle = [max(pair) for pair in zip(short.idle, long.idle, strict=True)]
-    host = [_line(short.host.get(phase, high), high, short.layers, long.layers, layers) for phase, high in long.host.items()]
+    host = [
+        _line(short.host.get(phase, high), high, short.layers, long.layers, layers) for phase, high in long.host.items()
+    ]
     return Quick(
         active=active,
         reserved=active + idle[0],

@@ -7,6 +7,7 @@ checkpointing; and what parameters, gradients and states alone take decides with
 """
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -34,20 +35,26 @@ SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
     "optimizer.implementation": lambda cfg, ranks: ("auto",),
 }
+# The micro-batch, with as many of them as make up the rows of a step.
+_SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
+CHECKPOINTING_KEY = "memory.activation_checkpointing"
 CHECKPOINTING = ("full", "selective", "none")
 # Settings that cost little time, and are tried together where the peak is outside of the layers.
 OUTSIDE_LAYERS = {"parallel.wrapping": "memory_efficient", "memory.loss_chunks": 64}
+OUTSIDE_SHARE = 0.1
 
 # Estimates of reserved memory are some percent off: what is beyond the device by less than this is planned in full.
 DOUBT = 0.06
+# The line through one micro-batch and what is held between steps says too much, by less than this share of the device.
+ROUGH = 0.25
 MOST_PLANS = 10
 
 
 @dataclass(frozen=True)
 class Found:
-    """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, margin: of their own plan, bytes
-    of the heaviest rank; margin is negative where they do not fit. seconds: of a step; tokens_per_second: of all ranks;
-    both for ranking."""
+    """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, margin: of their own plan, the
+    bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step; tokens_per_second: of all
+    ranks; both for ranking."""
 
     changes: Changes
     verdict: str
@@ -146,7 +153,11 @@ def _variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
     yield [stays, *([stays | {"lora.quantize": "none"}] if free and quantize != "none" else [])]
     rounded: list[Changes] = []
     if free:
-        rounded = [{"lora.quantize": kind} for kind in ("int8", "nf4") if quantize == "none" or (quantize, kind) == ("int8", "nf4")]
+        rounded = [
+            {"lora.quantize": kind}
+            for kind in ("int8", "nf4")
+            if quantize == "none" or (quantize, kind) == ("int8", "nf4")
+        ]
         yield [stays | one for one in rounded]
     if stays:
         yield [{"memory.cpu_offload": True} | one for one in (rounded or [{}])]
@@ -204,22 +215,31 @@ def _first(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
 ) -> _Candidate | None:
     """The leanest settings: one row at a time, everything computed again."""
-    kind = {} if "memory.activation_checkpointing" in fixed else {"memory.activation_checkpointing": CHECKPOINTING[0]}
-    size = {} if "batch_size" in fixed else _micro_batch(cfg, 1)
-    return _try(recipe_class, cfg, settings, changes | kind | size)
+    kind = {} if CHECKPOINTING_KEY in fixed else {CHECKPOINTING_KEY: CHECKPOINTING[0]}
+    size = {} if _SIZE_KEYS & set(fixed) else _micro_batch(cfg, 1)
+    return _try(recipe_class, cfg, settings, changes | kind | size, fixed)
 
 
-def _try(recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes) -> _Candidate | None:
+def _try(
+    recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
+) -> _Candidate | None:
     """The estimate; where it does not fit and the peak is outside of the layers, with what makes less of that."""
-    for more in ({}, {key: value for key, value in OUTSIDE_LAYERS.items() if value_of(cfg, key) != value}):
+    less = {key: value for key, value in OUTSIDE_LAYERS.items() if key not in fixed and value_of(cfg, key) != value}
+    if isinstance(value_of(cfg, "parallel.wrapping"), list):
+        less.pop("parallel.wrapping")
+    best = None
+    for more in ({}, less):
         other = changed(cfg, changes | more)
         found = None if other is None else try_quick(recipe_class, other, settings)
         if other is None or found is None:
-            return None
-        short = found.reserved_expandable - usable_bytes(other, settings)
-        if short <= 0 or ".layers." in found.module or isinstance(value_of(cfg, "parallel.wrapping"), list):
             break
-    return _Candidate(changes | more, found, short)
+        short = found.reserved_expandable - usable_bytes(other, settings)
+        if best is None or short < best.short:
+            best = _Candidate(changes | more, found, short)
+        # More than this, logits and gathered embeddings do not make up for.
+        if short <= 0 or ".layers." in found.module or short > OUTSIDE_SHARE * settings.hardware.memory:
+            break
+    return best
 
 
 def _could_fit(cfg: Any, settings: PlanSettings, changes: Changes, known: _Candidate) -> bool:
@@ -241,38 +261,61 @@ def _doubt(settings: PlanSettings) -> int:
 def _micro_batches(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
 ) -> list[_Candidate]:
-    """For each kind of checkpointing the largest micro-batch that fits, and what was tried on the way."""
+    """For each kind of checkpointing the largest micro-batch that fits, and what was tried on the way.
+
+    Begins with the kind that computes least again; one that computes more is of use for larger micro-batches only.
+    """
     rows = _rows(cfg)
-    sizes = [size for size in range(1, rows + 1) if rows % size == 0] if "batch_size" not in fixed else [cfg.batch_size]
-    kinds: Iterable[str] = CHECKPOINTING
-    if "memory.activation_checkpointing" in fixed:
+    sizes = [cfg.batch_size] if _SIZE_KEYS & set(fixed) else [size for size in range(1, rows + 1) if rows % size == 0]
+    kinds: Iterable[str] = reversed(CHECKPOINTING)
+    if CHECKPOINTING_KEY in fixed:
         kinds = (cfg.memory.activation_checkpointing,)
     found: list[_Candidate] = []
     for kind in kinds:
-        with_kind = changes | {"memory.activation_checkpointing": kind}
-        low, high = 0, len(sizes)  # sizes below `low` fit, those from `high` on do not
-        guess = 0
-        while low < high:
-            one = _try(recipe_class, cfg, settings, with_kind | _micro_batch(cfg, sizes[guess]))
-            if one is None:
-                break
-            found.append(one)
-            if one.short > _doubt(settings):
-                high = guess
-            else:
-                low = guess + 1
-            guess = max(low, min(high - 1, _guess(one, sizes, sizes[guess]))) if low < high else 0
-        sizes = sizes[:low]
+        run = functools.partial(
+            _with_micro_batch, recipe_class, cfg, settings, changes | {CHECKPOINTING_KEY: kind}, fixed
+        )
+        found += _largest(run, sizes, settings)
+        fitting = [one.changes.get("batch_size", rows) for one in found if one.short <= _doubt(settings)]
+        sizes = [size for size in sizes if size > max(fitting, default=0)]
         if not sizes:
             break
     return found
 
 
-def _guess(one: _Candidate, sizes: list[int], size: int) -> int:
-    """Place of the largest micro-batch that may fit, if all that is not held between steps grows with its rows."""
-    for_rows = max(1, one.quick.active - one.quick.held)
-    room = for_rows - one.short
-    return max(0, sum(other * for_rows <= size * room for other in sizes) - 1)
+def _with_micro_batch(
+    recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str], size: int
+) -> _Candidate | None:
+    size_changes = {} if _SIZE_KEYS & set(fixed) else _micro_batch(cfg, size)
+    return _try(recipe_class, cfg, settings, changes | size_changes, fixed)
+
+
+def _largest(run: Callable[[int], _Candidate | None], sizes: list[int], settings: PlanSettings) -> list[_Candidate]:
+    """What was tried to find the largest of `sizes` that fits: the smallest, then what a straight line says."""
+    points: dict[int, int] = {}
+    found: list[_Candidate] = []
+    low, high, guess = 0, len(sizes), 0  # sizes below place `low` fit, those from `high` on do not
+    while low < high:
+        one = run(sizes[guess])
+        if one is None:
+            break
+        found.append(one)
+        points[sizes[guess]] = one.short
+        low, high = (low, guess) if one.short > _doubt(settings) else (guess + 1, high)
+        if len(points) == 1:  # what is held between steps does not grow with the rows, the rest does at most
+            points.setdefault(0, one.short - (one.quick.active - one.quick.held))
+        likely = [place for place in range(low, high) if _line(points, sizes[place]) <= _doubt(settings)]
+        sure = _doubt(settings) if len(found) > 1 else ROUGH * settings.hardware.memory
+        if not likely and low < high and _line(points, sizes[low]) > sure:
+            break
+        guess = max(likely, default=low)
+    return found
+
+
+def _line(points: dict[int, int], size: int) -> float:
+    """Bytes short at a size, by the line through the two known points next to it."""
+    first, second = sorted(sorted(points, key=lambda known: abs(known - size))[:2])
+    return points[first] + (points[second] - points[first]) * (size - first) / (second - first)
 
 
 def _without_twins(candidates: Iterable[_Candidate]) -> list[_Candidate]:

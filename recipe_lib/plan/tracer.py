@@ -2,31 +2,27 @@
 
 import os
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.plan.collectives import read_collective
 from recipe_lib.plan.fast_fake import FastFake
 from recipe_lib.plan.operators import Cost, cost_of
+from recipe_lib.plan.places import Places
 from recipe_lib.plan.repeats import Repeats
+from recipe_lib.plan.shards import on_shards, propagation_unseen
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Storage, Sync, Trace
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
 
 _PLAIN_TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
-_NO_NODE = 2**63  # sequence numbers of nodes that accumulate gradients are the largest there are
 
 
 class _Held:
@@ -64,12 +60,8 @@ class Tracer(TorchDispatchMode):
         self._repeats = Repeats()
         self.groups: dict[str, str] = {}  # a process group's name -> its mesh dimension
         self._held: dict[int, _Held] = {}
-        self._modules: list[str] = []
-        self._names: dict[int, str] = {}
-        self._sequence: list[int] = [0]
-        self._sequence_module: list[str] = [""]
+        self._places = Places()
         self._muted = 0
-        self._optimizing = 0
         self.phase = -1
         self.optimizers: dict[int, Any] = {}
 
@@ -78,17 +70,8 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Traces inside the block."""
-        with ExitStack() as stack:
-            stack.enter_context(self._resizes())
-            stack.enter_context(self._sharding_is_silent())
-            for handle in (
-                register_module_forward_pre_hook(self._enter_module),
-                register_module_forward_hook(self._leave_module, always_call=True),
-                register_optimizer_step_pre_hook(self._begin_optimizer),
-                register_optimizer_step_post_hook(self._end_optimizer),
-            ):
-                stack.callback(handle.remove)
-            stack.enter_context(self)
+        following = self._places.following(self._label_gradients)
+        with self._resizes(), propagation_unseen(self._mute), following, self:
             yield
 
     def begin_phase(self, name: str) -> None:
@@ -99,10 +82,8 @@ class Tracer(TorchDispatchMode):
 
     def name_modules(self, model: nn.Module, prefix: str = "") -> None:
         """Modules are called by their dotted names from here on; embeddings tell the vocabulary's size."""
-        for name, module in model.named_modules():
-            self._names[id(module)] = prefix + name
-            if isinstance(module, nn.Embedding):
-                self.vocabulary.add(module.num_embeddings)
+        self._places.name_modules(model, prefix)
+        self.vocabulary |= {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
 
     @contextmanager
     def making_batches(self) -> Iterator[None]:
@@ -161,7 +142,7 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device
         for kind in types:
             if kind not in _PLAIN_TENSORS:
-                local = self.fast and _on_shards(func, args, kwargs or {})
+                local = self.fast and on_shards(func, args, kwargs or {})
                 if local:
                     return self.__torch_dispatch__(func, (), *local)
                 return NotImplemented  # a wrapper's own operators come back here one by one
@@ -171,6 +152,11 @@ class Tracer(TorchDispatchMode):
         if self._muted:
             return func(*args, **kwargs)
         known = None
+        if self.fast is not None and func is _PIN:  # the fake mode has no answer; it is a copy on the host
+            func, kwargs = _LIKE, {}
+            args = args[:1]
+        if self.fast is not None and func is _IS_PINNED:
+            return False
         if self.fast is not None:
             result, known = self.fast.call(func, args, kwargs)
         else:
@@ -180,9 +166,11 @@ class Tracer(TorchDispatchMode):
             cost = cost_of(func, args, kwargs, result)
             if known is not None:
                 known.cost = cost
-        if cost is not _NOTHING:
-            self._note(func, args, kwargs, result, cost)
+        self._note(func, args, kwargs, result, cost)
         return result
+
+    def _mute(self, change: int) -> None:
+        self._muted += change
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, cost: Cost) -> None:
         part, module = self.place()
@@ -207,21 +195,7 @@ class Tracer(TorchDispatchMode):
 
     def place(self) -> tuple[str, str]:
         """The part of the step and the module that run now."""
-        modules = self._modules
-        if torch._C._current_graph_task_id() == -1:
-            if self._optimizing:
-                return "optimizer", ""
-            return ("forward", modules[-1]) if modules else ("other", "")
-        if modules:
-            return "recompute", modules[-1]
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            number = node._sequence_nr()
-            if 0 <= number < _NO_NODE:
-                self._backward_module = self._sequence_module[bisect_right(self._sequence, number) - 1]
-        return "backward", self._backward_module
-
-    _backward_module = ""
+        return self._places.now()
 
     # Memory
 
@@ -295,32 +269,6 @@ class Tracer(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = resize
 
-    @contextmanager
-    def _sharding_is_silent(self) -> Iterator[None]:
-        """DTensor finds out shapes with tensors of the global size, which no rank ever holds."""
-        patched = [name for name in _PROPAGATIONS if hasattr(ShardingPropagator, name)]
-        originals = {name: getattr(ShardingPropagator, name) for name in patched}
-
-        def silent(original: Callable[..., Any], meta: bool) -> Callable[..., Any]:
-            def run(propagator: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
-                if meta and not schema.op._schema.returns:
-                    return None  # nothing to find out, and an optimizer's thousands of tensors to do it with
-                self._muted += 1
-                try:
-                    return original(propagator, schema, *args, **kwargs)
-                finally:
-                    self._muted -= 1
-
-            return run
-
-        for name, original in originals.items():
-            setattr(ShardingPropagator, name, silent(original, "tensor_meta" in name))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(ShardingPropagator, name, original)
-
     def _relabel(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """What FSDP's own operators read and write is known by their names."""
         if name == "fsdp::all_gather_copy_in":
@@ -337,36 +285,14 @@ class Tracer(TorchDispatchMode):
                 for number in held.history:
                     self.trace.storages[number].kind = kind
 
-    # Modules, optimizers, streams
+    # Optimizers, streams
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._modules.append(self._names.get(id(module), type(module).__name__))
-        self._mark_sequence()
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._modules:
-            self._modules.pop()
-        self._mark_sequence()
-
-    def _mark_sequence(self) -> None:
-        """Autograd numbers its nodes in the order of forward: a node's number tells the module that made it."""
-        number = torch.autograd._get_sequence_nr()
-        if number == self._sequence[-1]:
-            self._sequence_module[-1] = self._modules[-1] if self._modules else ""
-            return
-        self._sequence.append(number)
-        self._sequence_module.append(self._modules[-1] if self._modules else "")
-
-    def _begin_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._optimizing += 1
+    def _label_gradients(self, optimizer: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", self.parameter_names.get(id(parameter), ""))
-
-    def _end_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._optimizing -= 1
 
     def record(self, stream: int, event: int) -> None:
         """The device's stream passed a mark."""
@@ -380,37 +306,14 @@ class Tracer(TorchDispatchMode):
 
 
 # torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call; nothing compiles here.
-Tracer.__torch_dispatch__ = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)
+_unwrapped = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)
+Tracer.__torch_dispatch__ = _unwrapped  # type: ignore[method-assign]
 
 _DEVICE = torch.ops.prim.device.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default
-_PROPAGATIONS = ("_propagate_tensor_meta_non_cached", "propagate_tensor_meta", "propagate_op_sharding_non_cached")
-_NOTHING = Cost("", 0, 0, "", True, False, False, False)
-
-
-def _on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """The arguments of an optimizer's operator over lists of shards, as the plain tensors they are on this rank.
-
-    DTensor looks at each of thousands to find that they are cut alike, which takes seconds. None for anything else.
-    """
-    if func._schema.returns or not args or not isinstance(args[0], (list, tuple)):
-        return None
-    found = {
-        (tensor.device_mesh, tensor.placements)
-        for value in args
-        if isinstance(value, (list, tuple))
-        for tensor in value
-        if isinstance(tensor, DTensor)
-    }
-    if len(found) != 1:
-        return None
-
-    def local(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(local(entry) for entry in value)
-        return value._local_tensor if isinstance(value, DTensor) else value
-
-    return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
+_PIN = torch.ops.aten._pin_memory.default
+_IS_PINNED = torch.ops.aten.is_pinned.default
+_LIKE = torch.ops.aten.empty_like.default
 
 
 def common_label(first: str, second: str) -> str:

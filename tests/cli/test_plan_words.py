@@ -80,6 +80,11 @@ def test_mistakes(words: list[str], line: str):
     assert str(raised.value).startswith(f"tune plan: {line}")
 
 
+def test_a_search_makes_no_plan_to_write():
+    with pytest.raises(ConfigError, match="^--search: .*; leave --json out"):
+        plan.read([*CONFIG, "--search", "--json", "-"])
+
+
 @pytest.mark.parametrize("size", ["-0.5", "nan", "inf", "1e30"])
 def test_a_size_that_is_none(size: str):
     with pytest.raises(ConfigError, match=r"^--nccl-gib: found .*, expected a number of GiB >= 0"):

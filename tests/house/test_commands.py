@@ -1,9 +1,9 @@
 """Every command in README and docs: run where it needs nothing but the repository, checked where it needs more.
 
 The commands of a document run in its order, in an empty folder that has the clone's files in it. `tune ls`, `cat`,
-`cp`, `validate`, `generate`, plans and one-process runs of the demo are run (for two steps); runs that need weights, GPUs or
-several processes are checked as far as `tune run` checks them before it starts; targets, scripts and flags of other
-programs have to exist. A command that no rule here knows fails the test.
+`cp`, `validate`, `generate`, plans and one-process runs of the demo are run (for two steps); runs that need weights,
+GPUs or several processes are checked as far as `tune run` checks them before it starts; targets, scripts and flags of
+other programs have to exist. A command that no rule here knows fails the test.
 """
 
 import re

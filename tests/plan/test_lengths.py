@@ -30,7 +30,8 @@ def pairs_config(folder: Path, *overrides: str):
     """A run on them."""
     return load(
         "llama3/8B_dpo", "~model.path", "model.preset=demo/0.5M", "tokenizer.path=examples/demo/tokenizer",
-        f"data.source={pairs_file(folder)}", "max_seq_len=64", "gradient_accumulation_steps=1", f"data.cache_dir={folder / 'cache'}", *overrides,
+        f"data.source={pairs_file(folder)}", "max_seq_len=64", "gradient_accumulation_steps=1",
+        f"data.cache_dir={folder / 'cache'}", *overrides,
     )  # fmt: skip
 
 

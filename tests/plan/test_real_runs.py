@@ -38,7 +38,9 @@ BASE = (
     "memory.loss_chunks=2",
 )
 PAIRS = "data.format=preference"
-GRID = {
+# Ranks, recipe, model, overrides; of every wrapping, checkpointing and accumulation of full fine-tuning, and of most
+# of LoRA's.
+GRID: dict[str, tuple[Any, ...]] = {
     f"{recipe.partition('_')[0]} {wrapping} {checkpointing} {accumulation}": (
         2,
         recipe,
@@ -51,28 +53,23 @@ GRID = {
     for wrapping in ("memory_efficient", "layers")
     for checkpointing in ("none", "full", "selective")
     for accumulation in (1, 4)
+    if recipe == FULL or accumulation == 1 or (wrapping, checkpointing) in (("layers", "none"), ("layers", "full"))
 }
-# Ranks, recipe, model, overrides; "": the model with an output matrix of its own.
-CASES: dict[str, tuple[Any, ...]] = GRID | {
-    "untied": (2, FULL, "", "parallel.wrapping=memory_efficient"),
-    "untied, frozen": (2, LORA, "", "parallel.wrapping=memory_efficient", "lora.targets=[q,v,embedding,head]"),
-    "gathered throughout": (2, FULL, "", "parallel.reshard_after_forward=false"),
-    "copies": (2, FULL, TIED, "parallel.data_replicate=2"),
-    "bf16": (2, FULL, TIED, "dtype=bf16", "parallel.reduce_dtype=fp32"),
-    "one rank": (1, FULL, TIED, "memory.activation_checkpointing=selective"),
-    "one rank, adapters": (1, LORA, TIED),
-    "foreach": (2, FULL, TIED, "optimizer.implementation=foreach"),
-    "single": (2, FULL, TIED, "optimizer.implementation=single"),
-    "fused": (2, FULL, TIED, "optimizer.implementation=fused"),
+UNTIED = ""
+CASES = GRID | {
+    "untied": (2, FULL, UNTIED, "parallel.wrapping=memory_efficient"),
+    "gathered throughout": (2, FULL, UNTIED, "parallel.wrapping=layers", "parallel.reshard_after_forward=false"),
+    "adapters everywhere": (2, LORA, UNTIED, "lora.targets=[q,v,embedding,head]"),
+    "copies": (2, FULL, TIED, "parallel.data_replicate=2", "optimizer.implementation=single"),
+    "bf16": (2, FULL, TIED, "dtype=bf16", "parallel.reduce_dtype=fp32", "optimizer.implementation=foreach"),
+    "fused, one rank": (1, FULL, TIED, "optimizer.implementation=fused", "memory.activation_checkpointing=selective"),
     "foreach, one rank": (1, FULL, TIED, "optimizer.implementation=foreach"),
     "single, one rank": (1, FULL, TIED, "optimizer.implementation=single"),
-    "momentum": (2, FULL, TIED, "optimizer.name=sgd", "optimizer.momentum=0.9"),
-    "nf4": (2, LORA, TIED, "lora.quantize=nf4"),
-    "nf4, one rank": (1, LORA, TIED, "lora.quantize=nf4", "memory.activation_checkpointing=full"),
-    "int8, lengths": (2, LORA, TIED, "lora.quantize=int8", "lora.dora=true"),
-    "dropout": (2, LORA, TIED, "lora.dropout=0.1"),
+    "nf4": (2, LORA, TIED, "lora.quantize=nf4", "lora.dropout=0.1"),
+    "nf4, one rank": (1, LORA, TIED, "lora.quantize=nf4", "memory.activation_checkpointing=selective"),
+    "int8": (2, LORA, TIED, "lora.quantize=int8", "lora.dora=true"),
     "pairs": (2, DPO, TIED, PAIRS),
-    "pairs, full": (2, DPO, TIED, PAIRS, "dpo.train=full"),
+    "pairs, full": (2, DPO, TIED, PAIRS, "dpo.train=full", "optimizer.name=sgd", "optimizer.momentum=0.9"),
     "packed": (2, FULL, TIED, "data.packing=true"),
     "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
 }
@@ -92,7 +89,9 @@ Event = tuple[int, int]  # ALLOC or FREE, bytes
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of every case what the simulation traced, and rank 0 of the real run."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "untied.json").write_text(json.dumps(json.loads(Path(TIED).read_text()) | {"tie_word_embeddings": False}))
+    # A rank's part of these matrices is more than the piece that a CPU takes a norm of at a time.
+    changed = {"tie_word_embeddings": False, "vocab_size": 2048}
+    (folder / "untied.json").write_text(json.dumps(json.loads(Path(TIED).read_text()) | changed))
 
     def trace(simulated: bool, ranks: int | None = None) -> dict[str, Any]:
         return {name: run(case, folder, simulated) for name, case in CASES.items() if ranks in (None, case[0])}
@@ -133,7 +132,6 @@ def collectives_let_go() -> Iterator[None]:
     def waits(operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            tensors += [tensor._base for tensor in tensors if tensor._base is not None]
             before = [holders(tensor) for tensor in tensors]
             operation(*args, **kwargs)
             deadline = time.monotonic() + 10
@@ -167,7 +165,9 @@ def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, A
     assert found == {phase: real["peaks"][phase] for phase in (FIRST, STEADY)}
 
 
-@pytest.mark.parametrize("name", [name for name in GRID if name.endswith(" 1")] + ["one rank", "bf16", "pairs"])
+@pytest.mark.parametrize(
+    "name", [name for name in GRID if name.endswith(" 1")] + ["untied", "foreach, one rank", "bf16", "pairs"]
+)
 def test_every_allocation_and_release_is_that_of_the_real_run(
     runs: tuple[dict[str, Any], dict[str, Any]], name: str
 ) -> None:

@@ -1,0 +1,164 @@
+"""What `gpu_check.py plan` compares: configs of the recipes, each as a command line of `tune plan`."""
+
+import dataclasses
+from typing import Any
+
+from recipe_lib.cli.recipes import load_module, recipe_for
+from recipe_lib.config import load_config
+from recipe_lib.plan.lengths import Sequence
+from recipe_lib.plan.model import plannable
+
+RECIPE_CLASSES = {"full": "FullFinetune", "lora": "LoraFinetune", "qlora": "LoraFinetune"}
+TINY = "demo"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCase:
+    """A config. model: family and size, or `demo`. documents: in a packed row; 0 is no packing. threshold: whether it
+    is also run at its smallest cap. The rest: settings."""
+
+    method: str
+    model: str
+    ranks: int
+    sequence: int
+    checkpointing: str = "full"
+    wrapping: str = "memory_efficient"
+    optimizer: str = "fused"
+    documents: int = 0
+    batch_size: int = 1
+    chunks: int = 8
+    threshold: bool = False
+
+    @property
+    def config(self) -> str:
+        """Its shipped config."""
+        if self.model == TINY:
+            return f"demo/{'full' if self.method == 'full' else 'lora'}"
+        return f"{self.model}_{self.method}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """What it changes in the config."""
+        name, _, kernels = self.optimizer.rpartition(" ")
+        return [
+            f"max_seq_len={self.sequence}",
+            f"batch_size={self.batch_size}",
+            "gradient_accumulation_steps=1",
+            "device=auto",
+            "dtype=bf16",
+            f"memory.activation_checkpointing={self.checkpointing}",
+            f"memory.loss_chunks={self.chunks}",
+            f"parallel.wrapping={self.wrapping}",
+            f"optimizer.implementation={kernels}",
+            f"data.packing={str(self.documents > 0).lower()}",
+            *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
+            *(["lora.quantize=nf4"] if self.method == "qlora" and self.model == TINY else []),
+        ]
+
+    @property
+    def rows(self) -> Sequence:
+        """The rows that it is planned for, and run with."""
+        return Sequence(self.sequence, "as the case says", pack=float(max(1, self.documents)))
+
+    def load(self) -> tuple[type, Any]:
+        """The recipe's class, and the config with nothing but the model's shape; its recipe's module is imported."""
+        recipe = recipe_for(self.config)
+        cfg, _ = plannable(load_config(self.config, self.overrides, recipe.schema()))
+        return getattr(load_module(recipe.path), RECIPE_CLASSES[self.method]), cfg
+
+
+def describe(case: PlanCase) -> str:
+    """A case in a few words."""
+    packed = f", {case.documents} documents packed" if case.documents else ""
+    return (
+        f"{case.method} {case.model}, 0 of {case.ranks}, {case.batch_size} x {case.sequence}{packed}, "
+        f"{case.checkpointing}, {case.wrapping}, {case.optimizer}"
+    )
+
+
+def cases(gpu: bool) -> list[PlanCase]:
+    """The configs, the most telling first, in case time runs out."""
+    if not gpu:
+        return [
+            PlanCase("full", TINY, 4, 64),
+            PlanCase("full", TINY, 1, 64, "selective", "layers", "foreach"),
+            PlanCase("lora", TINY, 2, 64, "none", documents=3),
+            PlanCase("qlora", TINY, 1, 64),
+        ]
+    return [*_telling(), *_full(), *_adapters()]
+
+
+def recorded() -> list[PlanCase]:
+    """Those whose allocator's events are kept as fixtures: small models with tensors of all sizes."""
+    return [
+        PlanCase("full", TINY, 4, 2048, "none", batch_size=2, chunks=1),
+        PlanCase("full", TINY, 1, 1024, "full", optimizer="foreach", documents=5),
+        PlanCase("qlora", TINY, 2, 2048, "selective", "layers"),
+    ]
+
+
+def _telling() -> list[PlanCase]:
+    """One of each kind."""
+    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    return [
+        PlanCase("full", big, 4, 512, wrapping="layers", threshold=True),
+        PlanCase("full", big, 4, 512, threshold=True),
+        PlanCase("qlora", big, 1, 2048, threshold=True),
+        PlanCase("full", middle, 1, 2048, "none", optimizer="foreach"),
+        PlanCase("lora", big, 1, 2048, "none"),
+        PlanCase("full", small, 1, 2048, "selective", threshold=True),
+        PlanCase("full", big, 8, 8192, documents=12),
+        PlanCase("lora", middle, 2, 8192, "selective", threshold=True),
+        PlanCase("full", small, 4, 8192, "none", "layers", documents=16),
+        PlanCase("qlora", small, 2, 512, "none", "layers"),
+        PlanCase("full", big, 2, 2048, "selective", optimizer="single"),
+        PlanCase("full", middle, 8, 512, optimizer="sgd foreach"),
+    ]
+
+
+def _full() -> list[PlanCase]:
+    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    return [
+        PlanCase("full", big, 4, 2048, wrapping="layers"),
+        PlanCase("full", big, 4, 2048),
+        PlanCase("full", big, 4, 8192, wrapping="layers"),
+        PlanCase("full", big, 4, 8192),
+        PlanCase("full", big, 4, 8192, "selective"),
+        PlanCase("full", big, 4, 2048, "none", chunks=1),
+        PlanCase("full", big, 8, 2048, "none"),
+        PlanCase("full", big, 8, 512, "none", "layers", optimizer="single"),
+        PlanCase("full", big, 2, 8192, documents=8),
+        PlanCase("full", big, 2, 512, optimizer="foreach"),
+        PlanCase("full", big, 1, 512),
+        PlanCase("full", middle, 1, 512, "none"),
+        PlanCase("full", middle, 1, 2048, "selective"),
+        PlanCase("full", middle, 1, 8192),
+        PlanCase("full", middle, 2, 2048, wrapping="layers"),
+        PlanCase("full", middle, 2, 8192, "selective", documents=10),
+        PlanCase("full", middle, 4, 8192, "none"),
+        PlanCase("full", small, 1, 512, "none"),
+        PlanCase("full", small, 1, 2048, "none", optimizer="foreach", batch_size=2),
+        PlanCase("full", small, 1, 8192, optimizer="single"),
+        PlanCase("full", small, 2, 2048, "selective", documents=4, batch_size=2),
+        PlanCase("full", small, 8, 512, chunks=1),
+        PlanCase("full", small, 2, 2048, "none", optimizer="sgd single"),
+    ]
+
+
+def _adapters() -> list[PlanCase]:
+    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    return [
+        PlanCase("lora", big, 1, 8192),
+        PlanCase("lora", big, 2, 8192, "selective"),
+        PlanCase("lora", big, 4, 2048, wrapping="layers"),
+        PlanCase("lora", big, 1, 2048, documents=4),
+        PlanCase("lora", small, 1, 512, "none", optimizer="foreach"),
+        PlanCase("lora", small, 8, 2048),
+        PlanCase("qlora", big, 1, 512),
+        PlanCase("qlora", big, 1, 8192),
+        PlanCase("qlora", big, 1, 8192, "selective", documents=8),
+        PlanCase("qlora", big, 2, 2048),
+        PlanCase("qlora", big, 4, 8192),
+        PlanCase("qlora", middle, 1, 2048, "none"),
+        PlanCase("qlora", small, 1, 512, "none", batch_size=2),
+    ]

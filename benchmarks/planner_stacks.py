@@ -1,0 +1,193 @@
+"""Training stacks of others, imitated for the planner in the few places where they hold other memory than ours does.
+
+Each imitation is our full fine-tuning recipe with some of its parts replaced, written from what the others' code does
+at the time of their figures; what it computes is of no interest here, what it allocates and frees is.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from recipe_lib import training
+from recipe_lib.cli.recipes import Recipe, load_module
+from recipe_lib.data import Batch, StepBatches
+from recipe_lib.memory import apply_activation_checkpointing, checkpointing
+from recipe_lib.models import build_meta
+from recipe_lib.models.decoder import DecoderLayer, Norm
+from recipe_lib.parallel import DTYPES, materialize
+
+RECIPE = "full_finetune_distributed"
+FSDP1, FSDP2, OURS = "FSDP1", "FSDP2", "ours"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is not ours. All defaults: nothing.
+
+    sharding: `ours`, `FSDP2` (as it comes: the root's units are gathered on FSDP's own stream, the embedding once more
+    for backward) or `FSDP1`. logits: fp32 logits of all tokens and torch's cross-entropy, with our loss in one piece
+    otherwise: `until backward`, given up before backward; `through backward`, a variable that holds them until the
+    next forward; `bf16 until backward`, whose fp32 copy belongs to the loss alone. shifted: labels are cut off by
+    slicing and copying the logits. norms: the RMS norm written out, in fp32. expanded_keys: keys and values are
+    copied for each query head. saved_matmuls: selective checkpointing keeps the first of every two matmuls.
+    mixed: parameters and states fp32, compute in bf16, gradients summed in fp32. last_layer_kept: it is not resharded
+    after forward.
+    """
+
+    sharding: str = OURS
+    logits: str = ""
+    shifted: bool = False
+    norms: bool = False
+    expanded_keys: bool = False
+    saved_matmuls: bool = False
+    mixed: bool = False
+    last_layer_kept: bool = False
+
+
+def recipe_class(stack: Stack) -> type:
+    """Our full fine-tuning with the parts of that stack."""
+    full = load_module(Recipe.find(RECIPE).path).FullFinetune
+    return type("Imitation", (_Imitated, full), {"stack": stack}) if stack != Stack() else full
+
+
+class _Imitated:
+    """Comes before the recipe's class."""
+
+    stack: Stack
+    cfg: Any
+    spec: Any
+    world: Any
+    device: torch.device
+    model: Any
+    held: Any
+
+    def setup_model(self) -> None:
+        """As the recipe's, part by part as the stack says."""
+        cfg, stack = self.cfg, self.stack
+        if stack.sharding == OURS and not (stack.norms or stack.expanded_keys or stack.saved_matmuls or stack.mixed):
+            super().setup_model()  # type: ignore[misc]
+            return
+        self.model = build_meta(self.spec, torch.float32 if stack.mixed else DTYPES[cfg.dtype])
+        for module in self.model.modules():
+            if stack.norms and isinstance(module, Norm):
+                module.norm = written_out_norm
+            if stack.expanded_keys and isinstance(module, DecoderLayer):
+                module.self_attn.attend = partial(attention_with_expanded_keys, module.self_attn.attend)
+        if stack.saved_matmuls:
+            options = {"context_fn": _first_matmuls_kept}
+            for layer in self.model.model.layers:
+                layer.forward = checkpointing._checkpointed(layer.forward, options)
+        else:
+            apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
+        if self.world.size == 1:
+            materialize(self.model, cfg.memory, self.device)
+        elif stack.sharding == FSDP1:
+            self.model = _shard_with_fsdp1(self.model, cfg.parallel.wrapping, self.device)
+        else:
+            _shard_with_fsdp2(self.model, cfg.parallel.wrapping, self.world, stack)
+            materialize(self.model, cfg.memory, self.device)
+
+    def train_step(self, batches: StepBatches) -> Any:
+        """The recipe's, except that FSDP1's flat shards are no DTensors to take a norm of."""
+        clip = (lambda *_: torch.zeros(())) if self.stack.sharding == FSDP1 else training.clip_grad_norm
+        with mock.patch.object(training, "clip_grad_norm", clip):
+            return super().train_step(batches)  # type: ignore[misc]
+
+    def summed_loss(self, batch: Batch) -> Tensor:
+        """Logits of all tokens at once, where the stack makes them."""
+        if not self.stack.logits:
+            return super().summed_loss(batch)  # type: ignore[misc]
+        logits = self.model(batch.tokens, batch.positions, batch.attention)
+        labels = batch.labels
+        if not self.stack.logits.startswith("bf16"):
+            logits = logits.float()
+        if self.stack.shifted:
+            logits, labels = logits[:, :-1].contiguous(), labels[:, 1:].contiguous()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        self.held = logits if self.stack.logits == "through backward" else None
+        return loss
+
+
+def written_out_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """An RMS norm of single operators: autograd keeps its fp32 input and the normed one beside it."""
+    wide = hidden.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(hidden) * weight
+
+
+def attention_with_expanded_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any) -> Tensor:
+    """Each key and value head copied for the query heads that share it."""
+    times = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(times, dim=1) for tensor in (k, v))
+    return attend(q, k, v, info)
+
+
+def _first_matmuls_kept() -> Any:
+    """Outputs of attention and of the first, third, ... matmul of a layer are kept."""
+    matmuls = {False: 0, True: 0}
+
+    def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operator.name().partition(".")[0] if isinstance(operator, torch._ops.OpOverload) else str(operator)
+        if name in checkpointing._MATMULS:
+            matmuls[context.is_recompute] += 1
+            kept = matmuls[context.is_recompute] % 2 == 1
+        else:
+            kept = name in checkpointing._ATTENTION
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> None:
+    """fully_shard on each layer, on embedding and output where they are units of their own, and on the root."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if stack.mixed else MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mesh": world.mesh["data_shard"], "mp_policy": policy}
+    layers = list(model.model.layers)
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=not (stack.last_layer_kept and layer is layers[-1]), **options)
+    if wrapping == "memory_efficient":
+        for module in (model.model.embed_tokens, model.lm_head):
+            fully_shard(module, reshard_after_forward=True, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Module:
+    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around all."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    units = set(model.model.layers)
+    if wrapping == "memory_efficient":
+        units |= {model.model.embed_tokens, model.lm_head}
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: module in units),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        device_id=device,
+        param_init_fn=lambda module: module.to_empty(device=device, recurse=False),
+    )
+
+
+@contextmanager
+def imitable() -> Iterator[None]:
+    """FSDP1 asks what only a real device has: streams marked on memory, which a trace does not know, and addresses."""
+    from torch.distributed.fsdp import _flat_param, _runtime_utils
+
+    with (
+        mock.patch.object(_flat_param, "_no_dispatch_record_stream", lambda *_: None),
+        mock.patch.object(_runtime_utils, "_no_dispatch_record_stream", lambda *_: None),
+        mock.patch.object(_runtime_utils, "_catch_all_reshard", lambda *_: None),
+    ):
+        yield

@@ -1,0 +1,46 @@
+"""Every shipped recipe with every shipped config has a plan, and the peak in the config's header is that plan's."""
+
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planned_peaks import DEVICE, PEAK, names, ranks_of
+from recipe_lib.config.places import configs_folder
+from recipe_lib.units import GIB, MIB
+from tests.plan.apart import settings
+
+DRIFT = 0.005
+ROUNDING = 0.005  # of the figure in the header
+
+
+def estimate(name):
+    """Active bytes of a config at its peak, estimated from two simulations with few layers; or what went wrong."""
+    from recipe_lib.plan.quick import quick
+
+    text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    try:
+        recipe_class, cfg, wanted = settings(name, ranks_of(text), device=DEVICE)
+        return name, quick(recipe_class, cfg, replace(wanted, timed=False)).active
+    except Exception as error:  # noqa: BLE001 - told by the test of that config
+        return name, f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def estimates():
+    """All of them, made in processes of their own: the simulated device stays in a process."""
+    import recipe_lib.plan.quick  # noqa: F401  (once, for all of them)
+
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=20) as pool:
+        return dict(pool.imap(estimate, names(), chunksize=20))
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_peak_in_the_header_is_the_planned_one(estimates, name):
+    found = PEAK.search((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert found, f"configs/{name}.yaml: has no planned peak; python benchmarks/planned_peaks.py {name}"
+    assert isinstance(estimates[name], int), estimates[name]
+    unit = {"GiB": GIB, "MiB": MIB}[found[2]]
+    written = float(found[1]) * unit
+    drift = f"{name}: {found[1]} {found[2]} in the header, {estimates[name] / unit:.3f} {found[2]} now"
+    assert abs(estimates[name] - written) <= DRIFT * written + ROUNDING * unit, drift

@@ -1,0 +1,267 @@
+"""A simulation's bytes against formulas written out from a model's shapes, to the byte.
+
+The model is Llama 3 8B with few layers. FSDP2 cuts a parameter's rows into equal parts, the last of them padded.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe_lib.config import load_config
+from recipe_lib.plan.simulate import STEADY, simulate
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
+
+WIDTH, MLP_WIDTH, VOCABULARY, LAYERS = 4096, 14336, 128256, 2
+QUERIES, KEYS = 32 * 128, 8 * 128  # heads x head width
+ADAPTER_RANK = 16
+BF16 = 2
+Shapes = list[tuple[int, int]]  # rows and columns, of which a norm has one
+LINEARS = [
+    (QUERIES, WIDTH),
+    (KEYS, WIDTH),
+    (KEYS, WIDTH),
+    (WIDTH, QUERIES),
+    (MLP_WIDTH, WIDTH),
+    (MLP_WIDTH, WIDTH),
+    (WIDTH, MLP_WIDTH),
+]
+NORMS = [(WIDTH, 1), (WIDTH, 1)]
+LAYER = LINEARS + NORMS
+LAST_NORM = [(WIDTH, 1)]
+ADAPTERS = [shape for rows, columns in LINEARS for shape in ((ADAPTER_RANK, columns), (rows, ADAPTER_RANK))]
+
+CASES: dict[str, tuple[Any, ...]] = {
+    # Ranks, traced rank, recipe, overrides
+    "two": (2, 0, FULL, "parallel.wrapping=memory_efficient"),
+    "four": (4, 0, FULL, "parallel.wrapping=memory_efficient", "gradient_accumulation_steps=4"),
+    "eight": (8, 0, FULL, "parallel.wrapping=layers", "gradient_accumulation_steps=4"),
+    "odd": (8, 0, FULL, "parallel.wrapping=layers", "odd"),
+    "odd, last": (8, 7, FULL, "parallel.wrapping=layers", "odd"),
+    "kept": (4, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.reshard_after_forward=false"),
+    "kept, layers": (4, 0, FULL, "parallel.wrapping=layers", "parallel.reshard_after_forward=false"),
+    "copies": (8, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.data_replicate=2"),
+    "lora": (4, 0, LORA, "parallel.wrapping=memory_efficient", "gradient_accumulation_steps=4"),
+    "nf4": (4, 0, LORA, "parallel.wrapping=memory_efficient", "lora.quantize=nf4"),
+    "nf4, one": (1, 0, LORA, "lora.quantize=nf4"),
+}
+
+
+@dataclass
+class Found:
+    """What is read from a trace.
+
+    most: bytes of each kind of memory, the most at a time in the second step. collectives: of that step, (operation,
+    mesh dimension, bytes of the whole tensor) and how often; small: those of a few bytes, in all. made_by_optimizer:
+    bytes that the optimizer took in the first step, in the second. peak: of the second step.
+    """
+
+    most: dict[str, int]
+    collectives: dict[tuple[str, str, int], int]
+    small: int
+    made_by_optimizer: tuple[int, int]
+    peak: int
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder = tmp_path_factory.mktemp("closed_forms")
+    shipped = json.loads((ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text())
+    for name, vocabulary in (("even", VOCABULARY), ("odd", VOCABULARY + 1)):
+        model = shipped | {"num_hidden_layers": LAYERS, "vocab_size": vocabulary}
+        (folder / f"{name}.json").write_text(json.dumps(model))
+    traced = run_ranks(
+        lambda: {name: vars(trace(case, folder)) for name, case in CASES.items()}, 1, process_group=False
+    )
+    return {name: Found(**fields) for name, fields in traced[0].items()}
+
+
+def trace(case: tuple[Any, ...], folder: Path) -> Found:
+    """One simulation, as a GPU's."""
+    ranks, rank, name, *overrides = case
+    model = folder / ("odd.json" if "odd" in overrides else "even.json")
+    overrides = [override for override in overrides if override != "odd"]
+    overrides += [f"model.preset={model}", f"output_dir={folder / 'none'}", f"recipe={name}"]
+    overrides += ["tokenizer.path=unread", "data.source=unread", "max_seq_len=128"]
+    overrides += ["memory.activation_checkpointing=full"]
+    overrides += [f"lora.rank={ADAPTER_RANK}"] if name == LORA else []
+    module = recipe_module(name)
+    cfg = load_config(PLAIN, overrides, module.Config)
+    shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
+    return read(simulate(recipe_class(module), cfg, shape, rank=rank, ranks=ranks, phases=()).trace)
+
+
+def read(trace: Trace) -> Found:
+    """The figures."""
+    steady = trace.phases.index(STEADY)
+    held: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    phase = -1
+    for event, number in trace.events:
+        if event == PHASE:
+            phase = number
+        elif event in (ALLOC, FREE) and trace.storages[number].device:
+            storage = trace.storages[number]
+            held[storage.kind] += storage.bytes if event == ALLOC else -storage.bytes
+        if phase == steady:
+            most |= held
+    collectives: Counter[tuple[str, str, int]] = Counter()
+    small = 0
+    for op in trace.ops:
+        if op.collective is not None and op.phase == steady:
+            if op.collective.bytes <= 64:
+                small += op.repeats
+            else:
+                collectives[(op.collective.operation, op.collective.dim, op.collective.bytes)] += op.repeats
+    first, second = (
+        sum(storage.bytes for storage in trace.storages if storage.part == "optimizer" and storage.phase == phase)
+        for phase in (steady - 1, steady)
+    )
+    return Found(dict(most), dict(collectives), small, (first, second), trace.active_peaks()[STEADY])
+
+
+def part(shapes: Shapes, ranks: int) -> int:
+    """Elements that a rank keeps of matrices, padding included."""
+    return sum(math.ceil(rows / ranks) * columns for rows, columns in shapes)
+
+
+def gathered(shapes: Shapes, ranks: int, size: int = BF16) -> int:
+    """Bytes of the parts of all ranks."""
+    return ranks * part(shapes, ranks) * size
+
+
+def own(shapes: Shapes, ranks: int, rank: int) -> int:
+    """Elements that a rank keeps, without padding."""
+    return sum(
+        max(0, min(math.ceil(rows / ranks), rows - rank * math.ceil(rows / ranks))) * columns
+        for rows, columns in shapes
+    )
+
+
+def model(vocabulary: int = VOCABULARY) -> Shapes:
+    """All parameters: embedding and output projection, layers, the last norm."""
+    return [(vocabulary, WIDTH)] * 2 + LAYER * LAYERS + LAST_NORM
+
+
+def nf4_bytes(rows: int, columns: int, ranks: int) -> int:
+    """Of a matrix on one rank: codes of 4 bits for blocks of 64 numbers, a scale of a byte for each block, an fp32
+    factor for each 256 scales, and one more."""
+    blocks = rows * columns // 64
+    assert blocks % 256 == 0
+    return math.ceil(blocks / ranks) * (32 + 1) + math.ceil((blocks // 256 + 1) / ranks) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rank", "vocabulary"),
+    [
+        ("two", 2, 0, VOCABULARY),
+        ("four", 4, 0, VOCABULARY),
+        ("eight", 8, 0, VOCABULARY),
+        ("odd", 8, 0, VOCABULARY + 1),
+        ("odd, last", 8, 7, VOCABULARY + 1),
+        ("kept", 4, 0, VOCABULARY),
+        ("copies", 4, 0, VOCABULARY),
+    ],
+)
+def test_a_rank_holds_its_part_of_parameters_gradients_and_states(
+    found: dict[str, Found], name: str, ranks: int, rank: int, vocabulary: int
+) -> None:
+    shapes = model(vocabulary)
+    assert found[name].most["parameters"] == part(shapes, ranks) * BF16
+    assert found[name].most["gradients"] == part(shapes, ranks) * BF16
+    # Two states like the rank's own numbers, and a count of steps in fp32 for each parameter.
+    assert found[name].most["optimizer"] == own(shapes, ranks, rank) * BF16 * 2 + 4 * len(shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches", "layer_gathers"), [("two", 2, 1, 2), ("four", 4, 4, 2), ("kept", 4, 1, 1)]
+)
+def test_memory_efficient_units_are_gathered_and_reduced(
+    found: dict[str, Found], name: str, ranks: int, micro_batches: int, layer_gathers: int
+) -> None:
+    """Embedding and output projection are gathered in forward alone, each a unit; a layer in backward again."""
+    matrix, layer, norm = (gathered(shapes, ranks) for shapes in ([(VOCABULARY, WIDTH)], LAYER, LAST_NORM))
+    assert found[name].collectives == {
+        ("all_gather", "data_shard", matrix): 2 * micro_batches,
+        ("all_gather", "data_shard", layer): layer_gathers * LAYERS * micro_batches,
+        ("all_gather", "data_shard", norm): micro_batches,
+        ("reduce_scatter", "data_shard", matrix): 2 * micro_batches,
+        ("reduce_scatter", "data_shard", layer): LAYERS * micro_batches,
+        ("reduce_scatter", "data_shard", norm): micro_batches,
+    }
+    assert found[name].small == 2  # the gradient norm and the loss
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches", "layer_gathers", "vocabulary"),
+    [
+        ("eight", 8, 4, 2, VOCABULARY),
+        ("odd", 8, 1, 2, VOCABULARY + 1),
+        ("odd, last", 8, 1, 2, VOCABULARY + 1),
+        ("kept, layers", 4, 1, 1, VOCABULARY),
+    ],
+)
+def test_layer_units_are_gathered_and_reduced(
+    found: dict[str, Found], name: str, ranks: int, micro_batches: int, layer_gathers: int, vocabulary: int
+) -> None:
+    """What is not in a layer is one unit, which stays from forward to backward."""
+    rest = gathered([(vocabulary, WIDTH)] * 2 + LAST_NORM, ranks)
+    assert found[name].collectives == {
+        ("all_gather", "data_shard", rest): micro_batches,
+        ("all_gather", "data_shard", gathered(LAYER, ranks)): layer_gathers * LAYERS * micro_batches,
+        ("reduce_scatter", "data_shard", rest): micro_batches,
+        ("reduce_scatter", "data_shard", gathered(LAYER, ranks)): LAYERS * micro_batches,
+    }
+
+
+def test_copies_sum_the_part_that_is_reduced_already(found: dict[str, Found]) -> None:
+    summed = {
+        size: count for (operation, dim, size), count in found["copies"].collectives.items() if dim == "data_replicate"
+    }
+    assert summed == {
+        part([(VOCABULARY, WIDTH)], 4) * BF16: 2,
+        part(LAYER, 4) * BF16: LAYERS,
+        part(LAST_NORM, 4) * BF16: 1,
+    }
+    operations = {operation for operation, dim, _ in found["copies"].collectives if dim == "data_replicate"}
+    assert operations == {"all_reduce"}
+
+
+def test_adapters_alone_have_gradients_states_and_a_reduction(found: dict[str, Found]) -> None:
+    ranks, micro_batches = 4, 4
+    adapters = ADAPTERS * LAYERS
+    assert found["lora"].most["parameters"] == part(model() + adapters, ranks) * BF16
+    assert found["lora"].most["gradients"] == part(adapters, ranks) * BF16
+    assert found["lora"].most["optimizer"] == part(adapters, ranks) * BF16 * 2 + 4 * len(adapters)
+    assert found["lora"].collectives == {
+        ("all_gather", "data_shard", gathered([(VOCABULARY, WIDTH)], ranks)): 2 * micro_batches,
+        ("all_gather", "data_shard", gathered(LAYER + ADAPTERS, ranks)): 2 * LAYERS * micro_batches,
+        ("all_gather", "data_shard", gathered(LAST_NORM, ranks)): micro_batches,
+        ("reduce_scatter", "data_shard", gathered(ADAPTERS, ranks)): LAYERS * micro_batches,
+    }
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("nf4", 4), ("nf4, one", 1)])
+def test_a_base_in_four_bits_has_codes_scales_and_factors(found: dict[str, Found], name: str, ranks: int) -> None:
+    quantised = LAYERS * sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS)
+    plain = [(VOCABULARY, WIDTH)] * 2 + NORMS * LAYERS + LAST_NORM + ADAPTERS * LAYERS
+    assert found[name].most["parameters"] == quantised + part(plain, ranks) * BF16
+    assert found[name].most["gradients"] == part(ADAPTERS * LAYERS, ranks) * BF16
+    if ranks > 1:
+        layer = sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS) * ranks
+        size = layer + gathered(NORMS + ADAPTERS, ranks)
+        assert found[name].collectives[("all_gather", "data_shard", size)] == 2 * LAYERS
+
+
+@pytest.mark.parametrize("name", ["two", "four", "eight", "odd", "lora", "nf4", "copies"])
+def test_tensors_by_which_shapes_are_found_out_are_no_memory(found: dict[str, Found], name: str) -> None:
+    """The optimizer takes its states and nothing else, and nothing in a later step; with shapes of whole parameters
+    it would be a multiple of the model."""
+    assert found[name].made_by_optimizer == (found[name].most["optimizer"], 0)
