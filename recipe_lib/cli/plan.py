@@ -174,8 +174,9 @@ def check_output(option: str, path: str | None) -> None:
         raise ConfigError(f"{option}: {show(os.path.dirname(path))}: no such folder; make it, or choose another name")
 
 
-def rank_count(flags: Sequence[str]) -> int:
-    """Processes that torchrun's flags ask for; of MIN:MAX machines the fewest, which have the most to hold each."""
+def rank_count(flags: Sequence[str]) -> tuple[int, int]:
+    """(processes of a machine, machines) that torchrun's flags ask for; of MIN:MAX machines the fewest, which have the
+    most to hold each."""
     from recipe_lib.cli.own_device import own_gpus
 
     here = value_of(flags, "--nproc-per-node") or "1"
@@ -185,7 +186,7 @@ def rank_count(flags: Sequence[str]) -> int:
             raise ConfigError(f"--nproc_per_node {here}: this machine has none; give a number, and --device")
         here = str(gpus or cores())
     machines = (value_of(flags, "--nnodes") or "1").partition(":")[0]
-    return int(here) * int(machines)
+    return int(here), int(machines)
 
 
 def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str]]:
@@ -195,17 +196,15 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
 
     if arguments.fit:
         return *parse_fit(arguments.fit), []
-    ranks = rank_count(arguments.flags)
-    if arguments.device:
-        return ranks, find_hardware(arguments.device), []
-    own = own_device()
-    if own is not None:
-        return ranks, own, [f"the device is this machine's, {own.name}; --device names another"]
-    return (
-        ranks,
-        find_hardware(DEFAULT_DEVICE),
-        ["there is no GPU here: planned for one of 24 GB; --device names another"],
-    )
+    here, machines = rank_count(arguments.flags)
+    assumed = [f"{here} ranks on each of {machines} machines"] if machines > 1 else []
+    hardware = find_hardware(arguments.device) if arguments.device else own_device()
+    if hardware is None:
+        hardware = find_hardware(DEFAULT_DEVICE)
+        assumed.append("there is no GPU here: planned for one of 24 GB; --device names another")
+    elif not arguments.device:
+        assumed.append(f"the device is this machine's, {hardware.name}; --device names another")
+    return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
 
 
 def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:

@@ -97,6 +97,8 @@ def _section(described: type) -> str:
     declared = get_type_hints(described)
     lines = [f"## {described.__name__}", "", about, "", "| key | type | what it is |", "|---|---|---|"]
     for entry in fields(described):
+        if not entry.compare:
+            continue
         optional = entry.default is not MISSING or entry.default_factory is not MISSING
         kind = type_name(declared[entry.name]) + (" (may be left out)" if optional else "")
         text = re.sub(r"\bNone\b", "null", told.get(entry.name, "")).replace("|", "\\|")

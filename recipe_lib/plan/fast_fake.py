@@ -149,28 +149,26 @@ def _remember(result: Any, tensors: list[FakeTensor]) -> Call | None:
     """How to answer the same call again; None if that is not certain."""
     if result is None:
         return Call(None, None)
-    storages = {tensor.untyped_storage()._cdata: index for index, tensor in reversed(list(enumerate(tensors)))}
+    last_first = list(enumerate(tensors))[::-1]  # so that the first of several alike stays
+    storages = {tensor.untyped_storage()._cdata: index for index, tensor in last_first}
+    places = {id(tensor): index for index, tensor in last_first}
     made: set[int] = set()
     try:
         if isinstance(result, (list, tuple)):
             kind = list if isinstance(result, list) else tuple
-            return Call([_describe(value, tensors, storages, made) for value in result], kind)
-        return Call(_describe(result, tensors, storages, made), None)
+            return Call([_describe(value, places, storages, made) for value in result], kind)
+        return Call(_describe(result, places, storages, made), None)
     except NotSure:
         return None
 
 
-def _describe(value: Any, tensors: list[FakeTensor], storages: dict[int, int], made: set[int]) -> _Output:
+def _describe(value: Any, places: dict[int, int], storages: dict[int, int], made: set[int]) -> _Output:
     if value is None or isinstance(value, (int, float, bool)):
         return _Output(constant=value)
+    if id(value) in places:
+        return _Output(same=places[id(value)])
     if type(value) is not FakeTensor:
-        same = next((index for index, tensor in enumerate(tensors) if tensor is value), -1)
-        if same < 0:
-            raise NotSure
-        return _Output(same=same)
-    for index, tensor in enumerate(tensors):
-        if tensor is value:
-            return _Output(same=index)
+        raise NotSure
     if value.constant is not None or value.layout != torch.strided or value.is_conj() or value.is_neg():
         raise NotSure
     storage = value.untyped_storage()

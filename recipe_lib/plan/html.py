@@ -27,6 +27,7 @@ from recipe_lib.plan.tables import (
 from recipe_lib.plan.timeline import draw_timeline
 from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tree import Node, alive_tree, folded, shares
+from recipe_lib.plan.verdict import next_step
 from recipe_lib.units import format_bytes
 
 # More branches than these below one node are folded into one.
@@ -40,7 +41,7 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     tables = (phase_table(plan), rank_table(plan), layer_table(plan), communication_table(plan), advice_table(plan))
     phases, ranks, layers, communication, advice = (_table(table) if table else "" for table in tables)
     parts = [
-        _facts("Run", run_lines(plan)),
+        _facts("Run", [*run_lines(plan), *([("next", after)] if (after := next_step(plan)) else [])]),
         phases,
         _section("Memory of one rank", draw_timeline(plan, trace)) if trace is not None else "",
         ranks,
@@ -84,7 +85,8 @@ def _table(table: Table) -> str:
     for row in table.rows:
         cells = []
         for side, cell in zip(sides, row, strict=True):
-            side = ' class="text inside"' if cell.startswith("  ") else side
+            level = (len(cell) - len(cell.lstrip())) // 2
+            side = f'{side} style="padding-left: {1.25 * level}rem"' if level else side
             cells.append(f"<td{side}>{escape(cell.strip())}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)

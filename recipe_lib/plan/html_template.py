@@ -53,7 +53,6 @@ th, td { text-align: right; padding: .3rem 0 .3rem 1rem; border-bottom: 1px soli
 th { font-weight: 400; color: var(--soft); }
 th:first-child, td:first-child { padding-left: 0; }
 th.text, td.text { text-align: left; overflow-wrap: anywhere; }
-td.inside { padding-left: 1.25rem !important; }
 .facts th { text-align: left; white-space: nowrap; padding-left: 0; }
 .facts td { text-align: left; overflow-wrap: anywhere; width: 100%; }
 .tree { font-variant-numeric: tabular-nums; }

@@ -27,6 +27,9 @@ def pin_kernels(like_cpu: bool) -> None:
         # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
         _library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
         _library.impl("dropout", _dropout, _KEY)
+        # torch has a shape rule for the fused AdamW and none for the fused SGD; both write into what they are given.
+        for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
+            _library.impl(name, lambda *args, **kwargs: None, "Meta")
         for name in ("silu_backward", "mish_backward"):
             _library.impl(name, _as_one(getattr(torch.ops.aten, name).default), _KEY)
 

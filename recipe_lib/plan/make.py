@@ -91,7 +91,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         model=str(cfg.model.preset or cfg.model.path),
         ranks=settings.ranks,
         mesh=found.mesh,
-        device=_device_facts(hardware, usable),
+        device=_device_facts(hardware, usable, cfg.dtype),
         sequence=_sequence_facts(settings.sequence),
         verdict=verdict,
         margin=usable - heaviest.reserved,
@@ -266,13 +266,13 @@ def _time(found: Simulated, timing: StepTime, settings: PlanSettings, dtype: str
     )
 
 
-def _device_facts(hardware: Hardware, usable: int) -> DeviceFacts:
+def _device_facts(hardware: Hardware, usable: int, dtype: str) -> DeviceFacts:
     return DeviceFacts(
         name=hardware.name,
         memory=hardware.memory,
         usable=usable,
         architecture=hardware.architecture,
-        flops=hardware.rate("bf16"),
+        flops=hardware.rate(dtype),
         bandwidth=hardware.bandwidth,
         link=hardware.link.kind,
         link_bandwidth=hardware.link.bandwidth,
@@ -293,16 +293,19 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
     """What the figures rest on."""
     like_cpu = settings.hardware.architecture == "cpu"
     kernels = "a CPU's" if like_cpu else "flash (documents of packed rows: varlen flash), fused RMSNorm"
+    multiple = cfg.data.pad_to_multiple
+    padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
     lines = [
-        f"rows of {settings.sequence.tokens} tokens ({settings.sequence.source}), batch_size {cfg.batch_size}, "
+        f"rows of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), batch_size {cfg.batch_size}, "
         f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
         f"kernels: {kernels}; torch {torch.__version__}",
-        "allocator: torch's default settings; `expandable` with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "allocator: torch's default settings; `expandable` with PYTORCH_ALLOC_CONF=expandable_segments:True",
     ]
     if settings.ranks > 1:
-        ranks = ", ".join(map(str, settings.traced_ranks))
+        traced = settings.traced_ranks
+        found_ranks = f"rank {traced[0]}" if len(traced) == 1 else f"ranks {', '.join(map(str, traced))}"
         lines.append(
-            f"rank {ranks} of {settings.ranks} was simulated; first ranks hold the larger part of uneven shards"
+            f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part of uneven shards"
         )
     if not found.repeats:
         lines.append("the second step left more or less memory than the first: later steps may differ from it")

@@ -38,8 +38,9 @@ class Quick:
     active: most bytes in tensors, as `PhasePeak.active`; phase, part, module: where, with `*` for a number of an inner
     layer. reserved, reserved_expandable: active, and what the allocator held beyond it in the short simulations, where
     less or more of it can lie idle than in the whole run: up to a tenth of the peak off, either way. host: most
-    bytes of host memory. seconds: of a steady step. tokens: of a step, all ranks. held: bytes that are alive between two steps.
-    parameters, trained: bytes of the whole model's. `active` is off by 0.5 % at most; it mostly is to the byte.
+    bytes of host memory. seconds: of a steady step. tokens: of a step, all ranks. held: bytes that are alive between
+    two steps. parameters, trained: bytes of the whole model's. `active` is off by 0.5 % at most, and mostly
+    by a few bytes.
     """
 
     active: int

@@ -28,6 +28,7 @@ from recipe_lib.plan.tables import (
     written,
 )
 from recipe_lib.plan.tree import alive_tree, shares
+from recipe_lib.plan.verdict import next_step
 
 NARROWEST, WIDEST = 80, 120
 
@@ -62,6 +63,8 @@ def render(plan: Plan, *, depth: int = 2, width: int | None = None, color: bool 
         if sentences:
             lines += [*_heading(title), *(line for sentence in sentences for line in _bullet(sentence, columns))]
     lines += [("", ""), ("soft", version_line(plan))]
+    if after := next_step(plan):
+        lines += [("", ""), *(("warning", line) for line in textwrap.wrap(after, columns))]
     return paint(lines, color)
 
 

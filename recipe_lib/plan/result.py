@@ -194,7 +194,8 @@ class Plan:
     verdict: `fits`, `risky` or `does not fit`. margin: usable memory left at the heaviest rank, bytes; negative: short
     of. rank_plans: of the ranks traced. outside: memory that torch does not hand out. layers: of the model.
     communication: of a steady step, one rank. time: None where it was not planned. advice: levers, each tried alone.
-    assumptions, not_modelled: one sentence each. versions: program to version. seconds: that planning took.
+    assumptions, not_modelled: one sentence each. versions: program to version. seconds: of CPU time that
+    planning took; in no file, so that a plan is the same bytes every time.
     """
 
     recipe: str
@@ -216,7 +217,7 @@ class Plan:
     assumptions: list[str] = field(default_factory=list)
     not_modelled: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property
     def heaviest(self) -> RankPlan:
@@ -225,7 +226,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists; bytes, seconds, tokens."""
-        return {"schema": SCHEMA_VERSION, **asdict(self)}
+        plain = {"schema": SCHEMA_VERSION, **asdict(self)}
+        del plain["seconds"]
+        return plain
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "Plan":

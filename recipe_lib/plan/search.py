@@ -54,7 +54,7 @@ MOST_PLANS = 10
 class Found:
     """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, margin: of their own plan, the
     bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step; tokens_per_second: of all
-    ranks; both for ranking."""
+    ranks; both for ranking, and None with parameters in host memory, whose way there and back is not planned."""
 
     changes: Changes
     verdict: str
@@ -62,8 +62,8 @@ class Found:
     reserved: int
     reserved_expandable: int
     margin: int
-    seconds: float
-    tokens_per_second: float
+    seconds: float | None
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,17 @@ def search(
     found: list[Found] = []
     refused: list[Found] = []
     for variants in _variants(cfg, fixed):
-        tried += _estimate(recipe_class, cfg, settings, variants, fixed)
-        for_sure, not_quite = _confirm(recipe_class, cfg, settings, tried, want)
-        found, refused = for_sure, [*refused, *not_quite]
+        estimated = _estimate(recipe_class, cfg, settings, variants, fixed)
+        tried += estimated
+        found, too_large = _confirm(recipe_class, cfg, settings, estimated, want)
+        refused += too_large
         if found:
             break
     closest = None
     if not found:
         nearest = sorted(tried, key=lambda one: one.short)[:1]
-        refused += [_plan(recipe_class, cfg, settings, one) for one in nearest if one.short > _doubt(settings)]
+        doubted = [one for one in nearest if one.short > _doubt(settings)]
+        refused += in_processes(lambda one: _plan(recipe_class, cfg, settings, one), doubted)
         fitting = [one for one in refused if one.verdict != DOES_NOT_FIT]
         found, closest = fitting, max(refused, key=lambda one: one.margin, default=None)
     return Search(
@@ -335,7 +337,7 @@ def _confirm(
         now, waiting = waiting[: want - len(fits)], waiting[want - len(fits) :]
         for one in in_processes(lambda one: _plan(recipe_class, cfg, settings, one), now):
             (refused if one.verdict == DOES_NOT_FIT else fits).append(one)
-    return sorted(fits, key=lambda one: -one.tokens_per_second), refused
+    return fits, refused
 
 
 def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate) -> Found:
@@ -355,9 +357,14 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate)
         reserved=rank.reserved,
         reserved_expandable=rank.reserved_expandable,
         margin=plan.device.usable - min(rank.reserved, rank.reserved_expandable),
-        seconds=one.quick.seconds,
-        tokens_per_second=one.speed,
+        seconds=None if other.memory.cpu_offload else one.quick.seconds,
+        tokens_per_second=None if other.memory.cpu_offload else one.speed,
     )
+
+
+def speed_text(found: Found) -> str:
+    """Tokens per second as text."""
+    return "not planned" if found.tokens_per_second is None else format_count(found.tokens_per_second)
 
 
 def render_search(result: Search) -> str:
@@ -375,8 +382,9 @@ def render_search(result: Search) -> str:
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
     lines = [("heading", title)]
     for number, one in enumerate(shown, 1):
-        cells = [*map(format_bytes, (one.active, one.reserved, one.reserved_expandable)), duration(one.seconds),
-                 format_count(one.tokens_per_second), one.verdict]  # fmt: skip
+        sizes = map(format_bytes, (one.active, one.reserved, one.reserved_expandable))
+        step = "not planned" if one.seconds is None else duration(one.seconds)
+        cells = [*sizes, step, speed_text(one), one.verdict]
         table = table_lines(Table("", header, [cells], ("verdict",)), 100)
         lines += [("", ""), ("", f"  {number}. {override_text(one.changes) or 'as the config has it'}"), *table]
     how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"

@@ -1,6 +1,8 @@
 """A recipe run in the simulated world, phase by phase, as a trace; and the same tracer around a real run."""
 
 import gc
+import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -158,8 +160,11 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
 
 
 def _reads_values(recipe_class: type, error: Exception) -> ConfigError:
+    file = inspect.getfile(recipe_class)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    place = f"{file}:{lines[-1]}: " if lines else ""
     return ConfigError(
-        f"{recipe_class.__name__}.train_step: reads the value of a tensor ({str(error).splitlines()[0]}), expected "
+        f"{place}{recipe_class.__name__}.train_step: reads the value of a tensor ({str(error).splitlines()[0]}), expected "
         "sizes only; keep .item(), .tolist() and `if tensor` out of train_step, and log in train()"
     )
 

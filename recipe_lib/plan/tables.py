@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, Plan, RankPlan
-from recipe_lib.plan.tree import Node, folded, join_numbered, shares, split_number
+from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares, split_number
+from recipe_lib.plan.verdict import reason_text
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_seconds
 
 # (bytes of one, name)
@@ -130,9 +131,14 @@ def where_of(peak: PhasePeak) -> str:
     return ", ".join(text for text in (peak.part, peak.module) if text) or "-"
 
 
+def _place(plan: Plan, rank: RankPlan) -> str:
+    """`data_shard 3`: where the rank is in the dimensions of the mesh that have more than one place."""
+    return ", ".join(f"{dim} {place}" for dim, place in rank.coordinates.items() if plan.mesh.get(dim) != 1)
+
+
 def rank_name(plan: Plan, rank: RankPlan) -> str:
     """`rank 0 (data_shard 0), heaviest of 3 planned`."""
-    places = ", ".join(f"{dim} {place}" for dim, place in rank.coordinates.items())
+    places = _place(plan, rank)
     traced = f", heaviest of {len(plan.rank_plans)} planned" if len(plan.rank_plans) > 1 else ""
     return f"rank {rank.rank}{f' ({places})' if places else ''}{traced}"
 
@@ -162,11 +168,11 @@ def rank_table(plan: Plan) -> Table | None:
         return None
     rows = []
     for rank in plan.rank_plans:
-        places = ", ".join(f"{dim} {place}" for dim, place in rank.coordinates.items())
         sizes = (rank.peak.active, rank.reserved, rank.reserved_expandable, rank.host)
-        rows.append([str(rank.rank), *map(format_bytes, sizes), places + " <- heaviest" * (rank is plan.heaviest)])
-    header = ["rank", "active", "reserved", "expandable", "host", "place"]
-    return Table("ranks, peak of all phases", header, rows, ("rank", "place"))
+        heaviest = "heaviest" if rank is plan.heaviest else ""
+        rows.append([str(rank.rank), *map(format_bytes, sizes), heaviest, _place(plan, rank)])
+    header = ["rank", "active", "reserved", "expandable", "host", "", "place"]
+    return Table("ranks, peak of all phases", header, rows, ("rank", "", "place"))
 
 
 def layer_table(plan: Plan) -> Table | None:
@@ -178,14 +184,28 @@ def layer_table(plan: Plan) -> Table | None:
         before, number, after = split_number(row.module)
         alike = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes, row.kept)
         groups.setdefault((before, number is None, after, alike), []).append(row)
+    names = _indented([join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()])
     rows = [
-        [join_numbered(row.module for row in alike) or "(model)", alike[0].type, str(len(alike)), *_layer_sums(alike)]
-        for alike in groups.values()
+        [name, alike[0].type, str(len(alike)), *_layer_sums(alike)]
+        for name, alike in zip(names, groups.values(), strict=True)
     ]
     rows.append(["total", "", "", *_layer_sums(outermost(plan.layers))])
-    header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept for backward"]
+    header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
+    note = "Kept: activations that wait for backward, of this rank."
     return Table("layers: the full model without parallelism beside one rank", header, rows, ("module", "type"),
-                 ("type", "modules"))  # fmt: skip
+                 ("type", "modules"), (note,))  # fmt: skip
+
+
+def _indented(names: list[str]) -> list[str]:
+    """Dotted names; one inside another that stands above it is shortened, and indented."""
+    found: list[str] = []
+    above: list[str] = []
+    for name in names:
+        while above and not name.startswith(f"{above[-1]}."):
+            above.pop()
+        found.append("  " * len(above) + name.removeprefix(f"{above[-1]}." if above else ""))
+        above.append(name)
+    return found
 
 
 def outermost(layers: list[LayerRow]) -> list[LayerRow]:
@@ -240,21 +260,29 @@ def communication_table(plan: Plan) -> Table | None:
     if not plan.communication:
         return None
     rows = []
-    for (dim, size), inside in by_dim(plan.communication).items():
-        rows.append([f"{dim}, {size} ranks", "", *_traffic_cells(traffic(inside)), ""])
+    for (dim, _), inside in by_dim(plan.communication).items():
+        members = " or ".join(dict.fromkeys(number_ranges(row.ranks) for row in inside))
+        rows.append([f"{dim}: ranks {members}", "", *_traffic_cells(traffic(inside)), "", ""])
         alike: dict[tuple[Any, ...], list[CommunicationRow]] = {}
         for row in inside:
             alike.setdefault((row.operation, row.where, row.dtype, row.bytes, row.wire_bytes), []).append(row)
         for (operation, where, dtype, num_bytes, _), found in alike.items():
             cells = _traffic_cells(traffic(found), format_bytes(num_bytes), dtype)
-            rows.append([f"  {operation}", where, *cells, join_numbered(row.module for row in found)])
+            modules = join_numbered(row.module for row in found)
+            rows.append([f"  {operation}", where, *cells, modules, _shapes_text(found)])
     whole = traffic(plan.communication)
-    rows.append(["one rank", "", *_traffic_cells(whole), ""])
-    rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", format_bytes(whole.wire * plan.ranks), "", ""])
-    header = ["operation", "where", "count", "each", "dtype", "together", "on the wire", "alone", "module"]
+    rows.append(["one rank", "", *_traffic_cells(whole), "", ""])
+    rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", format_bytes(whole.wire * plan.ranks), "", "", ""])
+    header = ["operation", "where", "count", "each", "dtype", "together", "on the wire", "alone", "module", "shape"]
     note = "On the wire: what a rank sends. Alone: the time if nothing else ran."
-    return Table("communication of a step", header, rows, ("operation", "where", "module"),
-                 ("module", "dtype", "together"), (note,))  # fmt: skip
+    return Table("communication of a step", header, rows, ("operation", "where", "module", "shape"),
+                 ("shape", "module", "dtype", "together"), (note,))  # fmt: skip
+
+
+def _shapes_text(rows: Iterable[CommunicationRow]) -> str:
+    """`4096 x 1024, scalar`: the shapes of the tensors, each once."""
+    shapes = [" x ".join(map(str, shape)) or "scalar" for row in rows for shape in row.shapes]
+    return ", ".join(dict.fromkeys(shapes))
 
 
 def _traffic_cells(sums: Traffic, each: str = "", dtype: str = "") -> list[str]:
@@ -284,11 +312,11 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def bound_by(plan: Plan) -> str:
-    """What takes most of a step: kernels, communication that they do not hide, or the host that issues them."""
+    """What a step cannot be shorter than: its kernels, its collectives, or the host that issues both."""
     assert plan.time is not None
     parts = {
         "kernels": plan.time.compute,
-        "communication": plan.time.exposed,
+        "communication": plan.time.communication,
         "the host: kernels end before the next is issued": plan.time.launch,
     }
     return max(parts, key=lambda name: parts[name])
@@ -324,7 +352,9 @@ def run_lines(plan: Plan) -> list[tuple[str, str]]:
     facts += f", memory {format_bytes(device.bandwidth)}/s"
     if plan.ranks > 1:
         facts += f", {device.link} {format_bytes(device.link_bandwidth)}/s"
+    why = reason_text(plan)
     return [
+        *([("why", why)] if why else []),
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
         ("mesh", f"{mesh} ({plan.ranks} rank{'s' if plan.ranks != 1 else ''})"),

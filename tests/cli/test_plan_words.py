@@ -1,5 +1,6 @@
 """`tune plan`: its words, this machine's devices, and which class of a recipe's file is planned."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 from recipe_lib.cli import own_device, plan
 from recipe_lib.cli.recipes import Recipe, load_module
 from recipe_lib.errors import ConfigError
+from recipe_lib.plan.cost import collective_seconds
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.trace import Collective
 
 CONFIG = ["--config", "llama3/8B_full"]
 
@@ -38,16 +41,16 @@ def test_a_command_line_of_tune_run_is_one_of_tune_plan(flags: list[str]):
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        ([], 1),
-        (["--nproc_per_node", "4"], 4),
-        (["--nproc_per_node=8", "--nnodes", "2"], 16),
-        (["--nproc_per_node", "2", "--nnodes", "3:5"], 6),
-        (["--nproc_per_node", "gpu"], 2),
-        (["--nproc_per_node", "auto"], 2),
-        (["--nproc_per_node", "cpu"], plan.cores()),
+        ([], (1, 1)),
+        (["--nproc_per_node", "4"], (4, 1)),
+        (["--nproc_per_node=8", "--nnodes", "2"], (8, 2)),
+        (["--nproc_per_node", "2", "--nnodes", "3:5"], (2, 3)),
+        (["--nproc_per_node", "gpu"], (2, 1)),
+        (["--nproc_per_node", "auto"], (2, 1)),
+        (["--nproc_per_node", "cpu"], (plan.cores(), 1)),
     ],
 )
-def test_ranks(flags: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch):
+def test_ranks(flags: list[str], ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(own_device, "own_gpus", lambda: [("NVIDIA L4", 2**34)] * 2)
     assert plan.rank_count(flags) == ranks
 
@@ -56,7 +59,7 @@ def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(own_device, "own_gpus", list)
     with pytest.raises(ConfigError, match=r"--nproc_per_node gpu: this machine has none; give a number"):
         plan.rank_count(["--nproc_per_node", "gpu"])
-    assert plan.rank_count(["--nproc_per_node", "auto"]) == plan.cores()
+    assert plan.rank_count(["--nproc_per_node", "auto"]) == (plan.cores(), 1)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +154,18 @@ def test_the_own_device_is_one_of_the_table_or_has_its_own_memory(two_gpus, monk
 def test_without_a_gpu_a_card_of_24_gb_is_planned_and_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(own_device, "own_gpus", list)
     ranks, device, assumed = plan.device_for(plan.read([*CONFIG, "--nproc_per_node", "4"]))
-    assert (ranks, device) == (4, find_hardware("24GB"))
+    assert (ranks, device) == (4, dataclasses.replace(find_hardware("24GB"), ranks_per_node=4))
     assert "no GPU here" in assumed[0]
     assert plan.device_for(plan.read([*CONFIG, "--fit", "2xrtx4090"])) == (2, find_hardware("rtx4090"), [])
+
+
+def test_what_crosses_machines_goes_over_the_network():
+    """However many ranks a machine has, those of another are not in it."""
+    words = [*CONFIG, "--nproc_per_node", "2", "--nnodes", "2", "--device", "h100"]
+    ranks, device, assumed = plan.device_for(plan.read(words))
+    assert (ranks, assumed) == (4, ["2 ranks on each of 2 machines"])
+    inside, across = (Collective("all_reduce", "data_replicate", ranks, 2**31) for ranks in ((0, 1), (0, 2)))
+    assert collective_seconds(across, device) > 2 * collective_seconds(inside, device)
 
 
 RECIPE = """

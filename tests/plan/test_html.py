@@ -13,7 +13,7 @@ from recipe_lib.plan.result import DOES_NOT_FIT, Plan
 from recipe_lib.plan.timeline import MOST_POINTS, draw_timeline, points
 from recipe_lib.plan.trace import ALLOC, FREE, KINDS, PHASE, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
-from tests.plan.plans import hand_made, hand_made_trace
+from tests.plan.plans import LAYER, hand_made, hand_made_trace
 
 EVIL = "<script>alert('a') & \"b\"</script>"
 
@@ -140,6 +140,11 @@ def test_without_a_trace_there_is_no_timeline():
     assert "<svg" not in render_html(hand_made())
     assert "<svg" not in render_html(hand_made(), Trace(phases=["setup"], events=[(PHASE, 0)]))
     assert "<svg" in render_html(hand_made(), hand_made_trace())
+
+
+def test_groups_and_shapes_of_collectives_are_shown():
+    text = Page(render_html(hand_made())).text
+    assert "data_shard: ranks 0-3" in text and f"{LAYER // 8}, {LAYER // 2}" in text
 
 
 def test_verdict_has_its_style():

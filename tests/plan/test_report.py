@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from recipe_lib.plan.report import render, table_lines, wants_color
-from recipe_lib.plan.result import DOES_NOT_FIT, RISKY, Alive, PhasePeak, Plan, RankPlan
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
 from recipe_lib.plan.tables import Table, duration
 from recipe_lib.units import GIB, MIB, format_bytes, format_count
 from tests.plan.plans import LAYER, LAYERS, VOCABULARY, alive_storages, hand_made
@@ -145,6 +145,29 @@ def test_headline_adds_up(margin: int, width: int):
     assert (found[8] == "short of") == (margin < 0)
 
 
+@pytest.mark.parametrize(
+    ("verdict", "usable", "says"),
+    [
+        (RISKY, 11 * GIB, "what is left is less"),
+        (RISKY, 9 * GIB, "needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which 8.49 GiB"),
+        (RISKY, 8_600 * MIB, "goes through only if the allocator"),
+        (DOES_NOT_FIT, 8_600 * MIB, "its tensors would fit, but not in the blocks"),
+        (DOES_NOT_FIT, GIB, "the tensors alone take 8."),
+    ],
+)
+def test_why_and_what_to_do(verdict: str, usable: int, says: str):
+    """Only where there is something to do; told at the end, where a terminal stands still."""
+    plan = hand_made(verdict=verdict)
+    plan.device.usable, plan.margin = usable, usable - plan.heaviest.reserved
+    text = render(plan, width=120)
+    assert says in " ".join(text.split("\n\n")[1].split()).removeprefix("why ")
+    assert text.splitlines()[-1] == f"{verdict}: --search looks for the fastest settings that fit"
+    plan.advice = []
+    assert "--advice says what each lever gains" in render(plan, width=120).splitlines()[-1]
+    plan.verdict = FITS
+    assert not re.search(r"^  why |--search", render(plan, width=120), re.MULTILINE)
+
+
 def test_headline_names_the_allocator_whose_peak_it_takes():
     plan = hand_made()
     assert "peak reserved 9" in render(plan, width=120).splitlines()[0]
@@ -193,7 +216,7 @@ def test_several_ranks():
 
 def test_layers_total_counts_no_module_twice():
     plan = hand_made()
-    *lines, total = section(render(plan, width=120), "layers")
+    *lines, total, note = section(render(plan, width=120), "layers")
     own = [row for row in plan.layers if ".mlp" not in row.module]
     sums = [format_bytes(sum(getattr(row, name) for row in own)) for name in ("bytes", "local_bytes", "kept")]
     assert [found[0] for found in SIZE.finditer(total)][2:] == sums  # after two counts, in billions
@@ -202,7 +225,14 @@ def test_layers_total_counts_no_module_twice():
     sizes = [LAYERS * LAYER, LAYERS * (LAYER // 4), LAYERS * 4_194_304]
     found = [found[0] for found in SIZE.finditer(named["model.layers.0-31"])]
     assert found[2:] == [format_bytes(size) for size in sizes]
-    assert "model.layers.0-31.mlp" in named and "model.layers.0" not in named
+    assert "mlp" in named and "model.layers.0" not in named and note.strip().startswith("Kept")
+
+
+def test_modules_are_named_at_80_columns():
+    """A module inside another is shortened and indented below it, so that its name fits."""
+    lines = section(render(hand_made(), width=80), "layers")
+    names = [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in lines[1:-1]]
+    assert names == ["  model.embed_tokens", "  model.layers.0-31", "    mlp", "  model.norm", "  total"]
 
 
 def test_communication_totals():
@@ -212,11 +242,15 @@ def test_communication_totals():
     rows = {" ".join(line.split()[:2]): [found[0] for found in SIZE.finditer(line)] for line in lines}
     for name in ("all_gather forward", "all_gather backward", "reduce_scatter backward"):
         assert rows[name] == [format_bytes(LAYER), format_bytes(LAYERS * LAYER), format_bytes(each)]
-    assert rows["data_shard, 4"] == [format_bytes(3 * LAYERS * LAYER), format_bytes(3 * each)]
-    assert rows["world, 4"] == ["12 B", "18 B"]
+    assert rows["data_shard: ranks"] == [format_bytes(3 * LAYERS * LAYER), format_bytes(3 * each)]
+    assert rows["world: ranks"] == ["12 B", "18 B"]
     assert rows["one rank"] == [format_bytes(3 * LAYERS * LAYER + 12), format_bytes(3 * each + 18)]
     assert rows["all 4"] == [format_bytes(4 * (3 * each + 18))]
-    alone = next(line for line in lines if "data_shard," in line)
+    assert [line.split()[:3] for line in lines if ": ranks" in line] == [
+        ["data_shard:", "ranks", "0-3"],
+        ["world:", "ranks", "0-3"],
+    ]
+    alone = next(line for line in lines if "data_shard:" in line)
     assert alone.rstrip().endswith(duration(3 * LAYERS * 0.0327))
     assert sum("model.layers.0-31" in line for line in lines) == 3
 
@@ -226,7 +260,9 @@ def test_time_says_what_it_is_worth():
     text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
     assert "4.00 s, ranking only, not calibrated; error: -50 % to +20 %" in text
     assert "bound by communication" in text and "1,000 steps, 1h06m" in text
-    plan.time = dataclasses.replace(plan.time, calibrated=True, error="+-12 %", exposed=0.1, launch=2.0, total=None)
+    plan.time = dataclasses.replace(
+        plan.time, calibrated=True, error="+-12 %", communication=1.5, launch=2.0, total=None
+    )
     text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
     assert "4.00 s, calibrated; error: +-12 %" in text and "ranking only" not in text
     assert "bound by the host" in text and text.endswith("1,000 steps")

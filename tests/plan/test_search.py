@@ -38,7 +38,7 @@ def test_what_is_found_is_confirmed_by_its_plan():
     assert [one.verdict for one in result.found] == [verdict for verdict, _ in plans]
     assert [one.active for one in result.found] == pytest.approx([active for _, active in plans], rel=0.005)
     assert all(verdict != DOES_NOT_FIT for verdict, _ in plans)
-    speeds = [one.tokens_per_second for one in result.found]
+    speeds = [one.tokens_per_second or 0.0 for one in result.found]
     assert speeds == sorted(speeds, reverse=True)
     for one in result.found:
         rows = one.changes.get("batch_size", 32) * one.changes.get("gradient_accumulation_steps", 2)

@@ -1,0 +1,30 @@
+"""What a verdict rests on, and what to do about it. No torch in here."""
+
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
+from recipe_lib.units import format_bytes
+
+
+def reason_text(plan: Plan) -> str:
+    """Why the verdict is not that it fits; empty where it is."""
+    heaviest = plan.heaviest
+    if plan.verdict == FITS:
+        return ""
+    if plan.margin >= 0:
+        return "what is left is less than a plan can be wrong by"
+    if plan.verdict == DOES_NOT_FIT and heaviest.peak.active <= plan.device.usable:
+        return "its tensors would fit, but not in the blocks that the allocator makes of what it has, nor with retries"
+    if plan.verdict == DOES_NOT_FIT:
+        alone = format_bytes(heaviest.peak.active)
+        return f"the tensors alone take {alone} of the {format_bytes(plan.device.usable)} that torch can have"
+    if heaviest.reserved_expandable <= plan.device.usable:
+        reserved = format_bytes(heaviest.reserved_expandable)
+        return f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
+    return "goes through only if the allocator gives unused memory back and tries again, which takes time"
+
+
+def next_step(plan: Plan) -> str:
+    """What to do about it; empty where the run fits."""
+    if plan.verdict == FITS:
+        return ""
+    levers = "" if plan.advice else "--advice says what each lever gains; "
+    return f"{plan.verdict}: {levers}--search looks for the fastest settings that fit"
