@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Operators whose result is more than shapes, or that change a storage.
 _NEVER = ("set_", "resize_", "as_strided_", "lift_fresh", "_local_scalar_dense", "nonzero", "unique", "item", "_to_cpu")
+# Whose operators do to shapes what they say.
+_KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 
 
@@ -62,12 +64,15 @@ class FastFake:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self.calls: dict[Any, Call | None] = {}
+        _templates.clear()  # they hold the modes of earlier simulations
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Call | None]:
         """The operator's result, and what is remembered of the call (None: nothing)."""
         tensors: list[FakeTensor] = []
         try:
-            key = (func, key_of(args, tensors), key_of(tuple(kwargs.items()), tensors) if kwargs else None)
+            options = key_of(tuple(kwargs.items()), tensors) if kwargs else None
+            # An operator hashes itself in Python, its number does not; it lives as long as torch.
+            key = (id(func), key_of(args, tensors), options, torch.get_default_dtype())
             known = self.calls.get(key)
         except (NotSure, TypeError):
             return func(*args, **kwargs), None
@@ -105,9 +110,10 @@ def _is_never(func: Any) -> bool:
     known = _never.get(func)
     if known is None:
         name = func._schema.name.partition("::")[2]
-        foreign = not func._schema.name.startswith(("aten::", "prims::", "torch_attn::", "tune_recipes::"))
+        foreign = not func._schema.name.startswith(_KNOWN)
         tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-        writes_out = any(argument.is_out for argument in func._schema.arguments)
+        # An `out` may be resized, but not by FSDP's operators.
+        writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in func._schema.arguments)
         known = _never[func] = (
             foreign or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
         )

@@ -182,7 +182,7 @@ def layer_table(plan: Plan) -> Table | None:
     groups: dict[tuple[Any, ...], list[LayerRow]] = {}
     for row in plan.layers:
         before, number, after = split_number(row.module)
-        alike = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes, row.kept)
+        alike = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes)  # the first layer keeps more
         groups.setdefault((before, number is None, after, alike), []).append(row)
     names = _indented([join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()])
     rows = [

@@ -120,15 +120,23 @@ class Trace:
         """By phase the most bytes alive at a time, on the accelerator or on the host, before any rounding; and the
         number of the event that led there, -1 if it was before the phase."""
         peaks: dict[str, tuple[int, int]] = {}
-        phase, alive = "", 0
+        storages = self.storages
+        phase, alive, most = "", 0, 0
         for index, (kind, number) in enumerate(self.events):
-            if kind == PHASE:
-                phase = self.phases[number]
+            if kind == ALLOC:
+                storage = storages[number]
+                if storage.device == device:
+                    alive += storage.bytes
+                    if phase and alive > most:
+                        most = alive
+                        peaks[phase] = (alive, index)
+            elif kind == FREE:
+                storage = storages[number]
+                if storage.device == device:
+                    alive -= storage.bytes
+            elif kind == PHASE:
+                phase, most = self.phases[number], alive
                 peaks[phase] = (alive, -1)
-            elif kind in (ALLOC, FREE) and self.storages[number].device == device:
-                alive += self.storages[number].bytes if kind == ALLOC else -self.storages[number].bytes
-                if phase and alive > peaks[phase][0]:
-                    peaks[phase] = (alive, index)
         return peaks
 
     def active_peaks(self, device: bool = True) -> dict[str, int]:

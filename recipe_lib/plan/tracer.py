@@ -157,7 +157,12 @@ class Tracer(TorchDispatchMode):
             args = args[:1]
         if self.fast is not None and func is _IS_PINNED:
             return False
-        if self.fast is not None:
+        if self.fast is not None and id(func) in _PROFILER:  # no work of the device, and slow in the fake mode
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
+        if self.fast is not None and func is _WAIT:  # the fake mode gives a copy, the real one what it waited for
+            result = args[0]
+        elif self.fast is not None:
             result, known = self.fast.call(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
@@ -314,6 +319,14 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 _PIN = torch.ops.aten._pin_memory.default
 _IS_PINNED = torch.ops.aten.is_pinned.default
 _LIKE = torch.ops.aten.empty_like.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_PROFILER = frozenset(
+    id(overload)
+    for overload in (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
 
 
 def common_label(first: str, second: str) -> str:

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import main
+from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
+from recipe_lib.plan.tables import outermost
+from recipe_lib.plan.trace import KINDS
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, environment
 
@@ -72,6 +75,29 @@ def test_a_change_in_a_copied_recipe_is_in_its_plan(tmp_path: Path, capsys: pyte
     said = capsys.readouterr()
     assert said.err.startswith(f"error: {tmp_path / 'planned_reads.py'}:{number}: reads a number back from the device")
     assert said.err.count("\n") == 1
+
+
+def test_a_value_read_in_a_step_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+    text = (ROOT / "recipes" / f"{RECIPE}.py").read_text(encoding="utf-8")
+    step = "        self.optimizer.step()\n"
+    copy = tmp_path / "planned_step.py"
+    copy.write_text(text.replace(step, f"        assert loss < 100\n{step}"), encoding="utf-8")
+    assert main(["plan", str(copy), *CONFIG, "--sequence", "16", "--device", "24GB"]) == 2
+    number = text.splitlines().index(step.rstrip()) + 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {copy}:{number}: FullFinetune.train_step: reads the value of a tensor")
+    assert said.count("\n") == 1
+
+
+def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixture):
+    """Its momentum is as large as the parameters. Rates are those of the run's own dtype."""
+    words = [*CONFIG, "--sequence", "30", "--device", "24GB", "dtype=fp32", "data.pad_to_multiple=64", "--json", "-"]
+    assert main(["plan", *words, "optimizer.name=sgd", "optimizer.momentum=0.9"]) == 0
+    plan = Plan.from_json(json.loads(capsys.readouterr().out))
+    alive = {kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind) for kind in KINDS}
+    assert alive["optimizer"] == 4 * sum(row.parameters for row in outermost(plan.layers))
+    assert plan.device.flops == find_hardware("24GB").rate("fp32") < find_hardware("24GB").rate("bf16")
+    assert any(said.startswith("rows of 30 tokens, padded to 64 ") for said in plan.assumptions)
 
 
 def beside(figures: Path, *, before: str = "", stdin: int = subprocess.PIPE) -> tuple[str, int]:

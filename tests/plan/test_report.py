@@ -229,8 +229,11 @@ def test_layers_total_counts_no_module_twice():
 
 
 def test_modules_are_named_at_80_columns():
-    """A module inside another is shortened and indented below it, so that its name fits."""
-    lines = section(render(hand_made(), width=80), "layers")
+    """A module inside another is shortened and indented below it, so that its name fits; one layer that keeps more for
+    backward than the others stands with them."""
+    plan = hand_made()
+    plan.layers[1].kept += 1000
+    lines = section(render(plan, width=80), "layers")
     names = [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in lines[1:-1]]
     assert names == ["  model.embed_tokens", "  model.layers.0-31", "    mlp", "  model.norm", "  total"]
 
