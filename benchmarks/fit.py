@@ -32,7 +32,7 @@ PLACES = (
     ("llama3/70B_qlora", "Llama 3 70B, QLoRA", ("1x24GB", "2x24GB", "4x24GB", "8x24GB", "1x80GB")),
 )
 # A config with rounded weights is for somebody who wants them so.
-FIXED = ("lora.quantize", "memory.cpu_offload")
+FIXED = ("lora.quantize",)
 WANT = 2
 
 
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> None:
 
 
 HEADER = [
-    "| fits on | settings | planned active | reserved | expandable | tokens/s | verdict |",
-    "|---|---|---:|---:|---:|---:|---|",
+    "| fits on | settings | planned active | reserved | expandable | host memory | tokens/s | verdict |",
+    "|---|---|---:|---:|---:|---:|---:|---|",
 ]
 
 
@@ -67,10 +67,11 @@ are for ranking only.
 
 The settings are the fastest that a search found over `batch_size` (with `gradient_accumulation_steps`, so that a step
 keeps the rows that the config asks for on each rank), `memory.activation_checkpointing`, `parallel.wrapping`,
-`parallel.reshard_after_forward`, `parallel.data_replicate` and `memory.loss_chunks`; `memory.cpu_offload` is not among
-them. Every row is as long as `max_seq_len`, the longest there can be. `fits` leaves 3 % of the card; `risky` leaves
-less, or needs `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, which the column `expandable` is for. 24GB is a card
-sold as such, of which CUDA reports 23.5 GiB; the context, NCCL and a reserve come off that (`tune plan` shows them)."""
+`parallel.reshard_after_forward`, `parallel.data_replicate` and `memory.loss_chunks`; where nothing fits, with
+`memory.cpu_offload`, whose time is not planned. Host memory is one rank's. Every row is as long as `max_seq_len`, the
+longest there can be. `fits` leaves 3 % of the card; `risky` leaves less, or needs
+`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, which the column `expandable` is for. 24GB is a card sold as such,
+of which CUDA reports 23.5 GiB; the context, NCCL and a reserve come off that (`tune plan` shows them)."""
 
 
 def _preface(config: str) -> list[str]:
@@ -90,7 +91,7 @@ def _lines(config: str, device: str) -> list[str]:
     if result.found:
         return [_line(device, one, one.verdict) for one in result.found]
     if result.closest is None:
-        return [f"| {device} | does not fit | | | | | |"]
+        return [f"| {device} | does not fit | | | | | | |"]
     return [_line(device, result.closest, f"does not fit; closest, short of {format_bytes(-result.closest.margin)}")]
 
 
@@ -104,7 +105,7 @@ def _search(config: str, device: str) -> Search:
 
 def _line(device: str, one: Found, verdict: str) -> str:
     settings = " ".join(f"`{word}`" for word in override_text(one.changes).split()) or "as the config has it"
-    sizes = " | ".join(map(format_bytes, (one.active, one.reserved, one.reserved_expandable)))
+    sizes = " | ".join(map(format_bytes, (one.active, one.reserved, one.reserved_expandable, one.host)))
     return f"| {device} | {settings} | {sizes} | {speed_text(one)} | {verdict} |"
 
 

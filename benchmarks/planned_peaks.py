@@ -7,6 +7,7 @@ Rows are as long as max_seq_len allows. A test estimates the same peaks anew and
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import re
@@ -23,7 +24,8 @@ DEVICE = "rtx4090"
 PEAK = re.compile(
     r"^# Planned peak of a rank: ([0-9.]+) ([GM]iB) active, [0-9.]+ [GM]iB reserved \(.*\)\.\n", re.MULTILINE
 )
-_COMMAND = re.compile(r"^#   tune (?:run(?: --nproc_per_node (\d+))?|download)\b", re.MULTILINE)
+_COMMAND = re.compile(r"^#   tune (run|download)\b.*", re.MULTILINE)
+_PROCESSES = re.compile(r"--(?:nnodes|nproc_per_node) (\d+)")
 _BLANK = "\n#\n"
 
 
@@ -35,9 +37,9 @@ def names() -> list[str]:
 
 
 def ranks_of(text: str) -> int:
-    """The processes of the first `tune run` in a config's header; 1 if it names none."""
-    found = [match for match in _COMMAND.finditer(text) if "run" in match[0]]
-    return int(found[0][1] or 1) if found else 1
+    """The processes of the first `tune run` in a config's header, on all of its machines."""
+    command = next(match[0] for match in _COMMAND.finditer(text) if match[1] == "run")
+    return math.prod(map(int, _PROCESSES.findall(command)))
 
 
 def write_peak(name: str) -> str:

@@ -48,7 +48,8 @@ def run(words: list[str]) -> int:
     arguments = read(words)
     with environment(**OFFLINE):
         if arguments.calibrate:
-            calibrate(Path(arguments.calibrate))
+            said = calibrate(Path(arguments.calibrate))
+            print(said, file=sys.stderr if arguments.json == "-" else sys.stdout)
             if arguments.config is None:
                 return DONE
         for plugin in arguments.plugin:
@@ -347,15 +348,16 @@ def search(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> int:
     return DONE if found else NO_ROOM
 
 
-def calibrate(path: Path) -> None:
-    """Measures this machine's device and writes its rates."""
+def calibrate(path: Path) -> str:
+    """Measures this machine's device and writes its rates; says so in a line."""
     from recipe_lib.checkpoint.files import replace_text
     from recipe_lib.plan.calibrate import calibrate as measure
 
     found = measure()
     replace_text(path, json.dumps(found, indent=2) + "\n")
-    what = "a dry run on the CPU: no rates to plan with" if found["dry_run"] else f"rates of {found['device']}"
-    print(f"{path}: {what}; `tune plan --calibration {path}` uses the file")
+    if found["dry_run"]:
+        return f"{path}: a dry run on the CPU, which no GPU can be planned with; measure on a machine with the GPU"
+    return f"{path}: rates of {found['device']}; `tune plan --calibration {path}` uses the file"
 
 
 def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:

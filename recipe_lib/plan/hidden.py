@@ -69,16 +69,13 @@ HIDDEN = {
     )
 }
 
-# The thread that runs forward and the one that runs backward have a cuBLAS handle each, and each handle a workspace
-# for every stream it multiplies on (aten/src/ATen/cuda/detail/DeviceThreadHandles.h).
-MATMUL_HANDLES = 2
-
 _SORTED_FROM = 3072  # aten/src/ATen/native/cuda/Embedding.cu: fewer tokens are added up without scratch
 
 
 def workspace_bytes(architecture: str) -> int:
     """Workspace of cuBLAS and cuBLASLt (they share it) for each handle and stream that has multiplied; 0 on a CPU.
 
+    The threads that run forward and backward have a handle each (aten/src/ATen/cuda/detail/DeviceThreadHandles.h).
     Allocated at the first matmul and kept; `CUBLAS_WORKSPACE_CONFIG` changes it.
     """
     if architecture == "cpu":

@@ -11,8 +11,6 @@ from recipe_lib.config.compatibility import incompatibilities
 from recipe_lib.config.keys import read_schema
 from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import SetupError, UserError
-from recipe_lib.models import preset_config
-from recipe_lib.models.families import text_config
 from recipe_lib.parallel.world import mesh_shape
 from recipe_lib.plan.hidden import outside_torch
 from recipe_lib.plan.make import PlanSettings
@@ -20,9 +18,6 @@ from recipe_lib.plan.quick import Quick, quick
 
 # Dotted key -> value.
 Changes = dict[str, Any]
-
-# Elements of an embedding up to which a model with parameters in host memory is tried.
-MOST_OFFLOADED = 2**24
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -76,23 +71,13 @@ def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
 
 
 def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick | None:
-    """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out.
-
-    Also for large models in host memory, whose gradients' norm is simulated in so many pieces that it takes minutes.
-    """
-    if cfg.memory.cpu_offload and _embedding_elements(cfg) > MOST_OFFLOADED:
-        return None
+    """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
     try:
         return quick(recipe_class, cfg, settings)
     except UserError:
         return None
     except (AssertionError, NotImplementedError, AttributeError, RuntimeError):  # an operator without a simulation
         return None
-
-
-def _embedding_elements(cfg: Any) -> int:
-    shape = text_config(preset_config(cfg.model.preset))
-    return int(shape["vocab_size"] * shape["hidden_size"])
 
 
 def with_ranks(settings: PlanSettings, ranks: int) -> PlanSettings:

@@ -20,7 +20,7 @@ from recipe_lib.plan.cost import (
     wire_bytes,
 )
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.hidden import outside_torch
+from recipe_lib.plan.hidden import attention_backend, outside_torch
 from recipe_lib.plan.lengths import Sequence
 from recipe_lib.plan.replay import replay
 from recipe_lib.plan.result import (
@@ -292,7 +292,9 @@ def _sequence_facts(sequence: Sequence) -> dict[str, Any]:
 def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
     """What the figures rest on."""
     like_cpu = settings.hardware.architecture == "cpu"
-    kernels = "a CPU's" if like_cpu else "flash (documents of packed rows: varlen flash), fused RMSNorm"
+    kernels = "a CPU's" if like_cpu else "flash attention (documents of packed rows: varlen flash), fused RMSNorm"
+    if attention_backend(settings.hardware.architecture) == "cudnn":
+        kernels += "; for rows that are not packed torch may take cuDNN's attention here, whose scratch is its own"
     multiple = cfg.data.pad_to_multiple
     padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
     lines = [
@@ -316,6 +318,8 @@ def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
     lines = ["memory of kernels compiled by torch.compile, and CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
+    if cfg.memory.cpu_offload:
+        lines.append("cpu_offload: the time of its copies and of the optimizer on the CPU; a step takes longer")
     if getattr(getattr(cfg, "lora", None), "merge", False):
         lines.append("lora.merge: the merged model is written layer by layer after training")
     return lines

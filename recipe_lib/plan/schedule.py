@@ -15,9 +15,10 @@ from recipe_lib.plan.trace import OP, RECORD, WAIT, Collective, Trace
 
 @dataclass
 class StepTime:
-    """A phase, seconds. compute: of all kernels; communication: of all collectives, alone; exposed: while a collective
-    runs and no kernel does; launch: the host's; step: from the first operator issued to the last one done.
-    collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as issued."""
+    """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all collectives, alone;
+    exposed: while a collective runs and no kernel does; launch: the host's; step: from the first operator issued to the
+    last one done. collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as
+    issued."""
 
     compute: float
     communication: float
@@ -81,7 +82,7 @@ def _sum_up(trace: Trace, timeline: list[tuple[int, float, float]], host: float)
     moving = _merged([(start, end) for number, start, end in timeline if number in collectives])
     busy = _merged(kernels)
     return StepTime(
-        compute=sum(end - start for start, end in kernels),
+        compute=sum(end - start for start, end in busy),
         communication=sum(collectives.values()),
         exposed=sum(end - start for start, end in moving) - _overlap(moving, busy),
         launch=host,

@@ -52,15 +52,17 @@ MOST_PLANS = 10
 
 @dataclass(frozen=True)
 class Found:
-    """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, margin: of their own plan, the
-    bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step; tokens_per_second: of all
-    ranks; both for ranking, and None with parameters in host memory, whose way there and back is not planned."""
+    """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, host, margin: of their own
+    plan, the bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step;
+    tokens_per_second: of all ranks; both for ranking, and None with parameters in host memory, whose way there and back
+    is not planned."""
 
     changes: Changes
     verdict: str
     active: int
     reserved: int
     reserved_expandable: int
+    host: int
     margin: int
     seconds: float | None
     tokens_per_second: float | None
@@ -356,6 +358,7 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate)
         active=rank.peak.active,
         reserved=rank.reserved,
         reserved_expandable=rank.reserved_expandable,
+        host=plan.heaviest.host,
         margin=plan.device.usable - min(rank.reserved, rank.reserved_expandable),
         seconds=None if other.memory.cpu_offload else one.quick.seconds,
         tokens_per_second=None if other.memory.cpu_offload else one.speed,

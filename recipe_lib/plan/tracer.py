@@ -212,6 +212,8 @@ class Tracer(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, part: str, module: str, name: str) -> None:
         """Notes a tensor's storage, if it is new."""
+        if type(tensor) not in _PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__"):
+            return  # a wrapper has no memory of its own; what it holds was seen when that was made
         device = tensor.fake_device.type if type(tensor) is FakeTensor else tensor.device.type
         if device == "meta":
             return

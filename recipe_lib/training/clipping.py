@@ -20,6 +20,7 @@ _TINY = 1e-6
 
 # torch sums squares in one fp32 number on a CPU, which is off by 1e-3 at 20 M elements; pieces of this length by 1e-7.
 _CPU_PIECE = 16384
+_CPU_PIECES = 1024  # at a time: as many as are turned to fp32 together
 
 
 @dataclass
@@ -32,17 +33,29 @@ class _Group:
 
     def squared_norm(self, dtype: torch.dtype) -> Tensor:
         """Sum of squares over the whole group in fp64, the same on every rank, `[]` on the group's device."""
-        grads = self.grads
-        if kernels_of(self.device) == "cpu":
-            grads = [piece for grad in grads for piece in grad.reshape(-1).split(_CPU_PIECE)]
-        if grads:
-            norms = torch._foreach_norm(grads, 2, dtype=dtype)
-            total = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64).square()
+        if self.grads:
+            on_cpu = kernels_of(self.device) == "cpu"
+            norms = _norms_of_pieces(self.grads, dtype) if on_cpu else torch._foreach_norm(self.grads, 2, dtype=dtype)
+            together = torch.cat(norms) if on_cpu else torch.stack(norms)
+            total = torch.linalg.vector_norm(together, dtype=torch.float64).square()
         else:  # no gradient here, perhaps one elsewhere: take part in the sum
             total = torch.zeros((), dtype=torch.float64, device=self.device)
         for mesh, dim in self.sharded_over:
             dist.all_reduce(total, group=mesh.get_group(dim))
         return total
+
+
+def _norms_of_pieces(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Norms of pieces of _CPU_PIECE elements, many at a time `[n]`; what is left of a gradient is one shorter piece."""
+    norms = []
+    for grad in grads:
+        for part in grad.reshape(-1).split(_CPU_PIECE * _CPU_PIECES):
+            whole = len(part) - len(part) % _CPU_PIECE
+            if whole:
+                norms.append(torch.linalg.vector_norm(part[:whole].view(-1, _CPU_PIECE), dim=1, dtype=dtype))
+            if whole < len(part) or not len(part):
+                norms.append(torch.linalg.vector_norm(part[whole:], dtype=dtype).view(1))
+    return norms
 
 
 @torch.no_grad()

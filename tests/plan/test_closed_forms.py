@@ -60,7 +60,8 @@ class Found:
 
     most: bytes of each kind of memory, the most at a time in the second step. collectives: of that step, (operation,
     mesh dimension, bytes of the whole tensor) and how often; small: those of a few bytes, in all. made_by_optimizer:
-    bytes that the optimizer took in the first step, in the second. peak: of the second step.
+    bytes that the optimizer took in the first step, in the second. peak: of the second step. saving: the most bytes
+    that a save takes at a time beside what stays.
     """
 
     most: dict[str, int]
@@ -68,6 +69,7 @@ class Found:
     small: int
     made_by_optimizer: tuple[int, int]
     peak: int
+    saving: int
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def trace(case: tuple[Any, ...], folder: Path) -> Found:
     module = recipe_module(name)
     cfg = load_config(PLAIN, overrides, module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
-    return read(simulate(recipe_class(module), cfg, shape, rank=rank, ranks=ranks, phases=()).trace)
+    return read(simulate(recipe_class(module), cfg, shape, rank=rank, ranks=ranks, phases=("save",)).trace)
 
 
 def read(trace: Trace) -> Found:
@@ -124,7 +126,9 @@ def read(trace: Trace) -> Found:
         sum(storage.bytes for storage in trace.storages if storage.part == "optimizer" and storage.phase == phase)
         for phase in (steady - 1, steady)
     )
-    return Found(dict(most), dict(collectives), small, (first, second), trace.active_peaks()[STEADY])
+    peaks = trace.active_peaks()
+    saving = peaks["save"] - sum(held.values())
+    return Found(dict(most), dict(collectives), small, (first, second), peaks[STEADY], saving)
 
 
 def part(shapes: Shapes, ranks: int) -> int:
@@ -246,6 +250,13 @@ def test_adapters_alone_have_gradients_states_and_a_reduction(found: dict[str, F
         ("all_gather", "data_shard", gathered(LAST_NORM, ranks)): micro_batches,
         ("reduce_scatter", "data_shard", gathered(ADAPTERS, ranks)): LAYERS * micro_batches,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"), [("two", model()), ("four", model()), ("copies", model()), ("lora", ADAPTERS)]
+)
+def test_a_save_holds_one_whole_parameter_at_a_time(found: dict[str, Found], name: str, shapes: Shapes) -> None:
+    assert found[name].saving == max(rows * columns for rows, columns in shapes) * BF16
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("nf4", 4), ("nf4, one", 1)])

@@ -1,5 +1,7 @@
 """A remembered answer is the one that torch's own fake tensors give: geometry, type, device, and what it shares."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -165,6 +167,33 @@ def test_a_tensor_with_a_known_value_keeps_it_up_to_date(mode: FakeTensorMode) -
         for count in (1, 2):
             fast.call(aten.add_.Tensor, (steps, 1), {})
             assert steps.item() == count
+
+
+def test_another_default_dtype_is_another_call(mode: FakeTensorMode) -> None:
+    fast = FastFake(mode)
+    counts = torch.empty(3, dtype=torch.int64)
+    before = torch.get_default_dtype()
+    found = []
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            found.append(fast.call(aten.div.Tensor, (counts, 2), {})[0].dtype)
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [torch.float32, torch.bfloat16] * 2
+
+
+def test_a_mode_ends_with_the_next_one() -> None:
+    first = FakeTensorMode()
+    gone = weakref.ref(first)
+    for mode in (first, FakeTensorMode()):
+        with mode:
+            fast = FastFake(mode)
+            for _ in range(2):
+                fast.call(aten.mul.Tensor, (matrix(), 2.0), {})
+    del first, mode, fast
+    gc.collect()
+    assert gone() is None
 
 
 def tensors_of(value: Any) -> list[Tensor]:

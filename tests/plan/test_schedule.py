@@ -65,6 +65,15 @@ def test_one_stream_runs_in_order() -> None:
     assert time.timeline[1][1:] == (near(2), near(5))
 
 
+def test_kernels_side_by_side_take_their_time_once() -> None:
+    """So that kernels, and communication that they do not hide, are never more than the step."""
+    script = Script()
+    script.compute(5)
+    script.compute(3, stream=1)
+    time = script.run()
+    assert (time.compute, time.step) == (near(5), near(5))
+
+
 def test_a_gather_that_is_needed_at_once_is_exposed() -> None:
     script = Script()
     script.gather(4, stream=1)
