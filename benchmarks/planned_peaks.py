@@ -22,7 +22,7 @@ from recipe_lib.units import format_bytes  # noqa: E402
 
 DEVICE = "rtx4090"
 PEAK = re.compile(
-    r"^# Planned peak of a rank: ([0-9.]+) ([GM]iB) active, [0-9.]+ [GM]iB reserved \(.*\)\.\n", re.MULTILINE
+    r"^# Planned peak of a rank: ([0-9.]+) ([GM]iB) active, ([0-9.]+) ([GM]iB) reserved \(.*\)\.\n", re.MULTILINE
 )
 _COMMAND = re.compile(r"^#   tune (run|download)\b.*", re.MULTILINE)
 _PROCESSES = re.compile(r"--(?:nnodes|nproc_per_node) (\d+)")

@@ -320,6 +320,7 @@ def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
     if cfg.memory.cpu_offload:
         lines.append("cpu_offload: the time of its copies and of the optimizer on the CPU; a step takes longer")
+        lines.append("cpu_offload: blocks of pinned host memory may be rounded up to powers of two, to twice at most")
     if getattr(getattr(cfg, "lora", None), "merge", False):
         lines.append("lora.merge: the merged model is written layer by layer after training")
     return lines

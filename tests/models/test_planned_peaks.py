@@ -1,12 +1,15 @@
 """Every shipped recipe with every shipped config has a plan, and the peak in the config's header is that plan's."""
 
 import multiprocessing
+import re
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.planned_peaks import DEVICE, PEAK, names, ranks_of
 from recipe_lib.config.places import configs_folder
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.hidden import outside_torch
 from recipe_lib.units import GIB, MIB
 from tests.plan.apart import settings
 
@@ -44,3 +47,24 @@ def test_the_peak_in_the_header_is_the_planned_one(estimates, name):
     written = float(found[1]) * unit
     drift = f"{name}: {found[1]} {found[2]} in the header, {estimates[name] / unit:.3f} {found[2]} now"
     assert abs(estimates[name] - written) <= DRIFT * written + ROUNDING * unit, drift
+
+
+_SIZE = re.compile(r"^# Meant for (\d+) GPUs? of (\d+) GB", re.MULTILINE)
+SIZED = [name for name in names() if _SIZE.search((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))]
+
+
+def test_most_configs_say_what_they_are_meant_for():
+    assert len(SIZED) > 100
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_what_a_config_is_meant_for_has_room_for_its_peak(name):
+    """By the header's own figures, with the default allocator, and what lies outside of torch."""
+    text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    size, peak = _SIZE.search(text), PEAK.search(text)
+    ranks = int(size[1])
+    assert ranks == ranks_of(text)
+    hardware = find_hardware(f"{size[2]}GB")
+    outside = outside_torch(hardware, [ranks] if ranks > 1 else [])
+    reserved = float(peak[3]) * {"GiB": GIB, "MiB": MIB}[peak[4]]
+    assert reserved + outside.total <= hardware.memory
