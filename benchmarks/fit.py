@@ -29,7 +29,7 @@ PLACES = (
     ("llama3/8B_full", "Llama 3 8B, full fine-tuning", ("1x24GB", "2x24GB", "4x24GB", "1x80GB")),
     ("llama3/8B_lora", "Llama 3 8B, LoRA", ("1x24GB", "2x24GB", "4x24GB")),
     ("llama3/8B_qlora", "Llama 3 8B, QLoRA", ("1x24GB", "2x24GB", "4x24GB")),
-    ("llama3/70B_qlora", "Llama 3 70B, QLoRA", ("1x24GB", "2x24GB", "4x24GB", "8x24GB", "1x80GB")),
+    ("llama3/70B_qlora", "Llama 3 70B, QLoRA", ("1x24GB", "2x24GB", "4x24GB")),
 )
 # A config with rounded weights is for somebody who wants them so.
 FIXED = ("lora.quantize",)

@@ -37,7 +37,11 @@ def faults(source: str) -> list[str]:
 def test_no_source_does() -> None:
     files = [path for folder in ("recipe_lib", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 20
-    assert {str(path.relative_to(ROOT)): found for path in files if (found := faults(path.read_text()))} == {}
+    found = {str(path.relative_to(ROOT)): lines for path in files if (lines := faults(path.read_text()))}
+    # PyTorch's memory viewer reads nothing but a pickle; that file writes one, and calls `dumps` alone.
+    written = found.pop("recipe_lib/plan/snapshot.py")
+    assert [line.partition(": ")[2] for line in written] == ["pickle"]
+    assert found == {}
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ def test_cat_resolved_has_every_value_and_its_place(capsys: pytest.CaptureFixtur
     assert rows["optimizer.lr"] == ["3e-06", "#", "command", "line"]
     assert rows["data.source"][1:] == ["#", "command", "line"]
     assert "a=b.json" in rows["data.source"][0]
-    assert rows["model.path"][1:] == ["#", f"configs/{CONFIG}.yaml:9"]
+    lines = find_config(CONFIG).read_text(encoding="utf-8").splitlines()
+    number = next(at for at, line in enumerate(lines, 1) if line.startswith("  path: "))
+    assert rows["model.path"][1:] == ["#", f"configs/{CONFIG}.yaml:{number}"]
     assert rows["seed"] == ["42", "#", "default"]
     assert set(FullFinetuneConfig.__dataclass_fields__) == {key.split(".")[0] for key in rows}
 

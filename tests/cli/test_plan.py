@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import main
+from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import outermost
@@ -73,7 +74,8 @@ def test_a_change_in_a_copied_recipe_is_in_its_plan(tmp_path: Path, capsys: pyte
     assert main(["plan", str(tmp_path / "planned_reads.py"), *common]) == 2
     number = next(at for at, found in enumerate(text.replace(line, reads).splitlines(), 1) if ".item()" in found)
     said = capsys.readouterr()
-    assert said.err.startswith(f"error: {tmp_path / 'planned_reads.py'}:{number}: reads a number back from the device")
+    place = f"{show(str(tmp_path / 'planned_reads.py'))}:{number}"
+    assert said.err.startswith(f"error: {place}: reads a number back from the device")
     assert said.err.count("\n") == 1
 
 

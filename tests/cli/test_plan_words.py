@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from recipe_lib.cli import own_device, plan
 from recipe_lib.cli.recipes import Recipe, load_module
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.cost import collective_seconds
 from recipe_lib.plan.hardware import find_hardware
@@ -197,7 +199,8 @@ def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
     file.write_text("def step():\n    raise KeyError('weights')\n", encoding="utf-8")
     recipe = Recipe.find(str(file))
     step = load_module(file).step
-    with pytest.raises(ConfigError, match=rf"^{file}:2: raised KeyError while it was planned: 'weights'"):
+    told = re.escape(f"{show(str(file))}:2: raised KeyError while it was planned: 'weights'")
+    with pytest.raises(ConfigError, match=f"^{told}"):
         with plan.explained(recipe):
             step()
     with pytest.raises(KeyError), plan.explained(Recipe.find("full_finetune_distributed")):

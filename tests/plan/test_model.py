@@ -28,8 +28,9 @@ def test_every_preset_has_such_a_config():
     assert {f"{preset}_full" for preset in list_presets() if not preset.startswith("demo/")} == set(SHIPPED)
 
 
-def test_a_run_that_was_planned_before_it_could_start():
-    """demo/lora goes on from what demo/full trains."""
+def test_a_run_that_was_planned_before_it_could_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """demo/lora goes on from what demo/full trains, which is not there yet."""
+    monkeypatch.chdir(tmp_path)
     shaped, _ = plannable(load("demo/lora"))
     assert shaped.model.preset == "demo/0.5M"
 
