@@ -1,13 +1,15 @@
 """`tune plan` from its words to its files, and the process that makes the plan of a run."""
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.main import main
+from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
@@ -15,9 +17,25 @@ from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import KINDS
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, environment
+from tests.plan.apart import apart
 
 RECIPE = "full_finetune_distributed"
 CONFIG = ["--config", "demo/full", "data.max_rows=200", "~validation.source", "batch_size=2"]
+
+
+def main(words: list[str]) -> int:
+    """`tune WORDS` in a process of its own, what it says said here."""
+    code, out, err = apart(captured, words)
+    sys.stdout.write(out)
+    sys.stderr.write(err)
+    return code
+
+
+def captured(words: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = tune(words)
+    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(autouse=True)
