@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_lib.plan.operators import DTYPE_NAMES
+from recipe_lib.plan.operators import DTYPE_NAMES, tensors_in
 from recipe_lib.plan.trace import Collective
 
 # Of c10d's operators: the kind, which argument holds the whole tensor.
@@ -42,14 +42,14 @@ def read_collective(name: str, args: Sequence[Any], groups: Mapping[str, str]) -
         operation, whole = _C10D[name]
         group = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
         process_group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
-        tensors = _flat(args[whole])
+        tensors = tensors_in(args[whole])
         flags = [value for value in args if isinstance(value, bool)]
         return _collective(operation, process_group, tensors, 1, groups, waits=not (flags and flags[-1]))
     if name in _FUNCTIONAL:
         operation, grows = _FUNCTIONAL[name]
         process_group = torch._C._distributed_c10d._resolve_process_group(args[-1])
         factor = process_group.size() if grows else 1
-        return _collective(operation, process_group, _flat(args[0]), factor, groups, waits=False)
+        return _collective(operation, process_group, tensors_in(args[0]), factor, groups, waits=False)
     return None
 
 
@@ -65,11 +65,3 @@ def _collective(
         dtype=DTYPE_NAMES.get(tensors[0].dtype, str(tensors[0].dtype)) if tensors else "",
         waits=waits,
     )
-
-
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for entry in value for tensor in _flat(entry)]
-    return []

@@ -45,10 +45,10 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     makes_memory = not is_view and any(value.alias_info is None for value in returns)
     if name in ("aten::reshape", "aten::contiguous", "aten::_reshape_copy"):
         makes_memory = True
-    outputs = _flat(result)
+    outputs = tensors_in(result)
     flops = size = 0
     if not is_view:
-        inputs = _flat((args, tuple(kwargs.values())))
+        inputs = tensors_in((args, tuple(kwargs.values())))
         size = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
         if name == "aten::embedding":  # reads rows, not the table
             size = 2 * sum(map(_bytes, outputs))
@@ -63,7 +63,7 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
             flops = int(count(*args, **kwargs, out_val=result))
         elif name in _VARLEN:
             flops = _VARLEN[name] * _varlen_products(args)
-    of = outputs or _flat(args)
+    of = outputs or tensors_in(args)
     dtype = DTYPE_NAMES.get(of[0].dtype, "") if of else ""
     communicates = name.startswith(_COLLECTIVES)
     return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates)
@@ -96,11 +96,12 @@ _EMPTY = frozenset(
 )
 
 
-def _flat(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments or results."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [tensor for entry in value for tensor in _flat(entry)]
+        return [tensor for entry in value for tensor in tensors_in(entry)]
     return []
 
 

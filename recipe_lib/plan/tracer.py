@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.plan.collectives import read_collective
 from recipe_lib.plan.fast_fake import FastFake
-from recipe_lib.plan.operators import Cost, cost_of
+from recipe_lib.plan.operators import Cost, cost_of, tensors_in
 from recipe_lib.plan.places import Places
 from recipe_lib.plan.repeats import Repeats
 from recipe_lib.plan.shards import on_shards, propagation_unseen
@@ -181,7 +181,7 @@ class Tracer(TorchDispatchMode):
         part, module = self.place()
         name = cost.name
         if cost.makes_memory:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._see(tensor, part, module, name)
         if cost.is_view:
             return
@@ -286,7 +286,7 @@ class Tracer(TorchDispatchMode):
             self._mark(kwargs.get("out", args[-1]), "communication")
 
     def _mark(self, value: Any, kind: str) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             held = self._held.get(tensor.untyped_storage()._cdata)
             if held is not None:
                 for number in held.history:
@@ -335,15 +335,6 @@ def common_label(first: str, second: str) -> str:
     """The label of memory that two parameters share, such as the gradients of an FSDP unit: `model.layers.0.*`."""
     shared = os.path.commonprefix([first.split("."), second.split(".")])
     return ".".join([*(part for part in shared if part != "*"), "*"])
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in what an operator returns."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for entry in value for tensor in _tensors(entry)]
-    return []
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
