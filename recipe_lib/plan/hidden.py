@@ -34,7 +34,7 @@ HIDDEN = {
             "matmul workspace, sm80 to sm89",
             4096 * 1024 * 2 + 16 * 1024 * 8,  # cuBLAS's default configuration :4096:2:16:8, in KiB
             ALLOCATED,
-            "aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize; issue 95668",
+            "aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize; pytorch issue 95668",
         ),
         HiddenMemory(
             "matmul workspace, sm90 and later",
@@ -63,7 +63,7 @@ HIDDEN = {
             688 * MIB,
             OUTSIDE,
             "github.com/NVIDIA/nccl/issues/964, 4 x A100; fewer channels (PCIe) take less, an all-to-all takes more "
-            "(issue 1685: 1.06 GB to 4.34 GB on 8 x H100)",
+            "(nccl issue 1685: 1.06 GB to 4.34 GB on 8 x H100)",
         ),
         HiddenMemory("reserve", 400 * MIB, OUTSIDE, "our choice: kernels loaded late, a display, other programs"),
     )
