@@ -15,6 +15,7 @@ from recipe_lib.data.batches import make_step
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
+from recipe_lib.plan.lengths import has_pairs
 
 
 class RowShape(Protocol):
@@ -112,7 +113,7 @@ def _without_bytes(step: StepBatches) -> StepBatches:
 
 def _rows(cfg: FullFinetuneConfig, shape: RowShape) -> Dataset:
     """The items of a packed row, or one item."""
-    group = 2 if cfg.data.format == "preference" else 1
+    group = 2 if has_pairs(cfg) else 1
     documents = max(1, min(shape.documents, shape.tokens // 2)) if cfg.data.packing else 1
     bounds = np.linspace(0, shape.tokens, documents + 1).astype(np.int64)
     lengths = np.repeat(np.diff(bounds), group)

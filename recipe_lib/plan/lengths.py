@@ -58,7 +58,7 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
     that are not in the cache are tokenised now; else they are not, and so many seconds another process is given to.
     Nothing comes over the network. Raises ConfigError.
     """
-    group = 2 if _has_pairs(cfg) else 1
+    group = 2 if has_pairs(cfg) else 1
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
@@ -91,7 +91,8 @@ def _number(choice: str, longest: int) -> int | None:
     return int(choice)
 
 
-def _has_pairs(cfg: Any) -> bool:
+def has_pairs(cfg: Any) -> bool:
+    """Whether rows come in pairs, by the format of any source."""
     return PAIRS in {source.format or cfg.data.format for source in resolved_sources(cfg.data)}
 
 

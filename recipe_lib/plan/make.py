@@ -4,7 +4,6 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,7 @@ from recipe_lib.plan.result import (
 )
 from recipe_lib.plan.schedule import StepTime, schedule
 from recipe_lib.plan.scratch import kernel_memory
-from recipe_lib.plan.simulate import FIRST, STEADY, ModuleFacts, Simulated, simulate
+from recipe_lib.plan.simulate import STEADY, ModuleFacts, Simulated, simulate
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
@@ -137,16 +136,15 @@ def _verdict(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) 
 
 def _rank_plan(rank: int, found: Simulated) -> RankPlan:
     trace = found.trace
-    device, host = trace.active_peaks(), trace.active_peaks(device=False)
+    device, host = trace.peaks(), trace.active_peaks(device=False)
     default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
     peaks = []
-    places = {phase: trace.storages[trace.events[at][1]] for phase, (_, at) in trace.peaks().items() if at >= 0}
-    for phase in trace.phases:
-        place = places.get(phase, Storage(0))
+    for phase, (active, at) in device.items():
+        place = trace.storages[trace.events[at][1]] if at >= 0 else Storage(0)
         peaks.append(
             PhasePeak(
                 phase,
-                active=device.get(phase, 0),
+                active=active,
                 allocated=default.phases[phase].allocated,
                 reserved=default.phases[phase].reserved,
                 reserved_expandable=expandable.phases[phase].reserved,
@@ -242,8 +240,7 @@ def _communication(trace: Trace, timing: StepTime | None) -> list[CommunicationR
 
 def _communicators(trace: Trace) -> list[int]:
     """The sizes of the groups that communicate in the trace."""
-    groups = {(op.collective.dim, op.collective.ranks) for op in trace.ops if op.collective}
-    return [len(ranks) for ranks in dict.fromkeys(ranks for _, ranks in groups)]
+    return [len(ranks) for ranks in sorted({op.collective.ranks for op in trace.ops if op.collective})]
 
 
 def _time(found: Simulated, timing: StepTime, settings: PlanSettings, dtype: str) -> TimePlan:
@@ -324,8 +321,3 @@ def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
     if getattr(getattr(cfg, "lora", None), "merge", False):
         lines.append("lora.merge: the merged model is written layer by layer after training")
     return lines
-
-
-def traced_phases(names: Many[str] = PHASES) -> tuple[str, ...]:
-    """The phases of a plan, in order. names: those beside set-up and steps."""
-    return ("setup", *(["load"] if "load" in names else []), FIRST, STEADY, *(name for name in names if name != "load"))

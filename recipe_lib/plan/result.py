@@ -68,15 +68,12 @@ class OutsideTorch:
 @dataclass
 class RankPlan:
     """One rank. rank: its number. coordinates: mesh dimension to place in it. peaks: by phase. alive: at the largest
-    peak of active bytes, largest first. smallest_cap, smallest_cap_expandable: the least that the allocator can be held
-    to (bytes) and the run still goes through, with retries. events: allocations and frees that were replayed."""
+    peak of active bytes, largest first. events: allocations and frees that were replayed."""
 
     rank: int
     coordinates: dict[str, int]
     peaks: list[PhasePeak]
     alive: list[Alive]
-    smallest_cap: int = 0
-    smallest_cap_expandable: int = 0
     events: int = 0
 
     @property

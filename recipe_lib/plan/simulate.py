@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters import nf4, quantised
 from recipe_lib.checkpoint.weights_out import whole
@@ -25,7 +24,7 @@ from recipe_lib.plan.device import NAME
 from recipe_lib.plan.fake import connect_streams, simulated_world, tensors_without_bytes
 from recipe_lib.plan.fast_fake import FastFake
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
-from recipe_lib.plan.tracer import KernelMemory, Tracer
+from recipe_lib.plan.tracer import KernelMemory, Tracer, plain_parts
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
@@ -134,7 +133,7 @@ def _run(
         for model in models.values():
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
-        _try_phase("save", lambda: _gather_trained(list(models.values())[-1]), tracer, notes)
+        _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
     classify(tracer.trace)
     if traced is not None:
         stand_for_all(tracer.trace, cfg.gradient_accumulation_steps)
@@ -245,6 +244,8 @@ def stand_for_all(trace: Trace, micro_batches: int) -> None:
         ops = [trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP]
         parts = [op.part for op in ops]
         backwards = [index for index, part in enumerate(parts) if part == "backward"]
+        if not backwards:
+            continue  # a step of the user's own, that has none
         begin = next((index for index in range(backwards[0], len(ops)) if parts[index] == "forward"), None)
         if begin is not None:
             for op in ops[begin : backwards[-1] + 1]:
@@ -282,14 +283,10 @@ def _module_facts(prefix: str, model: nn.Module) -> list[ModuleFacts]:
                     sum(value.numel() for value in own) - carriers + weights,
                     sum(value.numel() for value in own if value.requires_grad),
                     sum(value.numel() * value.element_size() for value in own),
-                    sum(_local(value).numel() * value.element_size() for value in own),
+                    sum(part.nbytes for value in own for part in plain_parts(value)),
                 )
             )
     return facts
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -150,16 +150,9 @@ def phase_table(plan: Plan) -> Table:
         [peak.phase, *map(format_bytes, (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable,
          peak.host)), where_of(peak)] for peak in rank.peaks
     ]  # fmt: skip
-    notes = []
-    if rank.smallest_cap:
-        with_segments = rank.smallest_cap_expandable
-        also = f" ({format_bytes(with_segments)} with expandable segments)" if with_segments else ""
-        notes.append(
-            f"With retries the run goes through in {format_bytes(rank.smallest_cap)}{also} of reserved memory."
-        )
     header = ["phase", "active", "allocated", "reserved", "expandable", "host", "most is active in"]
     title = f"memory by phase, {rank_name(plan, rank)}"
-    return Table(title, header, rows, ("phase", "most is active in"), ("most is active in",), tuple(notes))
+    return Table(title, header, rows, ("phase", "most is active in"), ("most is active in",))
 
 
 def rank_table(plan: Plan) -> Table | None:
