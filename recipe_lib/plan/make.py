@@ -4,7 +4,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from recipe_lib.plan.result import (
 )
 from recipe_lib.plan.schedule import StepTime, schedule
 from recipe_lib.plan.scratch import kernel_memory
-from recipe_lib.plan.simulate import STEADY, ModuleFacts, Simulated, simulate
+from recipe_lib.plan.simulate import STEADY, Simulated, simulate
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
@@ -176,11 +176,7 @@ def _layers(found: Simulated) -> list[LayerRow]:
         pieces = module.split(".")
         for cut in range(1, len(pieces) + 1):
             kept[".".join(pieces[:cut])] += size
-    return [_layer_row(facts, kept.get(facts.name, 0)) for facts in found.modules]
-
-
-def _layer_row(facts: ModuleFacts, kept: int) -> LayerRow:
-    return LayerRow(facts.name, facts.type, facts.parameters, facts.trained, facts.bytes, facts.local_bytes, kept)
+    return [replace(row, kept=kept.get(row.module, 0)) for row in found.modules]
 
 
 def _kept_for_backward(trace: Trace) -> dict[str, int]:

@@ -3,12 +3,8 @@
 What a layer holds, for how long, and what it computes is the same from layer to layer, so that the most bytes at one
 place of the step are a straight line over the number of layers. The peak itself is none: with more layers it can move
 from one place to another. So the line is drawn for each place, and the highest of them is taken afterwards.
-
-The same holds for the micro-batches of a step: the second one, which finds the gradients of the first, is like all
-later ones, so two are simulated.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,16 +14,13 @@ from recipe_lib.plan.allocator import AllocatorSettings
 from recipe_lib.plan.make import PlanSettings, simulate_rank
 from recipe_lib.plan.model import layer_count, layer_period, with_layers
 from recipe_lib.plan.replay import replay
-from recipe_lib.plan.schedule import StepTime, schedule
+from recipe_lib.plan.schedule import schedule
 from recipe_lib.plan.simulate import STEADY, Simulated
+from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 
 # Fewest layers of the short simulation: a first, a last, and one between them that has neighbours on both sides.
 SHORTEST = 3
-# Micro-batches of a step that are simulated.
-MICRO_BATCHES = 2
-
-_STEP_PARTS = ("forward", "backward", "recompute")
 Number = TypeVar("Number", int, float)
 
 
@@ -101,37 +94,25 @@ def _names_layers(wrapping: str | list[str]) -> bool:
 
 
 def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int) -> _Short:
-    micro_batches = cfg.gradient_accumulation_steps
-    cfg = copy.copy(cfg)
-    cfg.gradient_accumulation_steps = min(micro_batches, MICRO_BATCHES)
     found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), settings.traced_ranks[0])
-    turns = micro_batches / cfg.gradient_accumulation_steps
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
     active = max(peaks.values())
     reserved, seconds = [active, active], 0.0
     if settings.timed:
         reserved = [replay(trace, AllocatorSettings(expandable=expandable)).reserved for expandable in (False, True)]
-        timing = schedule(trace, STEADY, settings.hardware, settings.calibration)
-        seconds = step_seconds(trace, timing, turns)
+        seconds = schedule(trace, STEADY, settings.hardware, settings.calibration).step
     return _Short(
         layers=layers,
         peaks=peaks,
         host=trace.active_peaks(device=False),
         idle=(reserved[0] - active, reserved[1] - active),
         seconds=seconds,
-        tokens=round(found.tokens * turns),
+        tokens=found.tokens,
         held=held,
         parameters=_parameter_bytes(found),
         trained=_trained_bytes(found),
     )
-
-
-def step_seconds(trace: Trace, timing: StepTime, turns: float) -> float:
-    """Time of a steady step that has `turns` times the micro-batches of the one that was traced."""
-    ends = [end for number, _, end in timing.timeline if trace.ops[number].part in _STEP_PARTS]
-    micro_batches = max(ends, default=0.0)
-    return micro_batches * turns + timing.step - micro_batches
 
 
 def _peaks_by_place(trace: Trace, layers: int) -> tuple[dict[tuple[str, str, str, str], int], int]:
@@ -163,23 +144,12 @@ def place_of(module: str, layers: int) -> str:
 
 
 def _parameter_bytes(found: Simulated) -> int:
-    return sum(facts.bytes for facts in _outermost(found))
+    return sum(facts.bytes for facts in outermost(found.modules))
 
 
 def _trained_bytes(found: Simulated) -> int:
     """By the share of a module's parameters that are trained; roughly, where some of its weights are packed."""
-    return sum(facts.bytes * facts.trained // max(facts.parameters, 1) for facts in _outermost(found))
-
-
-def _outermost(found: Simulated) -> list[Any]:
-    """The rows of modules that are in no other row."""
-    names = {facts.name for facts in found.modules}
-    return [facts for facts in found.modules if not _ancestors(facts.name) & names]
-
-
-def _ancestors(name: str) -> set[str]:
-    pieces = name.split(".")
-    return {".".join(pieces[:cut]) for cut in range(1, len(pieces))}
+    return sum(facts.bytes * facts.trained // max(facts.parameters, 1) for facts in outermost(found.modules))
 
 
 def _continue(short: _Short, long: _Short, layers: int) -> Quick:

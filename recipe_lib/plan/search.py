@@ -6,7 +6,6 @@ out is not tried with another: if a micro-batch does not fit, a larger one does 
 checkpointing; and what parameters, gradients and states alone take decides without a simulation.
 """
 
-import copy
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,7 +23,7 @@ from recipe_lib.plan.levers import (
     value_of,
 )
 from recipe_lib.plan.make import PlanSettings, make_plan
-from recipe_lib.plan.quick import MICRO_BATCHES, Quick
+from recipe_lib.plan.quick import Quick
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.tables import Table, duration
 from recipe_lib.units import format_bytes, format_count
@@ -343,10 +342,9 @@ def _confirm(
 
 
 def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate) -> Found:
-    """The whole plan of a candidate, with two micro-batches: all later ones are like the second."""
-    other = copy.copy(changed(cfg, one.changes))
+    """The whole plan of a candidate."""
+    other = changed(cfg, one.changes)
     assert other is not None
-    other.gradient_accumulation_steps = min(other.gradient_accumulation_steps, MICRO_BATCHES)
     plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
     rank = plan.heaviest
     changes = {key: value for key, value in one.changes.items() if value_of(cfg, key) != value}

@@ -23,6 +23,7 @@ from recipe_lib.plan.data import PlannedData, RowShape, batch_tensors
 from recipe_lib.plan.device import NAME
 from recipe_lib.plan.fake import connect_streams, simulated_world, tensors_without_bytes
 from recipe_lib.plan.fast_fake import FastFake
+from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracer import KernelMemory, Tracer, plain_parts
 
@@ -33,25 +34,13 @@ TRACED_MICRO_BATCHES = 2
 
 
 @dataclass
-class ModuleFacts:
-    """A module that owns parameters. parameters, trained: elements of the whole model's; bytes: of all of them;
-    local_bytes: of this rank's part."""
-
-    name: str
-    type: str
-    parameters: int
-    trained: int
-    bytes: int
-    local_bytes: int
-
-
-@dataclass
 class Simulated:
-    """What a simulation leaves. coordinates: mesh dimension -> place of the rank. tokens: of a step, all ranks.
-    repeats: the second step left the memory as the first did, so that all later ones are like it."""
+    """What a simulation leaves. modules: of which none is said to keep anything yet. coordinates: mesh dimension ->
+    place of the rank. tokens: of a step, all ranks. repeats: the second step left the memory as the first did, so that
+    all later ones are like it."""
 
     trace: Trace
-    modules: list[ModuleFacts]
+    modules: list[LayerRow]
     coordinates: dict[str, int]
     mesh: dict[str, int]
     tokens: int
@@ -252,9 +241,9 @@ def stand_for_all(trace: Trace, micro_batches: int) -> None:
                 op.repeats *= micro_batches - 1
 
 
-def _module_facts(prefix: str, model: nn.Module) -> list[ModuleFacts]:
+def _module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
     """The modules that hold parameters and no list of layers, in order; tied parameters count at their first owner."""
-    facts: list[ModuleFacts] = []
+    facts: list[LayerRow] = []
     stored = stored_weights(model)
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -277,7 +266,7 @@ def _module_facts(prefix: str, model: nn.Module) -> list[ModuleFacts]:
             )
             weights = sum(weight.in_features * weight.out_features for weight in packed.values())
             facts.append(
-                ModuleFacts(
+                LayerRow(
                     prefix + name,
                     type(module).__name__.removeprefix("FSDP"),
                     sum(value.numel() for value in own) - carriers + weights,

@@ -38,7 +38,7 @@ def measure(name: str, ranks: int, *overrides: str) -> dict[str, float]:
     [("full", 2, "none", 3), ("lora", 1, "selective", 1), ("qlora", 2, "full", 1)],
 )
 def test_the_whole_depth(kind: str, ranks: int, checkpointing: str, turns: int):
-    """Six layers from three and four: active bytes, time of three micro-batches from two, and what is reserved."""
+    """Six layers from three and four: active bytes, time, and what is reserved."""
     typed = (*SMALL, f"memory.activation_checkpointing={checkpointing}", f"gradient_accumulation_steps={turns}")
     found = apart(measure, NAMES[kind], ranks, *typed)
     assert found["active"] == pytest.approx(1, abs=0.005)
