@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 # Operators whose result is more than shapes, or that change a storage.
 _NEVER = ("set_", "resize_", "as_strided_", "lift_fresh", "_local_scalar_dense", "nonzero", "unique", "item", "_to_cpu")
@@ -59,15 +59,21 @@ class Call:
 
 
 class FastFake:
-    """`call(func, args, kwargs)` under one FakeTensorMode, which is active outside."""
+    """`call(func, args, kwargs)` under one FakeTensorMode, which is active outside.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    calls: by operator and shapes; what is remembered is no mode's own, so that later simulations know it too.
+    """
+
+    def __init__(self, mode: FakeTensorMode, calls: dict[Any, Call | None] | None = None) -> None:
         self.mode = mode
-        self.calls: dict[Any, Call | None] = {}
+        self.calls = {} if calls is None else calls
         _templates.clear()  # they hold the modes of earlier simulations
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Call | None]:
         """The operator's result, and what is remembered of the call (None: nothing)."""
+        if func.namespace == "c10d":  # fake groups do nothing, and give back what they were given
+            with in_kernel_invocation_manager(self.mode):
+                return func(*args, **kwargs), None
         tensors: list[FakeTensor] = []
         try:
             options = key_of(tuple(kwargs.items()), tensors) if kwargs else None

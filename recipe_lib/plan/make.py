@@ -38,7 +38,7 @@ from recipe_lib.plan.result import (
 )
 from recipe_lib.plan.schedule import StepTime, schedule
 from recipe_lib.plan.scratch import kernel_memory
-from recipe_lib.plan.simulate import STEADY, Simulated, simulate
+from recipe_lib.plan.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
@@ -107,8 +107,10 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
     return plan, found.trace
 
 
-def simulate_rank(recipe_class: type, cfg: Any, settings: PlanSettings, rank: int) -> Simulated:
-    """One rank's trace, with the kernels and the scratch of the planned device."""
+def simulate_rank(
+    recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, steps: tuple[str, ...] = (FIRST, STEADY)
+) -> Simulated:
+    """One rank's trace, with the kernels and the scratch of the planned device. steps: as `simulate` takes them."""
     like_cpu = settings.hardware.architecture == "cpu"
     return simulate(
         recipe_class,
@@ -117,6 +119,7 @@ def simulate_rank(recipe_class: type, cfg: Any, settings: PlanSettings, rank: in
         rank=rank,
         ranks=settings.ranks,
         phases=settings.phases,
+        steps=steps,
         like_cpu=like_cpu,
         kernel_memory=kernel_memory(settings.hardware.architecture),
     )

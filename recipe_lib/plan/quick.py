@@ -15,7 +15,7 @@ from recipe_lib.plan.make import PlanSettings, simulate_rank
 from recipe_lib.plan.model import layer_count, layer_period, with_layers
 from recipe_lib.plan.replay import replay
 from recipe_lib.plan.schedule import schedule
-from recipe_lib.plan.simulate import STEADY, Simulated
+from recipe_lib.plan.simulate import FIRST, STEADY, Simulated
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 
@@ -69,7 +69,7 @@ class _Short:
 def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
     """The estimate for a plannable config, of the first of `settings.traced_ranks`, without load, validation and save.
 
-    settings.timed False: of the active bytes alone; reserved is not more, and the time is 0.
+    settings.timed False: of the active bytes of a steady step alone; reserved is not more, and the time is 0.
 
     Raises UserErrors of recipe and config.
     """
@@ -94,7 +94,8 @@ def _names_layers(wrapping: str | list[str]) -> bool:
 
 
 def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int) -> _Short:
-    found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), settings.traced_ranks[0])
+    steps = (FIRST, STEADY) if settings.timed else (STEADY,)
+    found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), settings.traced_ranks[0], steps)
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
     active = max(peaks.values())

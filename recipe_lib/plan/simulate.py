@@ -18,6 +18,7 @@ from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.build import stored_weights
+from recipe_lib.ops import cross_entropy
 from recipe_lib.parallel import World
 from recipe_lib.plan.data import PlannedData, RowShape, batch_tensors
 from recipe_lib.plan.device import NAME
@@ -31,6 +32,9 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
 # The first micro-batch finds no gradients and the second does; all later ones are like the second.
 TRACED_MICRO_BATCHES = 2
+_MANY_OBJECTS = 2_000_000
+_left_objects = 0  # that the collector has not looked at, of this process's simulations
+_known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this process
 
 
 @dataclass
@@ -56,24 +60,27 @@ def simulate(
     rank: int = 0,
     ranks: int = 1,
     phases: Sequence[str] = ("load", "validation", "save"),
+    steps: Sequence[str] = (FIRST, STEADY),
     like_cpu: bool = False,
     kernel_memory: KernelMemory | None = None,
 ) -> Simulated:
     """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
 
+    steps: (STEADY,) for one step alone, before which the optimizer is given its states.
     The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
     PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
     """
     with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
-        tracer = Tracer(NAME, FastFake(mode), kernel_memory)
+        tracer = Tracer(NAME, FastFake(mode, _known_calls), kernel_memory)
         tracer.stream = connect_streams(tracer.record, tracer.wait)
         with (
             _quiet_collector(),
             tracer.running(),
             tracer.remembering(quantised, "_dequantise"),
+            tracer.remembering(cross_entropy, "_sum_over_chunks"),
             _scales_without_values(),
         ):
-            return _run(recipe_class, cfg, world, shape, tracer, phases)
+            return _run(recipe_class, cfg, world, shape, tracer, phases, steps)
 
 
 def trace_real_run(
@@ -86,7 +93,13 @@ def trace_real_run(
 
 
 def _run(
-    recipe_class: type, cfg: FullFinetuneConfig, world: World, shape: RowShape, tracer: Tracer, phases: Sequence[str]
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    world: World,
+    shape: RowShape,
+    tracer: Tracer,
+    phases: Sequence[str],
+    steps: Sequence[str] = (FIRST, STEADY),
 ) -> Simulated:
     notes: list[str] = []
     for dim in world.mesh.mesh_dim_names or ():
@@ -100,11 +113,13 @@ def _run(
     if "load" in phases:
         _try_phase("load", recipe.load_weights, tracer, notes)
     recipe.setup_optimizer()
+    if FIRST not in steps:
+        _make_states(recipe)
     traced = None if tracer.fast is None else TRACED_MICRO_BATCHES
     recipe.data = PlannedData(cfg, world, shape, traced)
     left: list[int] = []
     tokens = 0
-    for name in (FIRST, STEADY):
+    for name in steps:
         tracer.begin_phase(name)
         with tracer.making_batches():
             batches = next(recipe.data.batches())
@@ -130,7 +145,7 @@ def _run(
     mesh = dict(zip(names, world.mesh.shape, strict=True))
     place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
     modules = [facts for name, model in models.items() for facts in _module_facts(name, model)]
-    return Simulated(tracer.trace, modules, place, mesh, tokens, left[0] == left[1], notes)
+    return Simulated(tracer.trace, modules, place, mesh, tokens, left[0] == left[-1], notes)
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
@@ -164,6 +179,17 @@ def _gather_trained(model: nn.Module) -> None:
         if parameter.requires_grad:
             piece = whole(parameter).to("cpu")
             del piece
+
+
+def _make_states(recipe: Any) -> None:
+    """The optimizers' states, as the first step leaves them."""
+    for optimizer in vars(recipe).values():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _models_of(recipe: Any) -> dict[str, nn.Module]:
@@ -229,7 +255,7 @@ def stand_for_all(trace: Trace, micro_batches: int) -> None:
     """The operators of a step's last traced micro-batch count for all of its later ones too."""
     if micro_batches <= TRACED_MICRO_BATCHES:
         return
-    for phase in (FIRST, STEADY):
+    for phase in {FIRST, STEADY} & set(trace.phases):
         ops = [trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP]
         parts = [op.part for op in ops]
         backwards = [index for index, part in enumerate(parts) if part == "backward"]
@@ -300,15 +326,20 @@ def _scales_without_values() -> Iterator[None]:
 def _quiet_collector() -> Iterator[None]:
     """Python's collector of cycles costs a third of the time here, and frees at moments that no other run repeats.
 
-    What is left afterwards, millions of objects without a cycle, it passes over until the next simulation begins.
+    What simulations leave, millions of objects mostly without a cycle, it passes over until they have become many.
     """
+    global _left_objects
     enabled = gc.isenabled()
-    gc.unfreeze()
-    gc.collect()
+    if _left_objects > _MANY_OBJECTS:
+        gc.unfreeze()
+        gc.collect()
+        _left_objects = 0
+    gc.freeze()  # which counts anew
     gc.disable()
     try:
         yield
     finally:
+        _left_objects += gc.get_count()[0]
         gc.freeze()
         if enabled:
             gc.enable()
