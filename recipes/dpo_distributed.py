@@ -34,6 +34,7 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
+from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.preference import (
     NUMBERS,
     answer_log_probs,
@@ -57,6 +58,7 @@ class PreferenceTraining:
         self.adapts = cfg.dpo.train == "lora"
         self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
+        training.check_sharing(cfg, self.spec)
         if self.adapts and cfg.lora.adapter:
             check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
 
@@ -79,6 +81,7 @@ class PreferenceTraining:
             model.requires_grad_(False)
         elif self.adapts:
             add_adapters(model, cfg.lora, dtype)
+        shard_tensors(model, cfg.parallel, cfg.memory, self.world)
         if trained:  # nothing of the reference is kept for a backward
             apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
         if cfg.compile:
@@ -155,6 +158,7 @@ class PreferenceTraining:
             del loss
             sums += numbers
         means = self.world.all_reduce_sum(sums) / batches.items
+        sum_replicated_gradients(self.model, self.world)
         grad_norm = training.clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

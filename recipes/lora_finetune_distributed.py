@@ -31,6 +31,7 @@ from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
+from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 
 Config = LoraFinetuneConfig
 
@@ -44,6 +45,7 @@ class LoraFinetune:
         training.check_output(cfg)
         self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
+        training.check_sharing(cfg, self.spec)
         self.step = 0  # optimizer steps that an earlier process has done
         if cfg.lora.adapter:
             check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
@@ -58,6 +60,7 @@ class LoraFinetune:
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
         self.model = build_meta(self.spec, dtype)
         add_adapters(self.model, cfg.lora, dtype)
+        shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
         apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
         if cfg.compile:
             compile_layers(self.model)
@@ -104,6 +107,7 @@ class LoraFinetune:
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step over the adapters."""
         loss = training.sum_gradients(self.summed_loss, batches, self.device)
+        sum_replicated_gradients(self.model, self.world)
         grad_norm = training.clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

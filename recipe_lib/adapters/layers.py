@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantised import QuantisedLinear, can_quantise
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.ops.cross_entropy import Loss, projected_cross_entropy
 from recipe_lib.ops.token_log_probs import projected_token_log_probs
@@ -116,7 +116,7 @@ class AdaptedMatrix(AdaptedModule):
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
         dropped = F.dropout(hidden, rate) if rate and self.training else hidden
-        narrow = F.linear(dropped, first) if dropped.dtype == first.dtype else _CastLinear.apply(dropped, first)
+        narrow = cast_linear(dropped, first)
         update = F.linear(narrow, second)
         if lengths is None:
             return torch.add(plain, update, alpha=scaling).to(plain.dtype)
@@ -128,6 +128,11 @@ class AdaptedMatrix(AdaptedModule):
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
         return (plain + (lengths - 1) * product + lengths * update * scaling).to(plain.dtype)
+
+
+def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came."""
+    return F.linear(hidden, weight) if hidden.dtype == weight.dtype else _CastLinear.apply(hidden, weight)
 
 
 class _CastLinear(torch.autograd.Function):
@@ -179,6 +184,13 @@ class AdaptedQuantisedLinear(AdaptedMatrix, QuantisedLinear):
     def frozen_forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
         return QuantisedLinear.forward(self, hidden)
+
+
+def adapted_linear(base: nn.Linear, settings: AdapterSettings | None, quantize: str) -> nn.Module:
+    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize."""
+    if quantize != "none" and can_quantise(base.in_features, base.out_features, quantize):
+        return QuantisedLinear(base, quantize) if settings is None else AdaptedQuantisedLinear(base, quantize, settings)
+    return base if settings is None else AdaptedLinear(base, settings)
 
 
 class AdaptedHead(AdaptedMatrix, OutputHead):

@@ -15,19 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from recipe_lib.adapters.foreign import add_foreign_adapters
 from recipe_lib.adapters.layers import (
     AdaptedEmbedding,
     AdaptedHead,
     AdaptedLinear,
     AdaptedModule,
-    AdaptedQuantisedLinear,
     AdapterSettings,
+    adapted_linear,
 )
-from recipe_lib.adapters.quantised import QuantisedLinear, can_quantise
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models.build import fill_random, local_part
+from recipe_lib.models.build import fill_random
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.layers import layer_names
+from recipe_lib.models.parts import local_part, own_parts
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -46,29 +48,27 @@ LINEARS = {
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta model.
 
+    A foreign model's are on the linears of its layers that `cfg.modules` says.
+
     dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
     embedding and the head share; with `cfg.quantize` all linears of the layers, adapted or not, get quantised storage.
     """
     settings = adapter_settings(cfg, dtype)
     model.requires_grad_(False)
+    if isinstance(model.spec, ForeignSpec):
+        add_foreign_adapters(model, cfg, settings)
+        return
     for name in layer_names(model):
         layer = model.get_submodule(name)
         for target, (owner_name, child) in LINEARS.items():
             owner = layer.get_submodule(owner_name)
             setattr(
-                owner, child, _linear(getattr(owner, child), settings if target in cfg.targets else None, cfg.quantize)
+                owner, child, adapted_linear(getattr(owner, child), settings if target in cfg.targets else None, cfg.quantize)
             )
     if "embedding" in cfg.targets:
         model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
     if "head" in cfg.targets:
         model.lm_head = AdaptedHead(model.lm_head, settings)
-
-
-def _linear(base: nn.Linear, settings: AdapterSettings | None, quantize: str) -> nn.Module:
-    """What takes the place of a linear; settings: None for one without an adapter."""
-    if quantize != "none" and can_quantise(base.in_features, base.out_features, quantize):
-        return QuantisedLinear(base, quantize) if settings is None else AdaptedQuantisedLinear(base, quantize, settings)
-    return base if settings is None else AdaptedLinear(base, settings)
 
 
 def adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
@@ -90,14 +90,14 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     from (seed, its name, its full shape) alone. DoRA's lengths are those of the loaded weights (a collective).
     """
     for name, parameter in adapter_parameters(model).items():
-        local, offset = local_part(parameter)
-        if name.endswith("lora_A.weight"):
-            bound = 1 / math.sqrt(parameter.shape[1])
-            fill_random(local, offset, parameter.shape, f"{seed}/{name}", _uniform(bound))
-        elif name.endswith("lora_embedding_B"):
-            fill_random(local, offset, parameter.shape, f"{seed}/{name}", _normal)
-        else:
-            local.zero_()
+        for local, offset in own_parts(model, name, parameter):
+            if name.endswith("lora_A.weight"):
+                bound = 1 / math.sqrt(parameter.shape[1])
+                fill_random(local, offset, parameter.shape, f"{seed}/{name}", _uniform(bound))
+            elif name.endswith("lora_embedding_B"):
+                fill_random(local, offset, parameter.shape, f"{seed}/{name}", _normal)
+            else:
+                local.zero_()
     init_lengths(model)
 
 
@@ -174,7 +174,7 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     trained = adapter_parameters(model).values()
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     line = (
-        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {', '.join(cfg.targets)}: "
+        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {', '.join(cfg.modules or cfg.targets)}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} beside "
         f"{_size(frozen)} frozen"
     )

@@ -8,7 +8,7 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -64,15 +64,30 @@ def quantise_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat([factors, mean.unsqueeze(0)]).float()
 
 
-def dequantise(codes: Tensor, scales: Tensor, factors: Tensor, dtype: torch.dtype, first: int, last: int) -> Tensor:
+def dequantise(
+    codes: Tensor,
+    scales: Tensor,
+    factors: Tensor,
+    dtype: torch.dtype,
+    first: int,
+    last: int,
+    place: Sequence[int] = (),
+) -> Tensor:
     """The numbers of blocks `first` to `last` (exclusive), `[last - first, 64]` of `dtype`, which they were made in.
 
-    codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32; all of the whole matrix.
+    codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32, of the whole matrix. place: which of its blocks the n
+    are, if not all: see `block_numbers`.
     """
-    group = _group(len(scales))
-    start, stop = first // group, -(-last // group)  # groups of scales that the blocks lie in
-    wide = scales[start * group : stop * group].view(-1, group) / factors[start:stop].to(dtype).unsqueeze(1)
-    wide = (wide.flatten() + factors[-1].to(dtype))[first - start * group : last - start * group].unsqueeze(1)
+    if place:
+        group = _group(place[3])
+        numbers_of = block_numbers(first, last, place, codes.device)
+        wide = scales[first:last] / factors.to(dtype).index_select(0, numbers_of // group)
+        wide = (wide + factors[-1].to(dtype)).unsqueeze(1)
+    else:
+        group = _group(len(scales))
+        start, stop = first // group, -(-last // group)  # groups of scales that the blocks lie in
+        wide = scales[start * group : stop * group].view(-1, group) / factors[start:stop].to(dtype).unsqueeze(1)
+        wide = (wide.flatten() + factors[-1].to(dtype))[first - start * group : last - start * group].unsqueeze(1)
     pairs = _pairs(dtype, codes.device)
     numbers = torch.empty((last - first, BLOCK), dtype=dtype, device=codes.device)
     for at in range(0, last - first, _PIECE_BLOCKS):
@@ -81,6 +96,17 @@ def dequantise(codes: Tensor, scales: Tensor, factors: Tensor, dtype: torch.dtyp
         piece.copy_(pairs.index_select(0, index).view(dtype).view(-1, BLOCK))
         piece.mul_(wide[at : at + len(piece)])
     return numbers
+
+
+def block_numbers(first: int, last: int, place: Sequence[int], device: torch.device) -> Tensor:
+    """Which blocks of the whole matrix blocks `first` to `last` of a part of it are, `[last - first]`.
+
+    place: (number of the first, how many follow each other, from the first of these to the next first, how many the
+    whole matrix has): (0, 2, 8, 16) are the first two blocks of two rows of eight.
+    """
+    begin, run, stride, _ = place
+    at = torch.arange(first, last, device=device)
+    return begin + at // run * stride + at % run
 
 
 def _group(blocks: int) -> int:

@@ -4,16 +4,20 @@ A file names an adapter after the module of the Hugging Face model that it belon
 models whose file fuses several linears into one (Phi 3): there one adapter of the file stands beside several of ours.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from recipe_lib.adapters.foreign import ends_in, foreign_targets
 from recipe_lib.adapters.lora import LINEARS
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, weight_map
 
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 TARGETS = (*LINEARS, "embedding", "head")
+LINEAR = "all-linear"  # the target of every linear of a foreign model
 FIRST, SECOND, LENGTHS, FROZEN = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "base_layer.weight"
 EMBEDDING_FIRST, EMBEDDING_SECOND = "lora_embedding_A", "lora_embedding_B"
 SUFFIXES = (FIRST, SECOND, LENGTHS, FROZEN, EMBEDDING_FIRST, EMBEDDING_SECOND)
@@ -66,8 +70,15 @@ def target_of(module: str) -> str | None:
     return _LEAVES.get(".".join(module.split(".")[-2:]))
 
 
-def file_modules(spec: DecoderSpec) -> dict[str, FileModule]:
+def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     """Every module that may have an adapter, by its name in a file, in the model's order."""
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import layout
+
+        return {
+            name: FileModule(name, rows, columns, (Part(name, LINEAR, 0, rows),))
+            for name, (rows, columns) in layout(spec).linears.items()
+        }
     shapes = parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
@@ -85,15 +96,25 @@ def file_modules(spec: DecoderSpec) -> dict[str, FileModule]:
     }
 
 
-def adapted_modules(spec: DecoderSpec, targets: Collection[str]) -> list[FileModule]:
-    """Those of which at least one part is a target."""
-    return [module for module in file_modules(spec).values() if any(part.target in targets for part in module.parts)]
+def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
+    """Those of which at least one part is a target. Raises ConfigError for a name in lora.modules that none has."""
+    modules = file_modules(spec)
+    if isinstance(spec, ForeignSpec):
+        foreign_targets(modules, cfg.modules)
+    return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
+
+
+def is_target(part: Part, cfg: LoraConfig) -> bool:
+    """Whether the config wants an adapter on a module."""
+    if part.target == LINEAR:
+        return not cfg.modules or any(ends_in(part.module, end) for end in cfg.modules)
+    return part.target in cfg.targets
 
 
 def targets_of(modules: Iterable[FileModule]) -> list[str]:
     """The targets of all parts of the modules, in the order of TARGETS."""
     found = {part.target for module in modules for part in module.parts}
-    return [target for target in TARGETS if target in found]
+    return [target for target in (*TARGETS, LINEAR) if target in found]
 
 
 def split_name(name: str) -> tuple[str, str] | None:

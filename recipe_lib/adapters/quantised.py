@@ -6,19 +6,22 @@ and `weight_scales` `[n]` for n blocks, `weight_factors` fp32. `int8`: `weight_c
 
 Codes and scales are bits that are carried as float8, because FSDP takes floating-point parameters only: they are
 looked at as integers where they are used, and nothing may convert them (`model.to(dtype)` comes before). FSDP shards
-whole blocks or rows, so no shard needs to end where a row of the matrix does.
+whole blocks or rows, so no shard needs to end where a row of the matrix does. A tensor-parallel group cuts at the same
+blocks, so that the numbers are those of one process: rows of the matrix, or columns of whole blocks, whose codes are
+then `[out, in / 64, 32]`, scales `[out, in / 64]`. Each of its ranks has all factors of NF4, which are few.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters import nf4
-from recipe_lib.models.build import local_part
+from recipe_lib.models.parts import gathered, local_part
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point
@@ -28,6 +31,12 @@ _PIECE_ELEMENTS = 2**23  # elements quantised, or of int8 dequantised, at a time
 def can_quantise(in_features: int, out_features: int, kind: str) -> bool:
     """Whether a weight `[out, in]` can be kept so: NF4 needs a whole number of blocks of 64."""
     return kind != "nf4" or nf4.blocks_of(in_features * out_features) is not None
+
+
+def can_cut(in_features: int, out_features: int, kind: str, parts: int, *, by_columns: bool) -> bool:
+    """Whether so many ranks can each have as many columns, or rows, of a weight `[out, in]`: NF4 cuts no block."""
+    cut, other = (in_features, 1) if by_columns else (out_features, in_features)
+    return cut % parts == 0 and (kind != "nf4" or cut // parts * other % nf4.BLOCK == 0)
 
 
 class QuantisedLinear(nn.Module):
@@ -50,6 +59,7 @@ class QuantisedLinear(nn.Module):
             raise ValueError(f"a weight of {shape} numbers of type {base.weight.dtype} cannot be kept as {kind}")
         self.in_features, self.out_features, self.kind = base.in_features, base.out_features, kind
         self.dtype = base.weight.dtype
+        self.rows, self.columns = (0, base.out_features), (0, base.in_features)  # what this process computes with
         self.bias = base.bias
         device = base.weight.device
         blocks = base.in_features * base.out_features // nf4.BLOCK
@@ -59,13 +69,60 @@ class QuantisedLinear(nn.Module):
         self.weight_scales = _frozen((blocks,), _BITS, device) if kind == "nf4" else None
         self.weight_factors = _frozen((factors,), torch.float32, device)
 
+    def take_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+        """From now on computes with rows and columns from the first to the second number (exclusive) of each alone.
+
+        For a tensor-parallel group, on the meta device. The parameters are still those of the whole weight, in a form
+        that the caller may cut there (see the module's docstring) or not. The part is one that `can_cut` allows.
+        """
+        self.rows, self.columns = rows, columns
+        if self.weight_scales is not None and columns != (0, self.in_features):
+            blocks, device = (self.out_features, self.in_features // nf4.BLOCK), self.weight_codes.device
+            self.weight_codes = _frozen((*blocks, nf4.BLOCK // 2), _BITS, device)
+            self.weight_scales = _frozen(blocks, _BITS, device)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]`, in hidden's type."""
-        scales = self.weight_scales
-        storage = (self.weight_codes, scales, self.weight_factors, self.bias, self.in_features, self.dtype)
+        return self.product(hidden, self.bias)
+
+    def product(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Hidden `[..., c]` to `[..., r]` by the r rows and c columns that this process computes with."""
+        first, last = self.columns
+        storage = (*self._part(), bias, last - first, self.dtype, self._place())
         if torch.compiler.is_compiling():
             return _compiled(hidden, *storage)
         return cast(Tensor, _Product.apply(hidden, *storage))
+
+    def rows_held(self) -> int:
+        """How many rows, or parts of them, are here: more than it computes with where the caller did not cut there."""
+        first, last = self.columns
+        numbers = _here(self.weight_codes).numel() * (1 if self.weight_scales is None else 2)
+        return numbers // (last - first)
+
+    def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Codes, scales and factors of what this process computes with, of which it may hold more."""
+        codes, factors = _here(self.weight_codes), _here(self.weight_factors)
+        scales = None if self.weight_scales is None else _here(self.weight_scales)
+        first, last = self.rows
+        spare = self.rows_held() > last - first
+        if scales is None:
+            return (codes[first:last], None, factors[first:last]) if spare else (codes, None, factors)
+        if codes.dim() == 3:
+            return codes.flatten(0, 1), scales.flatten(), factors
+        begin, end = (number * self.in_features // nf4.BLOCK for number in (first, last))
+        return (codes[begin:end], scales[begin:end], factors) if spare else (codes, scales, factors)
+
+    def _place(self) -> list[int]:
+        """Which of the whole weight's blocks the part has, see `nf4.block_numbers`; empty: all, or int8."""
+        (top, bottom), (first, last) = self.rows, self.columns
+        whole = (bottom - top, last - first) == (self.out_features, self.in_features)
+        if whole or self.kind != "nf4":
+            return []
+        blocks = self.out_features * self.in_features // nf4.BLOCK
+        begin = (top * self.in_features + first) // nf4.BLOCK
+        if last - first == self.in_features:
+            return [begin, blocks, blocks, blocks]
+        return [begin, (last - first) // nf4.BLOCK, self.in_features // nf4.BLOCK, blocks]
 
     def full_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dequantised weight `[out, in]` of `dtype` (None: the one it was quantised from).
@@ -78,48 +135,72 @@ class QuantisedLinear(nn.Module):
     def weight_rows(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows `start` to `stop` (exclusive) of `full_weight`, without the others `[stop - start, in]`."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)
-        rows = _dequantise(*storage, self.in_features, self.dtype, start, stop)
+        rows = _dequantise(*storage, self.in_features, self.dtype, (), start, stop)
         return rows if dtype is None else rows.to(dtype)
 
     @torch.no_grad()
-    def fill_weight(self, read_rows: Callable[[int, int], Tensor]) -> None:
+    def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         """Quantises a weight while it is read; each rank its own blocks or rows of it, some at a time.
 
-        read_rows: `(start, stop)` to those rows `[stop - start, in]` of the weight, of any type, on any device. NF4:
-        the largest magnitude of every block is gathered over the ranks that share the weight (all of them must call),
-        so that scales are those of the whole matrix, the same bits for any number of ranks.
+        read_rows: `(start, stop, columns)` to those rows and columns of the weight, of any type, on any device. The
+        largest magnitude of every block, or of a row that is cut, is found over the ranks that share the weight (all
+        of them must call), so that scales are those of the whole matrix, the same bits for any number of ranks.
         """
         if self.kind == "nf4":
             self._fill_nf4(read_rows)
         else:
             self._fill_int8(read_rows)
 
-    def _fill_nf4(self, read_rows: Callable[[int, int], Tensor]) -> None:
-        codes, (begin, _) = local_part(self.weight_codes)
-        device, columns = _working_device(self.weight_codes), self.in_features
-        largest = torch.zeros(len(codes), dtype=self.dtype, device=device)
-        for start, stop in _pieces(len(codes), nf4.BLOCK):
-            first, last = (begin + start) * nf4.BLOCK, (begin + stop) * nf4.BLOCK  # numbers of the flattened matrix
-            top = first // columns
-            values = read_rows(top, -(-last // columns)).to(device, self.dtype).flatten()
-            blocks = values[first - top * columns : last - top * columns].view(-1, nf4.BLOCK)
-            quantised, largest[start:stop] = nf4.quantise_blocks(blocks)
-            codes[start:stop].copy_(quantised.view(_BITS))
-        scales, factors = nf4.quantise_scales(_gathered(largest, self.weight_codes))
+    def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
+        codes, (begin, *_) = local_part(self.weight_codes)
+        device = _working_device(self.weight_codes)
+        largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
+        for start, stop in _pieces(len(codes), 2 * codes.shape[1:].numel()):
+            blocks = self._read_blocks(read_rows, begin + start, begin + stop).to(device, self.dtype)
+            quantised, found = nf4.quantise_blocks(blocks.view(-1, nf4.BLOCK))
+            codes[start:stop].copy_(quantised.view(_BITS).view(codes[start:stop].shape))
+            largest[start:stop] = found.view(largest[start:stop].shape)
+        every = gathered(largest, self.weight_codes, self.weight_codes.shape[:-1])
+        scales, factors = nf4.quantise_scales(every.flatten())
         if self.weight_scales is not None:
             _keep_part(self.weight_scales, scales.view(_BITS))
         _keep_part(self.weight_factors, factors)
 
-    def _fill_int8(self, read_rows: Callable[[int, int], Tensor]) -> None:
+    def _read_blocks(self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int) -> Tensor:
+        """The numbers of blocks `start` to `stop`, flat; where columns are cut, those of this part in such rows."""
+        width = self.in_features
+        if self.weight_codes.dim() == 3:
+            return read_rows(start, stop, slice(*self.columns)).flatten()
+        first, last = start * nf4.BLOCK, stop * nf4.BLOCK  # numbers of the flattened matrix
+        top = first // width
+        return read_rows(top, -(-last // width), slice(None)).flatten()[first - top * width : last - top * width]
+
+    def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         codes, (begin, _) = local_part(self.weight_codes)
         factors, _ = local_part(self.weight_factors)
         device = _working_device(self.weight_codes)
-        for start, stop in _pieces(len(codes), self.in_features):
-            values = read_rows(begin + start, begin + stop).to(device, self.dtype).float()
-            factor = values.abs().amax(dim=1) / 127
+        pieces = _pieces(len(codes), codes.shape[1])
+        largest = torch.zeros(len(codes), device=device)
+
+        def read(start: int, stop: int) -> Tensor:
+            return read_rows(begin + start, begin + stop, slice(*self.columns)).to(device, self.dtype).float()
+
+        def quantise(start: int, stop: int, values: Tensor) -> None:
+            factor = largest[start:stop] / 127
             steps = values / factor.masked_fill(factor == 0, 1).unsqueeze(1)
             codes[start:stop].copy_(steps.round_().clamp_(-127, 127).to(torch.int8).view(_BITS))
             factors[start:stop].copy_(factor)
+
+        cut = self.columns != (0, self.in_features)  # then other ranks may have what is larger: read twice
+        for start, stop in pieces:
+            values = read(start, stop)
+            largest[start:stop] = values.abs().amax(dim=1)
+            if not cut:
+                quantise(start, stop, values)
+        if cut:
+            _largest_of_all(largest, self.weight_codes)
+            for start, stop in pieces:
+                quantise(start, stop, read(start, stop))
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
@@ -135,7 +216,7 @@ def dequantised(weight: Tensor, kind: str) -> Tensor:
     """
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     module = QuantisedLinear(linear, kind).to_empty(device=weight.device)
-    module.fill_weight(lambda start, stop: weight[start:stop])
+    module.fill_weight(lambda start, stop, columns: weight[start:stop, columns])
     return module.full_weight()
 
 
@@ -154,18 +235,22 @@ def _working_device(parameter: Tensor) -> torch.device:
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
-def _gathered(part: Tensor, parameter: Tensor) -> Tensor:
-    """One number for each of the parameter's first dimension, from the parts that the ranks have. A collective."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape = parameter.shape[:1]
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=(1,)).full_tensor()
+def _here(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _largest_of_all(largest: Tensor, parameter: Tensor) -> None:
+    """The largest of each row's numbers, in place, over the ranks that have other columns of it. A collective."""
+    if isinstance(parameter, DTensor):
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard(1):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim))
 
 
 def _keep_part(parameter: Tensor, whole: Tensor) -> None:
-    local, (begin,) = local_part(parameter)
-    local.copy_(whole[begin : begin + len(local)])
+    local, offset = local_part(parameter)
+    part = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
+    local.copy_(whole.view(parameter.shape)[part])
 
 
 def _dequantise(
@@ -174,16 +259,18 @@ def _dequantise(
     factors: Tensor,
     columns: int,
     dtype: torch.dtype,
+    place: Sequence[int] = (),
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """Rows `start` to `stop` of the weight `[stop - start, columns]`; by default all of them."""
+    """Rows `start` to `stop` of the weight, or part of it, `[stop - start, columns]`; by default all of them."""
     if scales is None:
         return _dequantise_int8(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
     first = start * columns
     last = len(codes) * nf4.BLOCK if stop is None else stop * columns
     begin, end = first // nf4.BLOCK, -(-last // nf4.BLOCK)
-    numbers = nf4.dequantise(codes.view(torch.uint8), scales.view(torch.int8), factors, dtype, begin, end).flatten()
+    bits = (codes.view(torch.uint8), scales.view(torch.int8))
+    numbers = nf4.dequantise(*bits, factors, dtype, begin, end, place).flatten()
     return numbers[first - begin * nf4.BLOCK : last - begin * nf4.BLOCK].view(-1, columns)
 
 
@@ -207,17 +294,18 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         columns: int,
         dtype: torch.dtype,
+        place: list[int],
     ) -> Tensor:
         ctx.save_for_backward(codes, scales, factors)
-        ctx.columns, ctx.dtype = columns, dtype
-        return F.linear(hidden, _dequantise(codes, scales, factors, columns, dtype).to(hidden.dtype), bias)
+        ctx.columns, ctx.dtype, ctx.place = columns, dtype, place
+        return F.linear(hidden, _dequantise(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         codes, scales, factors = ctx.saved_tensors
-        weight = _dequantise(codes, scales, factors, ctx.columns, ctx.dtype)
-        return (gradient @ weight.to(gradient.dtype), *(None,) * 6)
+        weight = _dequantise(codes, scales, factors, ctx.columns, ctx.dtype, ctx.place)
+        return (gradient @ weight.to(gradient.dtype), *(None,) * 7)
 
 
 # Under torch.compile the same as an operation that the compiler cannot look into: it would see that forward and
@@ -233,8 +321,9 @@ def _compiled(
     bias: Tensor | None,
     columns: int,
     dtype: torch.dtype,
+    place: Sequence[int],
 ) -> Tensor:
-    return F.linear(hidden, _dequantise(codes, scales, factors, columns, dtype).to(hidden.dtype), bias)
+    return F.linear(hidden, _dequantise(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
 
 @_compiled.register_fake
@@ -246,6 +335,7 @@ def _(
     bias: Tensor | None,
     columns: int,
     dtype: torch.dtype,
+    place: Sequence[int],
 ) -> Tensor:
     rows = codes.numel() * (1 if scales is None else 2) // columns
     return hidden.new_empty((*hidden.shape[:-1], rows))
@@ -253,25 +343,38 @@ def _(
 
 @torch.library.custom_op("tune_recipes::quantised_linear_backward", mutates_args=())
 def _compiled_backward(
-    gradient: Tensor, codes: Tensor, scales: Tensor | None, factors: Tensor, columns: int, dtype: torch.dtype
+    gradient: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    factors: Tensor,
+    columns: int,
+    dtype: torch.dtype,
+    place: Sequence[int],
 ) -> Tensor:
-    return gradient @ _dequantise(codes, scales, factors, columns, dtype).to(gradient.dtype)
+    return gradient @ _dequantise(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
 
 
 @_compiled_backward.register_fake
 def _(
-    gradient: Tensor, codes: Tensor, scales: Tensor | None, factors: Tensor, columns: int, dtype: torch.dtype
+    gradient: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    factors: Tensor,
+    columns: int,
+    dtype: torch.dtype,
+    place: Sequence[int],
 ) -> Tensor:
     return gradient.new_empty((*gradient.shape[:-1], columns))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, codes, scales, factors, _, ctx.columns, ctx.dtype = inputs
+    _, codes, scales, factors, _, ctx.columns, ctx.dtype, ctx.place = inputs
     ctx.save_for_backward(codes, scales, factors)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return (_compiled_backward(gradient, *ctx.saved_tensors, ctx.columns, ctx.dtype), *(None,) * 6)
+    settings = (ctx.columns, ctx.dtype, ctx.place)
+    return (_compiled_backward(gradient, *ctx.saved_tensors, *settings), *(None,) * 7)
 
 
 _compiled.register_autograd(_backward, setup_context=_save_for_backward)

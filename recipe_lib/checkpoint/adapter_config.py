@@ -23,6 +23,7 @@ _IRRELEVANT = {
     "ensure_weight_tying",
     "eva_config",
     "exclude_modules",
+    "fan_in_fan_out",
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",

@@ -14,6 +14,7 @@ from recipe_lib.adapters.peft_names import (
     FileModule,
     adapted_modules,
     file_modules,
+    is_target,
     split_name,
     targets_of,
 )
@@ -22,7 +23,8 @@ from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.spec import ModelSpec
 
 TENSOR_FILE = "adapter_model.safetensors"
 # Metadata of that file, beside what PEFT reads: which base it was trained beside, and how that was stored.
@@ -44,7 +46,7 @@ class AdapterFile:
         """The file with the tensors."""
         return self.folder / TENSOR_FILE
 
-    def modules(self, spec: DecoderSpec) -> list[FileModule]:
+    def modules(self, spec: ModelSpec) -> list[FileModule]:
         """The modules that have an adapter; all of them are the model's, once `check_fits` has said so."""
         return [module for name, module in file_modules(spec).items() if name in self.tensors]
 
@@ -102,7 +104,7 @@ def _several(names: Collection[str]) -> str:
     return f"{min(names)} is" if len(names) == 1 else f"{min(names)} and {len(names) - 1} more are"
 
 
-def check_fits(adapter: AdapterFile, spec: DecoderSpec) -> None:
+def check_fits(adapter: AdapterFile, spec: ModelSpec) -> None:
     """Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for this model."""
     known = file_modules(spec)
     strange = adapter.tensors.keys() - known.keys()
@@ -121,7 +123,7 @@ def check_fits(adapter: AdapterFile, spec: DecoderSpec) -> None:
         raise CheckpointError(*faults)
 
 
-def _module_fault(adapter: AdapterFile, module: FileModule, spec: DecoderSpec) -> str | None:
+def _module_fault(adapter: AdapterFile, module: FileModule, spec: ModelSpec) -> str | None:
     config, found = adapter.config, adapter.tensors[module.name]
     expected = module.shapes(config.rank_of(module.name), config.dora)
     missing = expected.keys() - found.keys()
@@ -146,7 +148,7 @@ def _module_fault(adapter: AdapterFile, module: FileModule, spec: DecoderSpec) -
     return None
 
 
-def check_adapter(folder: Path, spec: DecoderSpec, cfg: LoraConfig, base: Path | None = None) -> None:
+def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | None = None) -> None:
     """Finds what is wrong with going on to train an adapter, before memory is taken. Raises CheckpointError.
 
     spec, cfg: the model's and the run's. base: the checkpoint that will be trained beside it, compared with the one the
@@ -163,7 +165,7 @@ def check_adapter(folder: Path, spec: DecoderSpec, cfg: LoraConfig, base: Path |
         check_base(adapter, spec, base)
 
 
-def check_base(adapter: AdapterFile, spec: DecoderSpec, base: Path) -> None:
+def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
     """Raises CheckpointError unless the adapter was trained beside these weights, as far as its file can tell."""
     made_for = adapter.metadata.get(BASE_FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint(spec, base):
@@ -188,10 +190,12 @@ def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:
     return f"{adapter.folder}: holds {kind}, the config asks for another kind; set {' '.join(changes)}"
 
 
-def _target_fault(adapter: AdapterFile, spec: DecoderSpec, cfg: LoraConfig) -> str | None:
-    wanted = {module.name: module for module in adapted_modules(spec, cfg.targets)}
+def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
+    wanted = {module.name: module for module in adapted_modules(spec, cfg)}
     found = {module.name: used_parts(adapter, module) for module in adapter.modules(spec)}
-    extra = {target for parts in found.values() for target in targets_of([parts]) if target not in cfg.targets}
+    extra = {part.target for module in found.values() for part in module.parts if not is_target(part, cfg)}
+    if isinstance(spec, ForeignSpec):
+        return _modules_fault(adapter, wanted, found)
     targets = targets_of(found.values())
     missing = [name for name in wanted if name not in found]
     partial = [name for name in missing if set(targets_of([wanted[name]])) & set(targets)]
@@ -206,6 +210,16 @@ def _target_fault(adapter: AdapterFile, spec: DecoderSpec, cfg: LoraConfig) -> s
             f"lora.targets=[{','.join(targets)}]"
         )
     return None
+
+
+def _modules_fault(adapter: AdapterFile, wanted: Collection[str], found: Collection[str]) -> str | None:
+    """Of a foreign model, whose modules have no words."""
+    if set(wanted) == set(found):
+        return None
+    first = min(set(wanted) ^ set(found))
+    fault = "has no adapter for" if first in wanted else "adapts"
+    ends = sorted({name.rpartition(".")[2] for name in found})
+    return f"{adapter.folder}: {fault} {first}, unlike lora.modules; set lora.modules=[{','.join(ends)}]"
 
 
 def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
@@ -231,19 +245,19 @@ def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int
     )
 
 
-def usual_scaling(adapter: AdapterFile, spec: DecoderSpec) -> float:
+def usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
     """The scaling that the config gives to all modules without a pattern; if there are none, what most of them have."""
     scalings = [adapter.config.scaling_of(module.name) for module in adapter.modules(spec)]
     usual = scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
     return usual if usual in scalings else max(set(scalings), key=scalings.count)
 
 
-def _rank_fault(adapter: AdapterFile, spec: DecoderSpec, cfg: LoraConfig) -> str | None:
+def _rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str | None:
     """Every module has to have lora.rank or less, and the scaling that is usual among them must be the config's."""
     ranks = []
     for module in adapter.modules(spec):
         rank = adapter.config.rank_of(module.name)
-        targets = sum(part.target in cfg.targets for part in module.parts)
+        targets = sum(is_target(part, cfg) for part in module.parts)
         ranks.append(cfg.rank if stacked_rank(adapter, module, targets, cfg.rank) else rank)
     rank, usual = max(ranks), usual_scaling(adapter, spec)
     if rank != cfg.rank or abs(usual / scaling(cfg.alpha, cfg.rank, cfg.rslora) - 1) > 1e-6:

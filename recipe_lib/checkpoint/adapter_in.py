@@ -19,12 +19,12 @@ from recipe_lib.adapters.peft_names import (
 )
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.build import local_part
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.parts import local_part, own_parts
+from recipe_lib.models.spec import ModelSpec
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, spec: DecoderSpec, folder: Path, *, some: bool = False) -> int:
+def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
     """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how many modules.
 
     model: with adapters, materialised, plain or sharded. An adapter of a lower rank than the model's is filled up with
@@ -39,7 +39,7 @@ def load_adapter(model: nn.Module, spec: DecoderSpec, folder: Path, *, some: boo
     for module in adapter.modules(spec):
         used = [part for part in module.parts if part.module in adapted]
         for number, part in enumerate(used):
-            _fill(adapter, module, part, number, len(used), adapted[part.module])
+            _fill(adapter, module, part, number, len(used), adapted[part.module], model)
             filled.add(part.module)
     if filled != adapted.keys() and not some:
         raise CheckpointError(
@@ -49,7 +49,15 @@ def load_adapter(model: nn.Module, spec: DecoderSpec, folder: Path, *, some: boo
     return len(filled)
 
 
-def _fill(adapter: AdapterFile, module: FileModule, part: Part, number: int, parts: int, target: AdaptedModule) -> None:
+def _fill(
+    adapter: AdapterFile,
+    module: FileModule,
+    part: Part,
+    number: int,
+    parts: int,
+    target: AdaptedModule,
+    model: nn.Module,
+) -> None:
     """One module of ours. number, parts: which of the fused module's adapted parts it is, and how many there are."""
     rank, settings = adapter.config.rank_of(module.name), target.settings
     stacked = stacked_rank(adapter, module, parts, settings.rank)
@@ -61,20 +69,25 @@ def _fill(adapter: AdapterFile, module: FileModule, part: Part, number: int, par
         )
     ratio = adapter.config.scaling_of(module.name) / settings.scaling
     start = part.start
+
+    def held(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        return own_parts(model, f"{part.module}.{suffix}", target.get_parameter(suffix))
+
     suffixes = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
     with safe_open(str(adapter.path), framework="pt") as file:
         entries = adapter.tensors[module.name]
 
-        local, (row, *_) = local_part(target.get_parameter(suffixes[0]))
-        local.zero_()
-        rows = file.get_slice(entries[suffixes[0]][0])[first + min(row, count) : first + min(row + len(local), count)]
-        local[: len(rows)].copy_(rows)
+        source = file.get_slice(entries[suffixes[0]][0])
+        for local, (row, column) in held(suffixes[0]):
+            local.zero_()
+            rows = source[first + min(row, count) : first + min(row + len(local), count)]
+            local[: len(rows)].copy_(rows[:, column : column + local.shape[1]])
 
-        local, (row, *_) = local_part(target.get_parameter(suffixes[1]))
-        local.zero_()
         source = file.get_slice(entries[suffixes[1]][0])
-        rows = source[start + row : start + row + len(local)][:, first : first + count]
-        local[:, :count].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
+        for local, (row, _) in held(suffixes[1]):
+            local.zero_()
+            rows = source[start + row : start + row + len(local)][:, first : first + count]
+            local[:, :count].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
             local, (row,) = local_part(target.lora_magnitude_vector)

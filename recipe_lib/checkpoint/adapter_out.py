@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe_lib.adapters.foreign import AdaptedForeign
 from recipe_lib.adapters.layers import AdaptedModule
+from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
     EMBEDDING_FIRST,
     EMBEDDING_SECOND,
@@ -16,6 +18,7 @@ from recipe_lib.adapters.peft_names import (
     SECOND,
     FileModule,
     adapted_modules,
+    is_target,
     tensor_name,
 )
 from recipe_lib.adapters.quantised import QuantisedLinear
@@ -27,12 +30,14 @@ from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_out import begin_folder, copy_tokenizer, tokenizer_files, whole
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.build import stored_weights
+from recipe_lib.models.parts import in_file_order
+from recipe_lib.models.spec import ModelSpec
 
 
 def export_adapter(
     model: nn.Module,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     cfg: LoraConfig,
     out: Path,
     *,
@@ -54,7 +59,7 @@ def export_adapter(
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
-    modules = adapted_modules(spec, cfg.targets)
+    modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
     multimodal = source_config is not None and source_config.get("model_type") == "gemma3"
     dtype = next(module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule))
@@ -63,7 +68,12 @@ def export_adapter(
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
-    fields = write_fields(cfg, base, ranks, _target_modules(modules, multimodal))
+    fields = write_fields(cfg, base, ranks, cfg.modules or _target_modules(modules, multimodal))
+    fields["fan_in_fan_out"] = all(
+        isinstance(module, AdaptedForeign) and module.transposed
+        for module in model.modules()
+        if isinstance(module, AdaptedModule)
+    )
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
     temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied, marker=CONFIG_FILE)))
@@ -83,7 +93,7 @@ def export_adapter(
 
 
 def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
-    return [part.target for part in module.parts if part.target in cfg.targets]
+    return [part.target for part in module.parts if is_target(part, cfg)]
 
 
 def _target_modules(modules: list[FileModule], multimodal: bool) -> list[str] | str:
@@ -92,10 +102,15 @@ def _target_modules(modules: list[FileModule], multimodal: bool) -> list[str] | 
     return rf".*\blanguage_model\..*\.({'|'.join(names)})" if multimodal else names
 
 
-def _metadata(model: nn.Module, spec: DecoderSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
+def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
     """What PEFT looks for, and what merging has to know of the base."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize}
-    dtype = next(parameter.dtype for name, parameter in model.named_parameters() if name.endswith("norm.weight"))
+    stored = stored_weights(model)  # what is quantised has types of its own
+    dtype = next(
+        parameter.dtype
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name) and name.rpartition("_")[0] not in stored
+    )
     metadata[BASE_DTYPE] = str(dtype).removeprefix("torch.")
     if base_folder is not None:
         metadata[BASE_FINGERPRINT] = base_fingerprint(spec, base_folder)
@@ -129,7 +144,8 @@ def _pieces(model: nn.Module, modules: list[FileModule], cfg: LoraConfig) -> Ite
             yield whole(owner.get_parameter(names[0]).detach())
         for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
             if len(held) == 1:
-                yield whole(owner.get_parameter(names[1]).detach())
+                second = whole(owner.get_parameter(names[1]).detach())
+                yield in_file_order(model, f"{part.module}.{names[1]}", second)
                 continue
             dtype = adapted[0].settings.dtype
             second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)

@@ -9,14 +9,14 @@ from safetensors import safe_open
 
 from recipe_lib.checkpoint.weights_in import FileTensor, read_headers
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, weight_map
 
 _SAMPLE_COLUMNS = 64
 _ROWS = 4096  # rows of a copy that are compared at a time
 
 
-def base_fingerprint(spec: DecoderSpec, folder: Path) -> str:
+def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     """A hash of some numbers of every weight, rounded to bf16: the same for files of other types, sizes or layouts."""
     digest = hashlib.sha256()
     found = read_headers(folder)
@@ -30,7 +30,7 @@ def base_fingerprint(spec: DecoderSpec, folder: Path) -> str:
     return digest.hexdigest()
 
 
-def check_copies(path: Path, copies: Mapping[str, str], spec: DecoderSpec, base: Path) -> None:
+def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: Path) -> None:
     """Compares the frozen weights that an adapter's file holds with the base's own. Raises CheckpointError.
 
     PEFT saves them beside an adapted embedding or head. copies: our parameter -> the tensor's name in the file.

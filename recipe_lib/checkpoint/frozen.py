@@ -63,13 +63,13 @@ def adapter_use(model: nn.Module) -> dict[str, Any] | None:
     if not adapted:
         return None
     settings = adapted[0][1].settings
-    targets = {target_of(name) for name, _ in adapted}
+    targets = {target_of(name) or name.rpartition(".")[2] for name, _ in adapted}
     kinds = {module.kind for module in model.modules() if isinstance(module, QuantisedLinear)}
     return {
         "rank": settings.rank,
         "scaling": settings.scaling,
         "dora": settings.dora,
-        "targets": [target for target in TARGETS if target in targets],
+        "targets": [target for target in TARGETS if target in targets] + sorted(targets - set(TARGETS)),
         "quantize": min(kinds, default="none"),
     }
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.build import local_part, stored_weights
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.build import persistent_buffers, stored_weights
+from recipe_lib.models.parts import own_parts
+from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
 from recipe_lib.units import MIB
 
@@ -32,7 +33,7 @@ class FileTensor:
     entry: TensorEntry
 
 
-def check_weights(spec: DecoderSpec, folder: Path) -> None:
+def check_weights(spec: ModelSpec, folder: Path) -> None:
     """Finds every fault that headers show, before memory is taken: CheckpointError, one line a kind of fault.
 
     Names that are missing, unknown, or of another shape; types that are no weights (quantised); files that are
@@ -42,7 +43,7 @@ def check_weights(spec: DecoderSpec, folder: Path) -> None:
 
 
 def _match(
-    spec: DecoderSpec, folder: Path, shapes: dict[str, tuple[int, ...]]
+    spec: ModelSpec, folder: Path, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
     """The entries to read and the tensors they lie in."""
     found = read_headers(folder)
@@ -161,7 +162,7 @@ def _plain_file(folder: Path, name: str, named_by: str) -> Path:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, spec: DecoderSpec, folder: Path) -> None:
+def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
     """Fills the model's parameters in place; each rank reads its own slices and nothing else.
 
     model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
@@ -169,7 +170,8 @@ def load_weights(model: nn.Module, spec: DecoderSpec, folder: Path) -> None:
     no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
     Raises CheckpointError as `check_weights` does.
     """
-    parameters, stored = dict(model.named_parameters()), stored_weights(model)
+    parameters: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    stored = stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
     entries, found = _match(spec, folder, shapes)
@@ -183,13 +185,13 @@ def load_weights(model: nn.Module, spec: DecoderSpec, folder: Path) -> None:
                 if entry.our_name in stored:
                     stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
                     continue
-                local, offsets = local_part(parameters[entry.our_name])
-                _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]))
+                for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
+                    _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]))
 
 
-def _row_reader(source: Any, offset: int) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a weight that begins at row `offset` of the file's tensor."""
-    return lambda start, stop: source[offset + start : offset + stop]
+def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:
+    """Reads rows, or columns of them, of a weight that begins at row `offset` of the file's tensor."""
+    return lambda start, stop, columns: source[offset + start : offset + stop, columns]
 
 
 def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """A trained model as a Hugging Face folder, written tensor by tensor."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import INDEX, SINGLE, file_shapes
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.families import text_config
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.parts import gathered, in_file_order
+from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.units import MIB
 
@@ -55,7 +58,7 @@ _DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config", "quant
 
 def export_model(
     model: nn.Module,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     source_config: dict[str, Any],
     out: Path,
     *,
@@ -75,15 +78,19 @@ def export_model(
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     shards = plan_shards(spec, parameters, max_shard_bytes)
     parts = _parts_of(spec)
     copied = tokenizer_files(tokenizer_folder)
+
+    def read(name: str) -> torch.Tensor:
+        return in_file_order(model, name, whole(parameters[name]))
+
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
         for name, tensors in shards.items():
-            _write_shard(temporary / name, tensors, parts, parameters, world)
-        dtype = next(iter(parameters.values())).dtype
+            _write_shard(temporary / name, tensors, parts, read, world)
+        dtype = next(model.parameters()).dtype
         config = export_config(source_config, spec, dtype)
         decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
     except BaseException:
@@ -100,7 +107,7 @@ def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
 
 
 def plan_shards(
-    spec: DecoderSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int
+    spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int
 ) -> dict[str, list[PlannedTensor]]:
     """File name -> its tensors, filled in the model's order; a tensor larger than a shard has one of its own."""
     entries = weight_map(spec)
@@ -120,7 +127,7 @@ def plan_shards(
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
 
 
-def _parts_of(spec: DecoderSpec) -> dict[str, list[str]]:
+def _parts_of(spec: ModelSpec) -> dict[str, list[str]]:
     """Name in the file -> the parameters it is made of, in row order."""
     parts: dict[str, list[str]] = {}
     for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
@@ -152,11 +159,11 @@ def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
     parts: dict[str, list[str]],
-    parameters: dict[str, torch.Tensor],
+    read: Callable[[str], torch.Tensor],
     world: Ranks,
 ) -> None:
-    """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
-    pieces = (whole(parameters[part]) for tensor in tensors for part in parts[tensor.name])
+    """One file; every rank takes part in each `read`, even after rank 0 could not write. Collective."""
+    pieces = (read(part) for tensor in tensors for part in parts[tensor.name])
 
     def write() -> None:
         try:
@@ -173,7 +180,8 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     """The full parameter, gathered where it is computed with, even if its shards are kept in host memory."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to(parameter.device_mesh.device_type).full_tensor()
+    placed = parameter.to(parameter.device_mesh.device_type)
+    return gathered(placed.to_local(), placed)
 
 
 def finish_model(
@@ -223,10 +231,11 @@ def tokenizer_files(source: Path | None) -> list[Path]:
     return [*(folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), *found]
 
 
-def export_config(source_config: dict[str, Any], spec: DecoderSpec, dtype: torch.dtype) -> dict[str, Any]:
+def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
     config = {key: value for key, value in text_config(source_config).items() if key not in _DROPPED_KEYS}
-    config["architectures"] = [ARCHITECTURES[spec.family]]
+    if not isinstance(spec, ForeignSpec):
+        config["architectures"] = [ARCHITECTURES[spec.family]]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one
     config["torch_dtype"] = str(dtype).removeprefix("torch.")

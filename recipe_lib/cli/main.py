@@ -20,6 +20,7 @@ VERBS = {
     "download": "fetch a model from the Hugging Face hub",
     "data": "show a config's rows as they will be trained, or check all of them",
     "plan": "tell a run's memory, communication and time before it is started; needs no GPU",
+    "tp-plan": "tell how tensor parallel would share a model among ranks; needs no weights and no GPU",
     "run": "run a recipe, on one process or many",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
     "generate": "complete a prompt with a checkpoint",
@@ -63,7 +64,7 @@ def _run_verb(words: list[str]) -> int:
             f"tune: unknown {what} {show(verb)!r}{did_you_mean(verb, VERBS) or '; one of: ' + ', '.join(VERBS)}"
         )
     try:
-        code = importlib.import_module(f"recipe_lib.cli.{verb}").run(rest)
+        code = importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").run(rest)
         sys.stdout.flush()  # here, where a closed pipe can still be answered
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:

@@ -255,12 +255,10 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", r
     }
     if not given:
         return None
-    from recipe_lib.parallel.world import mesh_shape
+    from recipe_lib.parallel.world import communicators
     from recipe_lib.plan.hidden import outside_torch
 
-    groups = [size for size in mesh_shape(cfg.parallel, ranks) if size > 1]
-    communicators = groups if len(groups) < 2 else [*groups, ranks]  # that of all ranks is one of its own then
-    return dataclasses.replace(outside_torch(hardware, communicators), **given)
+    return dataclasses.replace(outside_torch(hardware, communicators(cfg.parallel, ranks)), **given)
 
 
 def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:

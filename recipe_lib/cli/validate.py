@@ -18,6 +18,10 @@ def run(words: list[str]) -> int:
     for plugin in arguments.plugin:
         load_plugin(plugin)
     recipe = recipe_for(arguments.config, arguments.recipe)
-    load_config(arguments.config, arguments.overrides, recipe.schema())
+    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    if cfg.parallel.tensor > 1:
+        from recipe_lib.training.source import check_sharing_at_hand  # imports torch, which takes seconds
+
+        check_sharing_at_hand(cfg)
     print(f"{arguments.config}: a valid config of {recipe.name}")
     return DONE

@@ -10,9 +10,11 @@ from typing import Any
 from recipe_lib.config.combination import Incompatible
 from recipe_lib.config.combinations_adapters import ADAPTERS
 from recipe_lib.config.combinations_data import DATA
+from recipe_lib.config.combinations_models import MODELS
+from recipe_lib.config.combinations_tensor import TENSOR
 from recipe_lib.config.combinations_training import TRAINING
 
-INCOMPATIBLE: tuple[Incompatible, ...] = (*TRAINING, *DATA, *ADAPTERS)
+INCOMPATIBLE: tuple[Incompatible, ...] = (*TRAINING, *MODELS, *DATA, *TENSOR, *ADAPTERS)
 
 
 def incompatibilities(cfg: Any, changed: Collection[str], judged: Collection[str]) -> list[Incompatible]:

@@ -1,4 +1,4 @@
-"""Components chosen by name: dataset formats, optimizers, losses, trackers.
+"""Components chosen by name: dataset formats, optimizers, losses, trackers, models.
 
 A config holds a registered name and never an import path, so that nothing in a config runs. The names that
 ship are declared here, beside the module that registers them; that module is imported when one is first
@@ -27,6 +27,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "optimizer.name": ("recipe_lib.training.optimizers", ("adamw", "sgd")),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
+    "model": ("recipe_lib.models.foreign_build", ("native", "transformers")),
     "log.trackers": ("recipe_lib.training.trackers", ("tensorboard", "wandb", "trackio")),
 }
 

@@ -56,6 +56,12 @@ class ModelConfig:
 
     path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
     preset: str | None = key(None, "Architecture to initialise at random: a shipped name, or a config.json of yours.")
+    source: str = key(
+        "native",
+        "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
+        "`transformers`); or what a plugin registered.",
+        kind="model",
+    )
 
 
 @dataclass
@@ -181,6 +187,15 @@ class ParallelConfig:
         also=(-1,),
     )
     data_replicate: int = key(1, "Copies of the sharded model (HSDP).", minimum=1)
+    tensor: int = key(1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1)
+    tensor_recompute_gather: str = key(
+        "auto",
+        "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
+        choices=("auto", "true", "false"),
+    )
+    tensor_copy_kv_heads: bool = key(
+        False, "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs."
+    )
     wrapping: str | list[str] = key(
         "auto",
         "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
@@ -215,8 +230,11 @@ class LoraConfig:
     dropout: float = key(0.0, "Share of the adapter's inputs set to zero in training.", minimum=0, below=1)
     targets: list[str] = key(
         ["q", "k", "v", "o", "gate", "up", "down"],
-        "What gets an adapter.",
-        choices=("q", "k", "v", "o", "gate", "up", "down", "embedding", "head"),
+        "What gets an adapter; `all-linear`: every linear of the layers.",
+        choices=("q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "all-linear"),
+    )
+    modules: list[str] = key(
+        [], "Of a model that is not native: ends of the names of linears that get an adapter, as `c_attn`; []: all."
     )
     rslora: bool = key(False, "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).")
     dora: bool = key(False, "Also train the length of each output's weights (DoRA, arXiv 2402.09353).")
@@ -228,6 +246,12 @@ class LoraConfig:
     dtype: str | None = key(None, "Type of the adapters' weights; null: dtype.", choices=("fp32", "bf16"))
     adapter: str | None = key(None, "Folder of a PEFT adapter to go on training; null: a new one.", path=True)
     merge: bool = key(False, "At the end also write the model with the adapter merged in, as output_dir/model.")
+
+    def __post_init__(self) -> None:
+        """`all-linear` is a word for seven others."""
+        if "all-linear" in self.targets:
+            linears = ["q", "k", "v", "o", "gate", "up", "down"]
+            self.targets = linears + [name for name in self.targets if name in ("embedding", "head")]
 
 
 @dataclass

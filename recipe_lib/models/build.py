@@ -3,21 +3,28 @@
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.parts import own_parts
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
 
 
-def build_meta(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
-    """The decoder with parameters of `dtype` on the meta device: shapes, no bytes."""
+def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+    """The decoder with parameters of `dtype` on the meta device: shapes, no bytes.
+
+    A foreign model is a module of its own class that is called as a decoder is; see `build_foreign`.
+    """
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import build_foreign
+
+        return cast(Decoder, build_foreign(spec, dtype))
     with torch.device("meta"):
         return Decoder(spec).to(dtype)
 
@@ -29,8 +36,8 @@ class StoredWeight(Protocol):
     in_features: int
     out_features: int
 
-    def fill_weight(self, read_rows: Callable[[int, int], Tensor]) -> None:
-        """read_rows: `(start, stop)` to those rows of the weight. All ranks that share the weight call it."""
+    def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
+        """read_rows: `(start, stop, columns)` to that part of the weight. All ranks that share the weight call it."""
 
 
 def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
@@ -38,44 +45,54 @@ def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, StoredWeight)}
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong into a checkpoint, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int, spec: DecoderSpec) -> None:
+def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     """Fills materialised parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
     A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only the blocks of rows
     that its shard overlaps and keeps its part of them; nothing is communicated, and no more than a block is held.
-    A quantised weight is made of the values that it would have had.
+    A quantised weight is made of the values that it would have had. A foreign model's vectors and numbers are what its
+    own class begins with.
     """
+    vectors: dict[str, Tensor] = {}
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import first_vectors
+
+        vectors = first_vectors(spec, seed)
     stored = stored_weights(model)
     for name, module in stored.items():
         _fill_stored(module, f"{seed}/{name}", spec.init_std)
     for name, parameter in model.named_parameters():
         if name.rpartition("_")[0] in stored:
             continue
-        local, offset = local_part(parameter)
-        if name.endswith("norm.weight"):
-            local.fill_(0.0 if spec.norm_offset else 1.0)
-        elif name.endswith(".bias"):
-            local.zero_()
-        else:
-            _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
-
-
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter (it shares memory with it), and where it begins in the full tensor."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(offset)
+        for local, offset in own_parts(model, name, parameter):
+            if name in vectors:
+                local.copy_(vectors[name][tuple(slice(at, at + n) for at, n in zip(offset, local.shape, strict=True))])
+            elif isinstance(spec, DecoderSpec) and name.endswith("norm.weight"):
+                local.fill_(0.0 if spec.norm_offset else 1.0)
+            elif name.endswith(".bias"):
+                local.zero_()
+            else:
+                _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
 
 
 def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
     shape = torch.Size((module.out_features, module.in_features))
 
-    def draw_rows(start: int, stop: int) -> Tensor:
+    def draw_rows(start: int, stop: int, columns: slice) -> Tensor:
         rows = torch.empty((stop - start, shape[1]))
         _fill_normal(rows, (start, 0), shape, key, std)
-        return rows
+        return rows[:, columns]
 
     module.fill_weight(draw_rows)
 

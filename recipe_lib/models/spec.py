@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.errors import CheckpointError, ConfigError
+from recipe_lib.models.foreign import ForeignSpec
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -58,6 +59,9 @@ class DecoderSpec:
     tied: bool  # the output projection is the embedding
     fused_file: bool  # the file holds qkv_proj and gate_up_proj (Phi 3)
     init_std: float  # standard deviation of random weights
+
+
+ModelSpec = DecoderSpec | ForeignSpec
 
 
 def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from recipe_lib.models.build import build_meta
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
@@ -29,12 +30,14 @@ class WeightEntry:
     length: int | None = None
 
 
-def weight_map(spec: DecoderSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
+def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
     """One entry per parameter, in the model's order; parts of a fused tensor follow one another in row order.
 
     file_names: names that a checkpoint has, when reading one (some families have more than one layout); empty: the
     layout that is written. A tied output projection has no entry.
     """
+    if isinstance(spec, ForeignSpec):
+        return _foreign_map(spec, file_names)
     prefix, head = "model.", "lm_head."
     for other, other_head in _GEMMA3_PREFIXES.items():
         if spec.family == "gemma3" and any(name.startswith(other) for name in file_names):
@@ -48,8 +51,10 @@ def weight_map(spec: DecoderSpec, file_names: Collection[str] = ()) -> list[Weig
     return entries
 
 
-def ignorable(spec: DecoderSpec, file_name: str) -> bool:
+def ignorable(spec: ModelSpec, file_name: str) -> bool:
     """Whether a checkpoint may hold this tensor without the model having it: old buffers, a tied head, vision parts."""
+    if isinstance(spec, ForeignSpec):
+        return _BUFFERS.search(file_name) is not None or file_name in _other_names(spec)
     if spec.tied and file_name in ("lm_head.weight", "language_model.lm_head.weight"):
         return True
     if spec.family == "gemma3" and _OTHER_PARTS.match(file_name):
@@ -57,14 +62,50 @@ def ignorable(spec: DecoderSpec, file_name: str) -> bool:
     return _BUFFERS.search(file_name) is not None
 
 
-def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, in the model's order; a tied output projection is the embedding."""
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, in the model's order; a tied output projection is the embedding.
+
+    Of a foreign model also those of the buffers that belong into a checkpoint.
+    """
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import layout
+
+        return dict(layout(spec).shapes)
     return {name: tuple(value.shape) for name, value in build_meta(spec, torch.float32).named_parameters()}
 
 
-def expected_shape(spec: DecoderSpec, our_name: str) -> tuple[int, ...]:
+def expected_shape(spec: ModelSpec, our_name: str) -> tuple[int, ...]:
     """The shape of one parameter (`parameter_shapes` for many)."""
     return parameter_shapes(spec)[our_name]
+
+
+def _foreign_map(spec: ForeignSpec, file_names: Collection[str]) -> list[WeightEntry]:
+    """Of a foreign model: the file has the model's own names, or lacks the prefix of those of its body.
+
+    A tied weight is under any of its names. A buffer that a file lacks keeps its first value.
+    """
+    from recipe_lib.models.foreign_build import layout
+
+    held = layout(spec)
+    found, prefix = set(file_names), held.prefix
+    bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
+    entries = []
+    for name in held.shapes:
+        names = held.names.get(name, (name,))
+        spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
+        written = next((spelling for spelling in spellings if spelling in found), spellings[0])
+        if not (found and name in held.buffers and written not in found):
+            entries.append(WeightEntry(name, written))
+    return entries
+
+
+def _other_names(spec: ForeignSpec) -> set[str]:
+    """Names of tied weights, with and without prefix: one of them is read, the others hold the same."""
+    from recipe_lib.models.foreign_build import layout
+
+    held = layout(spec)
+    names = {other for names in held.names.values() if len(names) > 1 for other in names}
+    return names | {name.removeprefix(held.prefix) for name in names}
 
 
 def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int] | None:

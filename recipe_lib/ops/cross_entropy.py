@@ -4,6 +4,10 @@ With n rows and a vocabulary of v, full logits in fp32 are 4nv bytes, and a plai
 tensors alive: 6.3 GB at n = 4096, v = 128256. Here the rows go through the output projection one chunk at a time, and
 each chunk's gradient is made at once, while its logits are there. What is kept for the backward pass is one gradient
 of the hidden states `[n, d]` and one of the weight `[v, d]`, which the backward pass returns anyway.
+
+With a tensor-parallel group of t ranks each has n of N = n t tokens and v / t rows of the weight. A chunk's tokens are
+gathered and meet the rank's part of the vocabulary; the largest logit, the sum of exponentials and the label's logit
+are agreed on over the group. No rank ever has logits of the whole vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +17,12 @@ import torch
 from torch import Tensor
 
 from recipe_lib.config.registry import register
+from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 IGNORED = -100
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Finish = Callable[[Tensor], Tensor]
 
 
 @register("loss", "cross_entropy")
@@ -33,12 +39,19 @@ def linear_cross_entropy(
     chunks: int,
     softcap: float | None = None,
     loss: Loss | None = None,
+    group: Group | None = None,
+    bias: Tensor | None = None,
+    finish: Finish | None = None,
 ) -> Tensor:
     """Sum of the token losses of `hidden @ weight.T`, without a tensor of size `[n, v]` in forward or backward.
 
     hidden: `[n, d]`. weight: `[v, d]`. labels: `[n]` int64; -100 is ignored. chunks: pieces the n rows are cut into,
     even to within one row. softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
     loss: `fn(logits [m, v], labels [m]) -> summed scalar`, a function of its arguments alone; None: cross-entropy.
+    group: hidden is this rank's `[n, d]` of the N tokens of a tensor-parallel group, weight its `[v / t, d]`, labels
+    are all N; the sum is that of all N tokens, on each rank. Not with a loss of its own.
+    bias: `[v]` (`[v / t]` of a group), added to the logits. finish: `fn(logits [m, v]) -> logits [m, v]`, what else is
+    done to each logit by itself, a function of its argument alone; it costs two more tensors of a chunk's logits.
 
     Returns a scalar in fp32 (fp64 for fp64). Logits are made in the dtype of `hidden` and turned to fp32 before
     anything else. When every label is ignored the result is 0 and still has a graph with zero gradients, so that under
@@ -46,10 +59,12 @@ def linear_cross_entropy(
     """
     if loss is cross_entropy:
         loss = None
-    wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if not wants_gradient:
-        return _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, None, None)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunks, softcap, loss)
+    if loss is not None and group is not None:
+        raise ValueError("a loss of its own needs the logits of the whole vocabulary, which no rank of a group has")
+    trained = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    if not (torch.is_grad_enabled() and trained):
+        return _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, None, None, group, bias, None, finish)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunks, softcap, loss, group, bias, finish)
 
 
 def projected_cross_entropy(
@@ -132,11 +147,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunks: int,
         softcap: float | None,
         loss: Loss | None,
+        group: Group | None,
+        bias: Tensor | None,
+        finish: Finish | None,
     ) -> Tensor:
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        total = _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, hidden_grad, weight_grad)
-        ctx.grads = (hidden_grad, weight_grad)
+        bias_grad = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[7] else None
+        grads = (hidden_grad, weight_grad, group, bias, bias_grad, finish)
+        total = _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, *grads)
+        ctx.grads = (hidden_grad, weight_grad, bias_grad)
         return total
 
     @staticmethod
@@ -148,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for grad in grads:
             if grad is not None:
                 grad.mul_(grad_output)
-        return (*grads, None, None, None, None)
+        return (*grads[:2], None, None, None, None, None, grads[2], None)
 
 
 def _sum_over_chunks(
@@ -160,34 +180,55 @@ def _sum_over_chunks(
     loss: Loss | None,
     hidden_grad: Tensor | None,
     weight_grad: Tensor | None,
+    group: Group | None,
+    bias: Tensor | None,
+    bias_grad: Tensor | None,
+    finish: Finish | None,
 ) -> Tensor:
-    """The loss `[]`; fills hidden_grad `[n, d]` and adds to weight_grad `[v, d]` where they are given."""
+    """The loss `[]`; fills hidden_grad `[n, d]`, adds to weight_grad `[v, d]` and bias_grad `[v]`, where given."""
     rows = hidden.shape[0]
     pieces = max(1, min(chunks, rows))
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=hidden.device)
-    with_grad = hidden_grad is not None or weight_grad is not None
+    with_grad = hidden_grad is not None or weight_grad is not None or bias_grad is not None
     for piece in range(pieces):
         part = slice(rows * piece // pieces, rows * (piece + 1) // pieces)
-        logits = (hidden[part] @ weight.t()).to(dtype)
-        value, logits_grad = _chunk_loss(logits, labels[part], softcap, loss, with_grad)
+        tokens, targets = hidden[part], labels[part]
+        if group is not None:
+            tokens, targets = wait(start_gather(tokens, group)), labels.view(group.size, rows)[:, part].flatten()
+        logits = torch.nn.functional.linear(tokens, weight, bias).to(dtype)
+        value, logits_grad = _chunk_loss(logits, targets, softcap, loss, with_grad, group, finish)
         del logits
         total += value
         if logits_grad is None:
             continue
         logits_grad = logits_grad.to(hidden.dtype)
-        if hidden_grad is not None:
+        if hidden_grad is not None and group is None:
             torch.mm(logits_grad, weight, out=hidden_grad[part])
+        elif hidden_grad is not None and group is not None:
+            hidden_grad[part] = wait(start_scatter(logits_grad @ weight, group))
         if weight_grad is not None:
-            weight_grad.addmm_(logits_grad.t(), hidden[part])
-        del logits_grad
+            weight_grad.addmm_(logits_grad.t(), tokens)
+        if bias_grad is not None:
+            bias_grad.add_(logits_grad.sum(dim=0))
+        del logits_grad, tokens
     return total
 
 
 def _chunk_loss(
-    logits: Tensor, labels: Tensor, softcap: float | None, loss: Loss | None, with_grad: bool
+    logits: Tensor,
+    labels: Tensor,
+    softcap: float | None,
+    loss: Loss | None,
+    with_grad: bool,
+    group: Group | None = None,
+    finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of one chunk's logits `[m, v]`, which it overwrites, and its gradient with respect to them."""
+    if finish is not None:
+        logits, finished = finished_logits(logits, finish, with_grad)
+        value, grad = _chunk_loss(finished.detach().clone(), labels, softcap, loss, with_grad, group)
+        return value, None if grad is None else torch.autograd.grad(finished, logits, grad)[0]
     squash = None
     if softcap is not None:
         squash = logits.div_(softcap).tanh_()
@@ -195,7 +236,7 @@ def _chunk_loss(
         if not with_grad:
             squash = None
     if loss is None:
-        value, grad = _cross_entropy_and_grad(logits, labels, with_grad)
+        value, grad = _cross_entropy_and_grad(logits, labels, with_grad, group)
     else:
         value, grad = _custom_loss_and_grad(loss, logits, labels, with_grad)
     if grad is not None and squash is not None:
@@ -203,20 +244,50 @@ def _chunk_loss(
     return value, grad
 
 
-def _cross_entropy_and_grad(logits: Tensor, labels: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _cross_entropy_and_grad(
+    logits: Tensor, labels: Tensor, with_grad: bool, group: Group | None
+) -> tuple[Tensor, Tensor | None]:
     """Summed cross-entropy and softmax minus one-hot, both made in the storage of `logits` `[m, v]`."""
     ignored = labels == IGNORED
-    columns = labels.masked_fill(ignored, 0).unsqueeze(1)
-    logits.sub_(logits.amax(dim=1, keepdim=True))
+    columns, elsewhere = own_columns(labels, ignored, logits.shape[1], group)
+    logits.sub_(largest_of(logits, group))
     picked = logits.gather(1, columns).squeeze(1)
     logits.exp_()
     sums = logits.sum(dim=1)
+    if elsewhere is not None and group is not None:
+        sums, picked = all_reduce(torch.stack([sums, picked.masked_fill_(elsewhere, 0)]), "sum", group)
     value = (sums.log() - picked).masked_fill(ignored, 0).sum()
     if not with_grad:
         return value, None
     logits.div_(sums.unsqueeze(1))
-    logits.scatter_add_(1, columns, logits.new_full((), -1).expand_as(columns))
+    one = logits.new_full((), -1).expand_as(columns)
+    logits.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
     return value, logits.masked_fill_(ignored.unsqueeze(1), 0)
+
+
+def finished_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """The logits `[m, v]` as a leaf, and what `finish` makes of them, with a graph between the two if wanted."""
+    with torch.set_grad_enabled(with_grad):
+        logits = logits.detach().requires_grad_(with_grad)
+        return logits, finish(logits)
+
+
+def own_columns(labels: Tensor, ignored: Tensor, width: int, group: Group | None) -> tuple[Tensor, Tensor | None]:
+    """(columns `[m, 1]` of the labels among a rank's `width` logits, where the label is another rank's `[m]`).
+
+    A column that is not there, or not wanted, is 0. Without a group no label is another rank's: None.
+    """
+    if group is None:
+        return labels.masked_fill(ignored, 0).unsqueeze(1), None
+    columns = labels - group.rank * (group.columns or width)
+    elsewhere = (columns < 0) | (columns >= width)
+    return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
+
+
+def largest_of(logits: Tensor, group: Group | None) -> Tensor:
+    """The largest logit of each row, over all ranks' parts of the vocabulary `[m, 1]`."""
+    largest = logits.amax(dim=1, keepdim=True)
+    return largest if group is None else all_reduce(largest, "max", group)
 
 
 def _custom_loss_and_grad(loss: Loss, logits: Tensor, labels: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:

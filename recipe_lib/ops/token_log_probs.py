@@ -14,21 +14,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from recipe_lib.ops.cross_entropy import IGNORED
+from recipe_lib.ops.cross_entropy import IGNORED, Finish, finished_logits, largest_of, own_columns
+from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunks: int,
+    softcap: float | None = None,
+    group: Group | None = None,
+    bias: Tensor | None = None,
+    finish: Finish | None = None,
 ) -> Tensor:
     """Log-probabilities that `hidden @ weight.T` gives the labels; 0 where a label is -100.
 
     hidden: `[..., d]`. weight: `[v, d]`. labels: int64 `[...]`. chunks: pieces the rows are cut into, even to within
-    one row. softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+    one row. softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2). group: as in `linear_cross_entropy`:
+    hidden is this rank's `[n, d]`, weight its `[v / t, d]`, labels and the result are those of all N tokens.
+    bias, finish: as there, too.
 
     Returns the shape of labels, fp32 (fp64 for fp64). Logits are made in the dtype of `hidden` and turned to fp32
     before anything else. A frozen weight gets no gradient and costs no memory for one; differentiable once.
     """
-    return _TokenLogProbs.apply(hidden, weight, labels, chunks, softcap)
+    return _TokenLogProbs.apply(hidden, weight, labels, chunks, softcap, group, bias, finish)
 
 
 def projected_token_log_probs(
@@ -62,61 +73,103 @@ class _TokenLogProbs(torch.autograd.Function):
     """Keeps hidden states and the log of each row's sum of exponentials; makes the logits in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, softcap: float | None) -> Tensor:
-        rows, targets = hidden.flatten(0, -2), labels.flatten()
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunks: int,
+        softcap: float | None,
+        group: Group | None,
+        bias: Tensor | None,
+        finish: Finish | None,
+    ) -> Tensor:
+        rows, targets = hidden.flatten(0, -2), _by_rank(labels, group)
         picked = torch.empty(labels.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         log_sums = torch.empty(targets.shape, dtype=picked.dtype, device=hidden.device)
         ignored = targets == IGNORED
-        columns = targets.masked_fill(ignored, 0).unsqueeze(1)
         for part in _pieces(rows.shape[0], chunks):
-            logits = _logits(rows[part], weight, picked.dtype)
+            logits = _logits(rows[part], weight, bias, picked.dtype, group)
+            if finish is not None:
+                logits = finish(logits).clone()  # it is overwritten, and might be a view of something else
             if softcap is not None:
                 logits.div_(softcap).tanh_().mul_(softcap)
-            chosen = logits.gather(1, columns[part]).squeeze(1)
-            largest = logits.amax(dim=1, keepdim=True)
-            log_sums[part] = logits.sub_(largest).exp_().sum(dim=1).log_().add_(largest.squeeze(1))
-            picked.view(-1)[part] = chosen.sub_(log_sums[part]).masked_fill_(ignored[part], 0)
+            unwanted = ignored[:, part].flatten()
+            columns, elsewhere = own_columns(targets[:, part].flatten(), unwanted, logits.shape[1], group)
+            chosen = logits.gather(1, columns).squeeze(1)
+            largest = largest_of(logits, group)
+            sums = logits.sub_(largest).exp_().sum(dim=1)
+            if elsewhere is not None and group is not None:
+                sums, chosen = all_reduce(torch.stack([sums, chosen.masked_fill_(elsewhere, 0)]), "sum", group)
+            log_sum = sums.log_().add_(largest.squeeze(1))
+            log_sums[:, part] = log_sum.view(len(targets), -1)
+            chosen = chosen.sub_(log_sum).masked_fill_(unwanted, 0)
+            picked.view(targets.shape)[:, part] = chosen.view(len(targets), -1)
             del logits
-        ctx.save_for_backward(hidden, weight, labels, log_sums)
-        ctx.chunks, ctx.softcap = chunks, softcap
+        ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
+        ctx.chunks, ctx.softcap, ctx.group, ctx.finish = chunks, softcap, group, finish
         return picked
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, log_sums = ctx.saved_tensors
-        rows, targets = hidden.flatten(0, -2), labels.flatten()
+        hidden, weight, bias, labels, log_sums = ctx.saved_tensors
+        group = ctx.group
+        rows, targets = hidden.flatten(0, -2), _by_rank(labels, group)
         hidden_grad = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[6] else None
         ignored = targets == IGNORED
-        columns = targets.masked_fill(ignored, 0).unsqueeze(1)
-        slopes = gradients[0].flatten().masked_fill(ignored, 0).unsqueeze(1)
+        slopes = gradients[0].reshape(targets.shape).masked_fill(ignored, 0)
         for part in _pieces(rows.shape[0], ctx.chunks):
-            logits = _logits(rows[part], weight, log_sums.dtype)
-            squash = None
+            tokens = rows[part] if group is None else wait(start_gather(rows[part], group))
+            logits = _logits(tokens, weight, bias, log_sums.dtype, None)
+            leaf, squash = logits, None
+            if ctx.finish is not None:
+                leaf, finished = finished_logits(logits, ctx.finish, True)
+                logits = finished.detach().clone()
             if ctx.softcap is not None:
                 squash = logits.div_(ctx.softcap).tanh_()
                 logits = squash * ctx.softcap
             # d log p(label) / d logits is one-hot minus softmax.
-            grad = logits.sub_(log_sums[part].unsqueeze(1)).exp_().neg_()
-            grad.scatter_add_(1, columns[part], grad.new_ones(()).expand_as(columns[part]))
-            grad.mul_(slopes[part])
+            grad = logits.sub_(log_sums[:, part].reshape(-1, 1)).exp_().neg_()
+            unwanted = ignored[:, part].flatten()
+            columns, elsewhere = own_columns(targets[:, part].flatten(), unwanted, grad.shape[1], group)
+            one = grad.new_ones(()).expand_as(columns)
+            grad.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
+            grad.mul_(slopes[:, part].reshape(-1, 1))
             if squash is not None:
                 grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
-            del logits, squash
+            if ctx.finish is not None:
+                (grad,) = torch.autograd.grad(finished, leaf, grad)
+                del finished
+            del logits, squash, leaf
             narrow = grad.to(hidden.dtype)
             del grad
-            if hidden_grad is not None:
+            if hidden_grad is not None and group is None:
                 torch.mm(narrow, weight, out=hidden_grad[part])
+            elif hidden_grad is not None and group is not None:
+                hidden_grad[part] = wait(start_scatter(narrow @ weight, group))
             if weight_grad is not None:
-                weight_grad.addmm_(narrow.t(), rows[part])
-            del narrow
-        return None if hidden_grad is None else hidden_grad.view_as(hidden), weight_grad, None, None, None
+                weight_grad.addmm_(narrow.t(), tokens)
+            if bias_grad is not None:
+                bias_grad.add_(narrow.sum(dim=0))
+            del narrow, tokens
+        hidden_grad = None if hidden_grad is None else hidden_grad.view_as(hidden)
+        return hidden_grad, weight_grad, None, None, None, None, bias_grad, None
 
 
-def _logits(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows `[m, d]` to logits `[m, v]` in storage of their own."""
-    return (rows @ weight.t()).to(dtype)
+def _by_rank(labels: Tensor, group: Group | None) -> Tensor:
+    """The labels of the tokens that each rank of the group has, a row each; without one, one row."""
+    return labels.reshape(1 if group is None else group.size, -1)
+
+
+def _logits(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: Group | None
+) -> Tensor:
+    """Rows `[m, d]`, gathered over the group, to logits `[m, v]` in storage of their own."""
+    tokens = rows if group is None else wait(start_gather(rows, group))
+    return F.linear(tokens, weight, bias).to(dtype)
 
 
 def _pieces(rows: int, chunks: int) -> Iterator[slice]:

@@ -1,6 +1,8 @@
 """The ranks of a run and how a model is divided among them."""
 
 from recipe_lib.parallel.apply import DTYPES, compile_layers, materialize, shard_model
+from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
+from recipe_lib.parallel.tensor_sizes import check_tensor
 from recipe_lib.parallel.world import World, start_world
 from recipe_lib.parallel.wrapping import Unit, describe_units, resolve_wrapping
 
@@ -8,10 +10,13 @@ __all__ = [
     "DTYPES",
     "Unit",
     "World",
+    "check_tensor",
     "compile_layers",
     "describe_units",
     "materialize",
     "resolve_wrapping",
     "shard_model",
+    "shard_tensors",
     "start_world",
+    "sum_replicated_gradients",
 ]

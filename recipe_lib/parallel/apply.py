@@ -19,12 +19,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.layers import layer_names
+from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel.world import World
 from recipe_lib.parallel.wrapping import Unit, resolve_wrapping
 
@@ -39,7 +41,30 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     modules = dict(model.named_modules())
     for name in layer_names(model):
         layer = modules[name]
-        layer.forward = torch.compile(layer.forward, backend=backend)
+        compiled = torch.compile(layer.forward, backend=backend)
+        shared = any(isinstance(parameter, DTensor) for parameter in layer.parameters())
+        layer.forward = _on_own_parts(layer, compiled) if shared else compiled
+
+
+def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """While `forward` runs, the layer's DTensor parameters are this rank's parts of them.
+
+    With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it expects a tensor if
+    attention is computed again on a CPU.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
+        whole = [(place, name, place[name]) for place, name in found if isinstance(place[name], DTensor)]
+        try:
+            for place, name, parameter in whole:
+                place[name] = parameter.to_local()  # type: ignore[union-attr, assignment]
+            return forward(*args, **kwargs)
+        finally:
+            for place, name, parameter in whole:
+                place[name] = parameter
+
+    return run
 
 
 def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> list[Unit]:
@@ -47,12 +72,12 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
     over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch.
-    A world of one without `memory.cpu_offload` is left as it is and has no units.
+    Where there is one batch at a time, and no `memory.cpu_offload`, the model is left as it is and has no units.
 
     Raises ConfigError for a wrapping that does not fit the model.
     """
     units = resolve_wrapping(model, parallel.wrapping)
-    if world.size == 1 and not memory.cpu_offload:
+    if world.data_ranks == 1 and not memory.cpu_offload:
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
@@ -92,7 +117,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
     """Gives a meta model uninitialised memory on `device`; with `memory.cpu_offload` its parameters on the host.
 
-    Tied parameters stay tied.
+    Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them.
     """
     ties = _shared_parameters(model)
     model.to_empty(device="cpu" if memory.cpu_offload else device)
@@ -103,16 +128,26 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
+    if holds_values(device):
+        first: dict[str, Tensor] = getattr(model, "first_buffers", {})
+        for name, buffer in model.named_buffers():
+            if name in first:
+                buffer.copy_(first[name])
 
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
     """Makes one module a unit; the embedding and the output projection get what their size deserves."""
-    kind = type(module)
+    is_head, is_embedding = _is_head(module), type(module) in _EMBEDDINGS
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
-    if kind in _HEADS:
+    if is_head:
         module.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
-    if kind in _EMBEDDINGS + _HEADS:
+    if is_head or is_embedding:
         module.register_forward_pre_hook(_gather_now, prepend=True)
+
+
+def _is_head(module: nn.Module) -> bool:
+    """Whether a module is called as an output head is; the linear of a foreign model says so itself."""
+    return type(module) in _HEADS or getattr(module, "is_output_head", False)
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -155,7 +190,7 @@ def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def _is_tied_pair(members: list[nn.Module]) -> bool:
     """An embedding and the output head that uses the same matrix, and nothing else but adapters."""
-    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) not in _HEADS:
+    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or not _is_head(members[1]):
         return False
     named = [pair for member in members for pair in member.named_parameters()]
     return {id(parameter) for name, parameter in named if not is_adapter(name)} == {id(members[0].weight)}

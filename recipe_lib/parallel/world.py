@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from recipe_lib import errors
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
+from recipe_lib.ops.gathered import Group
 
-# Outermost first: dimensions of other kinds of parallelism go around these two (pipeline) and inside them (tensor).
-MESH_DIMS = ("data_replicate", "data_shard")
+# Outermost first: neighbours share matrices. Dimensions of other kinds of parallelism go around these (pipeline).
+MESH_DIMS = ("data_replicate", "data_shard", "tensor")
 _STORE_SECONDS = 5
 _PRINTING_SECONDS = 0.5
 
@@ -35,7 +36,8 @@ class World:
     """This process among all the processes of a run.
 
     rank, size: among all processes; local_rank: on this machine. device: where this rank computes.
-    mesh: dimensions `data_replicate` x `data_shard`. data_rank, data_ranks: which of the different batches is ours.
+    mesh: dimensions `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the different batches
+    is ours: the ranks of a tensor-parallel group have the same. tensor: that group; None: each rank has whole matrices.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class World:
     mesh: DeviceMesh
     data_rank: int
     data_ranks: int
+    tensor: Group | None = None
 
     @property
     def is_main(self) -> bool:
@@ -52,10 +55,14 @@ class World:
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over all ranks, in place, on host or device. A collective."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
+        """The sum of `tensor` over the different batches, in place, on host or device. A collective."""
+        if self.data_ranks > 1:
+            dist.all_reduce(tensor, group=None if self.tensor is None else self._data_group())
         return tensor
+
+    def _data_group(self) -> dist.ProcessGroup:
+        """The ranks that have this one's place in other tensor-parallel groups."""
+        return self.mesh["data_replicate", "data_shard"]._flatten("data").get_group()
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on any; over the host's group. A collective."""
@@ -134,8 +141,7 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
     A UserError that several ranks raise on their own is told by the first of them only.
     """
     if dist.is_initialized():
-        local_rank = _read_integer("LOCAL_RANK", default=0)
-        yield _make_world(cfg, dist.get_rank(), dist.get_world_size(), local_rank)
+        yield _make_world(cfg, dist.get_rank(), dist.get_world_size(), _read_integer("LOCAL_RANK", default=0))
         return
     rank, size, local_rank = _read_environment()
     device_type = _device_type(cfg.device)
@@ -162,23 +168,54 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
 def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int) -> World:
     """The world on the process group that is there."""
     device_type = _device_type(cfg.device)
-    replicate, shard = mesh_shape(cfg.parallel, size)
-    mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=MESH_DIMS)
+    mesh = init_device_mesh(device_type, mesh_shape(cfg.parallel, size), mesh_dim_names=MESH_DIMS)
     device = torch.device(device_type, local_rank) if device_type != "cpu" else torch.device("cpu")
-    return World(rank, size, local_rank, device, mesh, data_rank=rank, data_ranks=size)
+    return world_of(mesh, rank, size, local_rank, device)
 
 
-def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int]:
-    """(data_replicate, data_shard) for `size` ranks; SetupError names both numbers when they do not fit."""
+def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device) -> World:
+    """The world of a mesh with the dimensions `MESH_DIMS`."""
+    tensors = mesh["tensor"].size()
+    group = None
+    if tensors > 1:
+        group = Group(mesh.get_group("tensor").group_name, tensors, rank % tensors)
+        mesh["data_replicate", "data_shard"]._flatten("data")  # by all ranks, before one of them needs it
+    return World(rank, size, local_rank, device, mesh, rank // tensors, size // tensors, group)
+
+
+def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int, int]:
+    """(data_replicate, data_shard, tensor) for `size` ranks; SetupError names the numbers when they do not fit."""
+    tensor = parallel.tensor
+    if size % tensor:
+        raise SetupError(
+            f"parallel.tensor: found {tensor} for {size} rank{'s' if size > 1 else ''}, expected a divisor of {size}; "
+            f"start a multiple of {tensor} ranks (--nproc_per_node)"
+        )
+    return (*_data_shape(parallel, size // tensor, tensor), tensor)
+
+
+def communicators(parallel: ParallelConfig, size: int) -> list[int]:
+    """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh, and all ranks.
+
+    With tensor parallel the ranks of its data dimensions together, if these are several, have one too.
+    """
+    groups = [ranks for ranks in mesh_shape(parallel, size) if ranks > 1]
+    if len(groups) < 2:
+        return groups
+    return [*groups, *([size // parallel.tensor] if len(groups) == 3 else []), size]
+
+
+def _data_shape(parallel: ParallelConfig, size: int, tensor: int) -> tuple[int, int]:
+    """(data_replicate, data_shard) for `size` different batches, of `tensor` ranks each."""
     replicate, shard = parallel.data_replicate, parallel.data_shard
     fitting = [str(number) for number in range(1, size + 1) if size % number == 0]
     possible = f"one of {', '.join(fitting)}" if size > 1 else "1"
-    ranks = f"{size} ranks" if size > 1 else "1 rank"
+    ranks = f"{size} rank{'s' if size > 1 else ''}{f' (of {size * tensor}, by parallel.tensor)' if tensor > 1 else ''}"
     if shard == -1:
         if size % replicate:
             raise SetupError(
                 f"parallel.data_replicate: found {replicate} copies for {ranks}, expected a divisor of {size}; "
-                f"use {possible}, or start a multiple of {replicate} ranks (--nproc_per_node)"
+                f"use {possible}, or start a multiple of {replicate * tensor} ranks (--nproc_per_node)"
             )
         return replicate, size // replicate
     if shard < 1:
@@ -189,7 +226,7 @@ def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int]:
             remedy = f"parallel.data_shard={size // replicate} or -1"
         raise SetupError(
             f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {ranks}; "
-            f"set {remedy}, or start {replicate * shard} ranks (--nproc_per_node)"
+            f"set {remedy}, or start {replicate * shard * tensor} ranks (--nproc_per_node)"
         )
     return replicate, shard
 

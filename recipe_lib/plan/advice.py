@@ -156,7 +156,7 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
         found.append(Lever({"parallel.reshard_after_forward": not parallel.reshard_after_forward}))
         if parallel.data_replicate > 1:
             found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
-        if parallel.data_shard == -1 and ranks % (2 * parallel.data_replicate) == 0:
+        if parallel.data_shard == -1 and ranks % (2 * parallel.data_replicate * parallel.tensor) == 0:
             found.append(Lever({"parallel.data_replicate": 2 * parallel.data_replicate}, "copies of the sharded model"))
         if parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16":
             found.append(Lever({"parallel.reduce_dtype": None}, "gradients are summed in bf16: less exact"))

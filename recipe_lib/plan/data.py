@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from math import lcm
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,10 +69,10 @@ class PlannedData:
         packed, ranks = self._cfg.data.packing, self._world.data_ranks
         slots = [np.arange(self.rows.items) if packed else np.zeros(1, dtype=np.int64)] * (batch_size * accumulation)
         length = self._shape.tokens * (self.rows.group if packed else 1)
+        multiple = lcm(self._cfg.data.pad_to_multiple, self._cfg.parallel.tensor)
         with unset_fake_temporarily():  # lengths are read from them
             step = make_step(
-                self.rows, slots, 0, 1, batch_size, accumulation, 0, self._cfg.data.pad_to_multiple,
-                length if packed else None,
+                self.rows, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,
             )  # fmt: skip
         counted = (step.trained_tokens, step.total_tokens, step.padded_tokens, step.items)
         whole = StepBatches(step.micro_batches, *(ranks * count for count in counted))

@@ -84,6 +84,8 @@ class Event:
 class SimulatedModule:
     """What `torch.get_device_module("sim")` returns: the part of torch.cuda's interface that recipes and FSDP use."""
 
+    __name__ = NAME  # by which torch.compile speaks of a device's module
+
     def __init__(self) -> None:
         # torch looks these two up as attributes of the module
         self.Stream, self.Event = Stream, Event

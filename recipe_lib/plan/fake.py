@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg
 
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.models import build
-from recipe_lib.parallel import World
-from recipe_lib.parallel.world import MESH_DIMS, mesh_shape
+from recipe_lib.models import parts
+from recipe_lib.parallel.world import MESH_DIMS, World, mesh_shape, world_of
 from recipe_lib.plan.device import MODULE, NAME, register_device
 from recipe_lib.plan.kernels import pin_kernels
 
@@ -38,7 +37,7 @@ def simulated_world(parallel: ParallelConfig, rank: int, ranks: int, *, like_cpu
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
         stack.enter_context(_meshes_are_real())
         stack.enter_context(_streams_are_ours())
-        yield World(rank, ranks, 0, device, mesh, data_rank=rank, data_ranks=ranks)
+        yield world_of(mesh, rank, ranks, 0, device)
 
 
 @contextmanager
@@ -69,7 +68,7 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
 def _meshes_are_real() -> Iterator[None]:
     """A mesh computes with its own ranks' numbers, which must have values."""
     places = [(DeviceMesh, name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
-    places.append((build, "compute_local_shape_and_global_offset"))
+    places.append((parts, "compute_local_shape_and_global_offset"))
     originals = {(owner, name): getattr(owner, name) for owner, name in places}
 
     def real(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from recipe_lib.config.compatibility import incompatibilities
 from recipe_lib.config.keys import read_schema
 from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import SetupError, UserError
-from recipe_lib.parallel.world import mesh_shape
+from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.hidden import outside_torch
 from recipe_lib.plan.make import PlanSettings
 from recipe_lib.plan.quick import Quick, quick
@@ -64,9 +64,7 @@ def _written(value: Any) -> str:
 
 def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
     """What the allocator may take on the device."""
-    groups = [size for size in mesh_shape(cfg.parallel, settings.ranks) if size > 1]
-    communicators = groups if len(groups) < 2 else [*groups, settings.ranks]  # that of all ranks is one of its own then
-    outside = settings.outside or outside_torch(settings.hardware, communicators)
+    outside = settings.outside or outside_torch(settings.hardware, communicators(cfg.parallel, settings.ranks))
     return settings.hardware.memory - outside.total
 
 

@@ -30,7 +30,7 @@ from recipe_lib.units import format_bytes, format_count
 
 # What is looked for beside the micro-batch: key -> its values for a config and so many ranks, least memory first.
 SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
-    "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks),
+    "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks // cfg.parallel.tensor),
     "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
     "optimizer.implementation": lambda cfg, ranks: ("auto",),
 }
@@ -136,7 +136,7 @@ def search(
         closest=None if found else closest,
         device=settings.hardware.name,
         ranks=settings.ranks,
-        rows=_rows(cfg) * settings.ranks,
+        rows=_rows(cfg) * (settings.ranks // cfg.parallel.tensor),
         tried=len(tried),
         planned=len(found) + len(refused),
         took=time.monotonic() - began,
@@ -191,11 +191,11 @@ def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[dict[str
     for key, values in SHARING.items():
         if key not in fixed and value_of(cfg, key) is not None:
             combinations = [one | {key: value} for one in combinations for value in values(cfg, ranks)]
-    # A copy on each rank has nothing to gather again.
+    copies = ranks // cfg.parallel.tensor  # a copy on each rank has nothing to gather again
     yield from (
         one
         for one in combinations
-        if one.get("parallel.data_replicate") != ranks or one.get("parallel.reshard_after_forward", True) or ranks == 1
+        if one.get("parallel.data_replicate") != copies or one.get("parallel.reshard_after_forward", True) or ranks == 1
     )
 
 

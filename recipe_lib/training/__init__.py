@@ -11,7 +11,7 @@ from recipe_lib.training.output import check_output
 from recipe_lib.training.resume import resume_run
 from recipe_lib.training.run import run_recipe
 from recipe_lib.training.seeds import derive_seed
-from recipe_lib.training.source import ModelSource, find_model
+from recipe_lib.training.source import ModelSource, check_sharing, find_model
 from recipe_lib.training.validation import validation_loss
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "build_loss",
     "build_optimizer",
     "check_output",
+    "check_sharing",
     "clip_grad_norm",
     "derive_seed",
     "derived_numbers",

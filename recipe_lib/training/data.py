@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from recipe_lib.errors import UserError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.output import check_output
 from recipe_lib.training.seeds import derive_seed
-from recipe_lib.training.source import ModelSource, find_model
+from recipe_lib.training.source import ModelSource, check_sharing, find_model
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -77,7 +78,7 @@ class TrainingData:
             batch_size=cfg.batch_size,
             accumulation=cfg.gradient_accumulation_steps,
             pad_id=self.tokenizer.pad_id,
-            multiple=cfg.data.pad_to_multiple,
+            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
             workers=cfg.data.loader_workers,
             device=world.device,
         )
@@ -93,7 +94,7 @@ class TrainingData:
             world.data_ranks,
             cfg.validation.batch_size or cfg.batch_size,
             self.tokenizer.pad_id,
-            multiple=cfg.data.pad_to_multiple,
+            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         ):
             yield batches.to(world.device)
@@ -112,6 +113,7 @@ def prepare(cfg: FullFinetuneConfig) -> None:
     try:
         check_output(cfg)
         source = find_model(cfg.model)
+        check_sharing(cfg, source.spec)
         prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))
     except UserError:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:

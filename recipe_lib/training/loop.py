@@ -19,6 +19,7 @@ from recipe_lib.training.metrics import step_metrics
 from recipe_lib.training.optimizers import set_learning_rate
 from recipe_lib.training.resume import save_run
 from recipe_lib.training.run_log import RunLog
+from recipe_lib.training.same_rows import check_same_rows
 from recipe_lib.training.schedules import learning_rate
 from recipe_lib.training.stop import StopSignal
 
@@ -93,13 +94,18 @@ class TrainingLoop:
 
     def steps(self) -> Iterator[StepBatches]:
         """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step."""
-        source = self._data.batches(self.step)
+        source, first = self._data.batches(self.step), True
         while self.step < self.total_steps:
             self._began = time.perf_counter()
             self._peak.reset()
             self._lr = learning_rate(self._cfg.lr_schedule, self._cfg.optimizer.lr, self.step, self.total_steps)
             set_learning_rate(self._optimizer, self._lr)
-            yield next(source)
+            batches = next(source)
+            if first:
+                check_same_rows(batches, self._world)
+                first = False
+            yield batches
+            del batches
 
     def finish(self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]) -> None:
         """Records a step, then validates and saves where that is due.

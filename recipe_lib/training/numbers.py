@@ -30,10 +30,9 @@ def derived_numbers(
 def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
-    replicate = cfg.parallel.data_replicate
-    return (
-        f"devices: {world.size} {world.device.type} = data_replicate {replicate} x data_shard {world.size // replicate}"
-    )
+    shape = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
+    dims = [f"{name} {size}" for name, size in shape if size > 1 or name != "tensor"]
+    return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}"
 
 
 def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "DataPlan") -> list[str]:

@@ -22,6 +22,8 @@ def derive_seed(root: int, *names: str | int) -> int:
 def set_seeds(seed: int, world: "World") -> None:
     """Seeds the default generators of Python and torch (host and device) with this rank's dropout stream.
 
+    No two ranks have the same, those that share matrices neither: each drops of what it alone has, its part of the
+    tokens before a matrix that is cut by rows, its part of the channels before one that is cut by columns.
     Weights and data order draw from streams of their own, derived by name; they do not touch these generators.
     """
     stream = derive_seed(seed, "dropout", world.rank)

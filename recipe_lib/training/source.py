@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
-from recipe_lib.config.schema import ModelConfig
-from recipe_lib.models import DecoderSpec, preset_config, read_config, spec_from_config
+from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig, ModelConfig
+from recipe_lib.models import preset_config, read_config, spec_from_config
+from recipe_lib.models.foreign import foreign_spec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.parallel.tensor_sizes import check_tensor
 
 
 @dataclass(frozen=True)
@@ -16,18 +19,41 @@ class ModelSource:
     name: str
     folder: Path | None
     config: dict[str, Any]
-    spec: DecoderSpec
+    spec: ModelSpec
 
 
 def find_model(cfg: ModelConfig) -> ModelSource:
     """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all weights are checked.
 
-    Raises CheckpointError.
+    Raises CheckpointError; for a model that is not native also what `foreign_spec` raises.
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
     config = read_config(folder) if folder else preset_config(name)
-    spec = spec_from_config(config, where=str(folder or name))
+    where = str(folder or name)
+    spec: ModelSpec
+    if cfg.source == "native":
+        spec = spec_from_config(config, where)
+    else:
+        spec = foreign_spec(config, where, cfg.source)
     if folder:
         check_weights(spec, folder)
     return ModelSource(name, folder, config, spec)
+
+
+def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
+    """Refuses a model that the ranks of `parallel.tensor` cannot share. Raises ConfigError, with the sizes that fit."""
+    if isinstance(spec, DecoderSpec):
+        quantize = cfg.lora.quantize if isinstance(cfg, LoraFinetuneConfig) else "none"
+        check_tensor(spec, cfg.parallel, quantize)
+
+
+def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:
+    """As `check_sharing`, if the model's config.json is on this machine's disk; no weight is looked at."""
+    if cfg.model.source != "native":
+        return
+    folder = Path(cfg.model.path) if cfg.model.path else None
+    if folder is not None and not (folder / "config.json").is_file():
+        return
+    config = read_config(folder) if folder else preset_config(cfg.model.preset or "")
+    check_sharing(cfg, spec_from_config(config, str(folder or cfg.model.preset)))

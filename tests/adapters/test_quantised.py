@@ -39,7 +39,7 @@ def quantised(weight: Tensor, kind: str, bias: Tensor | None = None) -> Quantise
     module = QuantisedLinear(linear, kind).to_empty(device="cpu")
     for parameter in module.parameters():
         parameter.untyped_storage().fill_(0x5A)  # nothing may be left of it
-    module.fill_weight(lambda start, stop: weight[start:stop])
+    module.fill_weight(lambda start, stop, columns: weight[start:stop, columns])
     if bias is not None:
         module.bias = nn.Parameter(bias, requires_grad=False)
     return module

@@ -141,7 +141,7 @@ def test_any_number_of_ranks_makes_the_same_bits(kind: str, shape: tuple[int, in
         if dims:
             names = ("copies", "shards")[-len(dims) :]
             fully_shard(module, mesh=init_device_mesh("cpu", dims, mesh_dim_names=names))
-        module.to_empty(device="cpu").fill_weight(lambda start, stop: weight[start:stop])
+        module.to_empty(device="cpu").fill_weight(lambda start, stop, columns: weight[start:stop, columns])
         if isinstance(module, FSDPModule):
             module.unshard()
         return bits_of(module)
@@ -254,8 +254,8 @@ def counting(make: Callable[..., Any], reads: list[int]) -> Callable[..., Any]:
     def make_counting(*args: Any) -> Any:
         read_rows = make(*args)
 
-        def read(start: int, stop: int) -> Tensor:
-            rows = read_rows(start, stop)
+        def read(*part: Any) -> Tensor:
+            rows = read_rows(*part)
             reads.append(rows.numel())
             return rows
 

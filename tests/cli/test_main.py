@@ -29,6 +29,8 @@ CHEAP = [
     ["run", "--nproc_per_node", "four", "full_finetune_distributed", "--config", CONFIG],
     ["plan", "--help"],
     ["plan", "--nproc_per_node", "four", "--config", CONFIG],
+    ["tp-plan", "--help"],
+    ["tp-plan", "llama3/8B", "--tensor", "two"],
     ["generate", "--help"],
     ["generate", "nowhere", "--prompt", "a", "--top-k", "0"],
     ["download", "--help"],
@@ -91,13 +93,13 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (["generat", "x"], "error: tune: unknown verb 'generat'; did you mean generate?"),
         (
             ["zzz"],
-            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, run, export, "
-            "generate",
+            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
+            "run, export, generate",
         ),
         (
             ["--verbose"],
-            "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, data, plan, run, "
-            "export, generate",
+            "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
+            "run, export, generate",
         ),
         (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
         (["generate", "x", "--promt", "a"], "error: tune generate: unknown option --promt; did you mean --prompt?"),

@@ -18,6 +18,7 @@ from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli import run as run_verb
+from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli.main import main as tune
 from recipe_lib.cli.recipes import Recipe
 from tests.house.documents import Block, blocks, documents
@@ -104,6 +105,8 @@ def check_tune(words: list[str]) -> None:
             assert apart(tune, words) in (0, plan_verb.NO_ROOM), line  # the simulated device stays in a process
         else:
             assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
+    elif verb == "tp-plan":
+        tp_plan_verb.config_of(tp_plan_verb.read(rest).model)
     else:
         assert verb in ("ls", "cat", "cp", "validate"), f"no rule for: {line}"
         assert tune(words) == 0, line

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError
-from recipe_lib.parallel.world import MESH_DIMS, World, mesh_shape, start_world
+from recipe_lib.parallel.world import MESH_DIMS, World, communicators, mesh_shape, start_world
 from tests.distributed.ranks import RankFailure, free_port, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_one_process_is_a_world_of_one_that_ends_with_its_block() -> None:
     with start_world(cpu_config()) as world:
         assert (world.rank, world.size, world.data_rank, world.data_ranks) == (0, 1, 0, 1)
         assert world.is_main and world.device == torch.device("cpu")
-        assert world.mesh.mesh_dim_names == MESH_DIMS and tuple(world.mesh.shape) == (1, 1)
+        assert world.mesh.mesh_dim_names == MESH_DIMS and tuple(world.mesh.shape) == (1, 1, 1)
         assert world.any(True) and not world.any(False)
         assert world.broadcast_json({"a": [1]}) == {"a": [1]} and world.gather_json(3) == [3]
         assert world.all_reduce_sum(torch.tensor(2.0)) == 2
@@ -48,11 +48,23 @@ def fail_with_row(line: str) -> None:
 
 @pytest.mark.parametrize(
     ("parallel", "size", "expected"),
-    [({}, 4, (1, 4)), ({"data_replicate": 2}, 4, (2, 2)), ({"data_replicate": 4}, 4, (4, 1)),
-     ({"data_shard": 2, "data_replicate": 2}, 4, (2, 2)), ({}, 1, (1, 1))],
+    [({}, 4, (1, 4, 1)), ({"data_replicate": 2}, 4, (2, 2, 1)), ({"data_replicate": 4}, 4, (4, 1, 1)),
+     ({"data_shard": 2, "data_replicate": 2}, 4, (2, 2, 1)), ({}, 1, (1, 1, 1)), ({"tensor": 4}, 4, (1, 1, 4)),
+     ({"tensor": 2}, 8, (1, 4, 2)), ({"tensor": 2, "data_replicate": 2}, 8, (2, 2, 2))],
 )  # fmt: skip
-def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, int]) -> None:
+def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, int, int]) -> None:
     assert mesh_shape(ParallelConfig(**parallel), size) == expected
+
+
+def test_groups_that_communicate() -> None:
+    found = [communicators(ParallelConfig(**parallel), size) for parallel, size in COMMUNICATING]
+    assert found == [[], [8], [2, 4, 8], [8], [4, 2, 8], [2, 2, 2, 4, 8]]
+
+
+COMMUNICATING: list[tuple[dict[str, int], int]] = [
+    ({}, 1), ({}, 8), ({"data_replicate": 2}, 8), ({"tensor": 8}, 8), ({"tensor": 2}, 8),
+    ({"tensor": 2, "data_replicate": 2}, 8),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -67,6 +79,11 @@ def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, in
         ({"data_replicate": 3, "data_shard": 2}, 4,
          "parallel: found data_replicate 3 x data_shard 2 = 6 for 4 ranks; set parallel.data_replicate to one of "
          "1, 2, 4 and parallel.data_shard=-1, or start 6 ranks (--nproc_per_node)"),
+        ({"tensor": 3}, 4, "parallel.tensor: found 3 for 4 ranks, expected a divisor of 4; start a multiple of 3 ranks "
+         "(--nproc_per_node)"),
+        ({"data_replicate": 3, "tensor": 2}, 8,
+         "parallel.data_replicate: found 3 copies for 4 ranks (of 8, by parallel.tensor), expected a divisor of 4; use "
+         "one of 1, 2, 4, or start a multiple of 6 ranks (--nproc_per_node)"),
         ({"data_shard": 0}, 4, "parallel.data_shard: found 0, expected -1 or an integer >= 1"),
     ],
 )  # fmt: skip
@@ -150,7 +167,7 @@ def test_collectives_of_two_ranks() -> None:
 
     for values in run_ranks(work, 2):
         assert values == {
-            "mesh": [1, 2],
+            "mesh": [1, 2, 1],
             "sum": 3.0,
             "any": [True, False],
             "broadcast": {"from": 0, "text": "ééééé"},

@@ -73,6 +73,7 @@ LEVERS = [
     _same("resharding", "parallel.reshard_after_forward=false"),
     _same("shards", "parallel.data_shard=2"),
     _same("replicas", "parallel.data_replicate=2", ranks=4),
+    _same("tensor", "parallel.tensor=2", ranks=4),
     _same("reduction", "parallel.reduce_dtype=fp32"),
     _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
     _same("checkpointing", "memory.activation_checkpointing=full"),
@@ -109,6 +110,8 @@ NOT_LEVERS = {
     "model.path": "where weights come from; test_worlds",
     "tokenizer.*": "how rows are read",
     "data.*": "which rows there are",
+    "parallel.tensor_recompute_gather": "both values with every kind of model; tests/parallel/test_tensor",
+    "parallel.tensor_copy_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
     "lr_schedule.*": "one number a step, a function of the step alone",
     "optimizer.lr": "a number of the optimizer's formula",
     "optimizer.betas": "a number of the optimizer's formula",
@@ -130,6 +133,7 @@ NOT_LEVERS = {
 # What is refused: levers' settings -> words of the line. Everything else must run.
 OFFLOAD = "on a CPU everything is in host memory already"
 SGD_KERNEL = "sharded parameters, for which torch has no such kernel"
+OWN_LOSS = "it is called with the logits of the whole vocabulary, which no rank has"
 
 
 def refusal(settings: "Settings") -> str | None:
@@ -139,6 +143,10 @@ def refusal(settings: "Settings") -> str | None:
         return OFFLOAD
     if {"optimizer.name=sgd", "optimizer.implementation=fused"} <= overrides:
         return SGD_KERNEL
+    if {"parallel.tensor=2", f"loss={LOSS}"} <= overrides:
+        return OWN_LOSS
+    if {"parallel.tensor=2", "parallel.data_replicate=2", "parallel.data_shard=2"} <= overrides:
+        return "start 8 ranks"
     return None
 
 
@@ -231,10 +239,11 @@ def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) 
     output = folder / f"run{ranks}"
     overrides = [override.format(folder=folder) for setting in settings for override in setting.overrides]
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
+    batches = ranks // (2 if "parallel.tensor=2" in overrides else 1) * accumulation
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
     argv = [
         *arguments(output),
-        f"batch_size={ROWS // ranks // accumulation}",
+        f"batch_size={ROWS // batches}",
         f"max_steps={STEPS}",
         "checkpoint.save_model=false",
         "log.every_steps=1000",

@@ -1,0 +1,84 @@
+"""Models that are not ours: causal language models of transformers, or of a user's plugin, by their config.json.
+
+No torch here. What is known of such a model is read off the module that its class makes (`foreign_build`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe_lib.errors import CheckpointError, SetupError
+
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class ForeignSpec:
+    """What users of a model's spec need of a foreign one; `config` is its config.json."""
+
+    family: str  # model_type of config.json
+    source: str  # `transformers`, or the name that a plugin registered
+    attention: str  # `sdpa` or `eager`: what transformers calls its implementation
+    config: dict[str, Any] = field(hash=False)
+    vocab_size: int = 0  # rows of the embedding
+    max_positions: int = 0  # tokens of a row that the model was made for
+    init_std: float = 0.02  # standard deviation of random weights
+    tied: bool = False  # the output projection is the embedding
+    num_layers: int = 0
+
+
+def foreign_spec(config: Mapping[str, Any], where: str, source: str = TRANSFORMERS) -> ForeignSpec:
+    """The spec of a foreign model; its class is made once, without memory for parameters.
+
+    where: the file, folder or preset, named in errors. source: a value of `model.source` that is not `native`.
+
+    Raises SetupError if transformers is not installed, ConfigError for a source that no plugin registered, and
+    CheckpointError for a config.json that its class does not take, or a model without embedding or output projection.
+    """
+    from recipe_lib.models.families import refuse_quantised
+    from recipe_lib.models.foreign_build import describe_foreign
+
+    refuse_quantised(config, where)
+    return describe_foreign(dict(config), where, source)
+
+
+def transformers_config(config: Mapping[str, Any], where: str) -> Any:
+    """The config object of transformers for a config.json. Nothing of the checkpoint's own code is run.
+
+    Raises SetupError if transformers is not installed, CheckpointError for a model_type that it does not have.
+    """
+    require_transformers()
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    kind = config.get("model_type")
+    where = f"{where}: config.json"
+    if not isinstance(kind, str) or not kind:
+        raise CheckpointError(f"{where}: model_type: found {kind!r}, expected the name of an architecture")
+    try:
+        made = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
+    except ValueError as error:
+        if kind in str(error) and "auto_map" in config:
+            remedy = "its own code is not run: convert it to an architecture that transformers has, or give it by --plugin"
+        else:
+            remedy = f"install a release of transformers that has it, or give it by --plugin ({_line(error)})"
+        raise CheckpointError(f"{where}: model_type {kind!r} is not one of transformers'; {remedy}") from None
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{where}: the config of {kind!r} does not take it ({_line(error)})") from None
+    if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is")
+    return made
+
+
+def require_transformers() -> None:
+    """Raises SetupError unless transformers is installed."""
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is None:
+        raise SetupError(
+            "model.source=transformers: found no transformers, expected the extra; "
+            "pip install 'tune-recipes[transformers]'"
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

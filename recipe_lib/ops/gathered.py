@@ -1,0 +1,280 @@
+"""Linears over tokens that are shared out among the ranks of a tensor-parallel group, and what goes with them.
+
+Hidden states are `[n, d]`: this rank's n of the N = n t tokens of a micro-batch, in their order. A group of linears
+that is cut by its outputs (q, k, v, or gate and up) needs all N of them: they are gathered once, and what is kept for
+backward is this rank's n, or what they are made of, which backward gathers again. A linear that is cut by its inputs
+leaves partial sums for all N tokens; a reduce-scatter gives each rank its n.
+
+Eager, each function is an autograd node, whose memory lives as long as autograd says. Under torch.compile it is an
+opaque operator with a backward of its own: the partitioner would keep every gathered tensor that it sees.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_lib.ops.norm import offset_rms_norm, rms_norm
+
+_FUNCTIONAL = torch.ops._c10d_functional
+NORMS = {"rms": rms_norm, "offset": offset_rms_norm}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share a model's matrices. name: of the process group. rank: this one's place among `size`.
+
+    columns: tokens of the vocabulary on each rank but the last ones, which may have fewer; 0: as many on all.
+    """
+
+    name: str
+    size: int
+    rank: int
+    columns: int = 0
+
+
+@dataclass(frozen=True)
+class NormedFrom:
+    """What normed tokens are made of: `NORMS[kind](stream [n, d], weight [d], eps)`."""
+
+    stream: Tensor
+    weight: Tensor
+    eps: float
+    kind: str
+
+
+def start_gather(shard: Tensor, group: Group) -> Tensor:
+    """`[n, ...]` of each rank to `[N, ...]` on all, to be waited for."""
+    return cast(Tensor, _FUNCTIONAL.all_gather_into_tensor(shard.contiguous(), group.size, group.name))
+
+
+def start_scatter(partial: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' `[N, ...]`, to each its `[n, ...]` of it, to be waited for."""
+    return cast(Tensor, _FUNCTIONAL.reduce_scatter_tensor(partial.contiguous(), "sum", group.size, group.name))
+
+
+def all_reduce(tensor: Tensor, operation: str, group: Group) -> Tensor:
+    """The `sum` or `max` over the group, in new memory."""
+    return wait(_FUNCTIONAL.all_reduce(tensor.contiguous(), operation, group.name))
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """The tensor, when it is there."""
+    return cast(Tensor, _FUNCTIONAL.wait_tensor(tensor))
+
+
+def gather(shard: Tensor, group: Group) -> Tensor:
+    """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its part. Keeps nothing."""
+    return cast(Tensor, _Gather.apply(shard, group))
+
+
+def scatter(partial: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' `[N, ...]`, to each its `[n, ...]`; its backward gathers. Keeps nothing.
+
+    A node of its own, so that a checkpointed layer's second forward can end before it.
+    """
+    return cast(Tensor, _Scatter.apply(partial, group))
+
+
+def gather_linears(
+    shard: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: Group,
+    *,
+    keep_gathered: bool = False,
+    normed: NormedFrom | None = None,
+) -> list[Tensor]:
+    """Tokens `[n, d]` of each rank, gathered once, through several linears `[o_i, d]`: `[N, o_i]` each.
+
+    Kept for backward is nothing where no weight wants a gradient; else the gathered tokens (`keep_gathered`), or what
+    is gathered again: the shard, or, with `normed`, what it was normed from, which others keep anyway.
+    """
+    if torch.compiler.is_compiling():
+        source = (normed.stream, normed.weight) if normed else ()
+        norm = (normed.kind, normed.eps) if normed else ("", 0.0)
+        settings = (*norm, keep_gathered, group.name, group.size, group.rank)
+        there, biased = [bias for bias in biases if bias is not None], [bias is not None for bias in biases]
+        found = torch.ops.tune_recipes.gather_linears(shard, list(weights), there, biased, list(source), *settings)
+        return list(found[:-1])
+    return list(_GatherLinears.apply(shard, group, keep_gathered, normed, len(weights), *weights, *biases))
+
+
+def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """`(activation(gate) * up) @ weight.T` of gate and up `[N, f]` and weight `[d, f]`; keeps no more than these."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.tune_recipes.gated_linear(gate, up, weight, activation))
+    return cast(Tensor, _GatedLinear.apply(gate, up, weight, activation))
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`activation(gate) * up`, which is all of `gated_linear` but a linear that cannot be asked for its weight."""
+    if torch.compiler.is_compiling():
+        return _ACTIVATIONS[activation][0](gate) * up
+    return cast(Tensor, _Gated.apply(gate, up, activation))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return wait(start_gather(shard, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return wait(start_scatter(gradients[0], ctx.group)), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return wait(start_scatter(partial, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return wait(start_gather(gradients[0], ctx.group)), None
+
+
+class _GatherLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shard: Tensor,
+        group: Group,
+        keep_gathered: bool,
+        normed: NormedFrom | None,
+        count: int,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = cast(tuple[Tensor, ...], tensors[:count]), tensors[count:]
+        whole = wait(start_gather(shard, group))
+        ctx.group, ctx.count, ctx.whole_kept, ctx.norm = group, count, keep_gathered, None
+        source: tuple[Tensor, ...] = ()
+        if any(ctx.needs_input_grad[5 : 5 + count]):
+            source = (whole,) if keep_gathered else (shard,)
+            if normed and not keep_gathered:
+                source, ctx.norm = (normed.stream, normed.weight), (normed.kind, normed.eps)
+        ctx.save_for_backward(*weights, *source)
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        count, wanted = ctx.count, ctx.needs_input_grad
+        saved = list(ctx.saved_tensors)
+        weights, source = saved[:count], saved[count:]
+        del saved
+        wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
+        found = linears_backward(gradients, weights, source, ctx.norm, ctx.whole_kept, ctx.group, wants)
+        return (found[0], None, None, None, None, *found[1], *found[2])
+
+
+def linears_backward(
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    source: list[Tensor],
+    norm: tuple[str, float] | None,
+    whole_kept: bool,
+    group: Group,
+    wants: tuple[bool, Sequence[bool], Sequence[bool]],
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Gradients of shard, weights and biases, as `wants` asks for. source: what was kept, if any weight wants one.
+
+    The gather runs beside the products for the input's gradient, its reduce-scatter beside those for the weights'.
+    The input's gradient is summed as autograd would, the last linear first, so that its bits are the same.
+    """
+    wants_input, wants_weight, wants_bias = wants
+    whole: Tensor | None = None
+    if source and whole_kept:
+        whole = source.pop()
+    elif source:
+        whole = start_gather(NORMS[norm[0]](*source, norm[1]) if norm else source[0], group)
+    shard_grad: Tensor | None = None
+    if wants_input:
+        total: Tensor | None = None
+        for gradient, weight in zip(reversed(gradients), reversed(weights), strict=True):
+            part = gradient @ weight
+            total = part if total is None else total.add_(part)
+            del part
+        assert total is not None
+        shard_grad = start_scatter(total, group)
+        del total
+    if whole is not None and not whole_kept:
+        whole = wait(whole)
+    weight_grads: list[Tensor | None] = []
+    for gradient, wanted in zip(gradients, wants_weight, strict=True):
+        weight_grads.append(gradient.t() @ whole if wanted and whole is not None else None)
+    del whole
+    bias_grads = [g.sum(dim=0) if wanted else None for g, wanted in zip(gradients, wants_bias, strict=True)]
+    return None if shard_grad is None else wait(shard_grad), weight_grads, bias_grads
+
+
+_Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+# An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
+_ACTIVATIONS: dict[str, _Activation] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward.default),
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward.default),
+    "gelu_tanh": (
+        lambda gate: F.gelu(gate, approximate="tanh"),
+        lambda gradient, gate: torch.ops.aten.gelu_backward.default(gradient, gate, approximate="tanh"),
+    ),
+}
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return _ACTIVATIONS[activation][0](gate) * up
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        activate, activate_backward = _ACTIVATIONS[ctx.activation]
+        up_grad = gradients[0] * activate(gate)
+        return activate_backward(gradients[0] * up, gate), up_grad, None
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.activation = activation
+        return gated_forward(gate, up, weight, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wants_input, wants_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
+        return (*gated_backward(gradients[0], *ctx.saved_tensors, ctx.activation, wants_input, wants_weight), None)
+
+
+def gated_forward(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    return F.linear(_ACTIVATIONS[activation][0](gate) * up, weight)
+
+
+def gated_backward(
+    gradient: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    activation: str,
+    wants_input: bool,
+    wants_weight: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of gate, up and weight; the product is made again."""
+    activate, activate_backward = _ACTIVATIONS[activation]
+    activated = activate(gate)
+    weight_grad = gradient.t() @ (activated * up) if wants_weight else None
+    if not wants_input:
+        return None, None, weight_grad
+    product_grad = gradient @ weight
+    up_grad = product_grad * activated
+    del activated
+    return activate_backward(product_grad.mul_(up), gate), up_grad, weight_grad

@@ -1,0 +1,282 @@
+"""Dimensions as trees: what a view splits, what a slice cuts, and which dimensions are one axis.
+
+A dimension is a node. A leaf is not known to have parts; a product is a dimension that a view took apart (heads x head
+width, the outermost first); a concatenation is one that a slice cut (queries, keys, values). Nodes that an operator
+brings together are united, so that a leaf in the end stands for one axis of the model, wherever it occurs. An axis that
+an operator cannot compute part by part is blocked, with the reason.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+
+class Node:
+    """One dimension, or a part of one; `find` gives the node that stands for it."""
+
+    __slots__ = ("blocked", "children", "kind", "parent", "size")
+
+    def __init__(self, size: int, kind: str = "leaf", children: Sequence["Node"] = (), blocked: str = ""):
+        """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis stays whole, or empty."""
+        self.size = size
+        self.kind = kind
+        self.children = list(children)
+        self.blocked = blocked
+        self.parent: Node | None = None
+
+
+def find(node: Node) -> Node:
+    """The node that all united with this one share."""
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    while node is not root:  # later look-ups are short
+        following = node.parent
+        assert following is not None
+        node.parent = root
+        node = following
+    return root
+
+
+def leaves(node: Node) -> list[Node]:
+    """The leaves under a node that hold more than one element, in order, as often as they occur."""
+    root = find(node)
+    if root.kind == "leaf":
+        return [root] if root.size > 1 else []
+    return [leaf for child in root.children for leaf in leaves(child)]
+
+
+def block(node: Node, reason: str) -> None:
+    """Every axis under the node stays whole, for this reason; the first reason is kept."""
+    for leaf in leaves(node):
+        leaf.blocked = leaf.blocked or reason
+
+
+def factors(node: Node) -> list[Node]:
+    """The node as a product: its factors of more than one element, the outermost first."""
+    root = find(node)
+    if root.size == 1:
+        return []
+    if root.kind != "product":
+        return [root]
+    return [factor for child in root.children for factor in factors(child)]
+
+
+def parts(node: Node) -> list[Node]:
+    """The node as a concatenation: its parts in order."""
+    root = find(node)
+    if root.kind != "parts":
+        return [root]
+    return [part for child in root.children for part in parts(child)]
+
+
+def product(nodes: Iterable[Node]) -> Node:
+    """One dimension made of several, the outermost first."""
+    found = [factor for node in nodes for factor in factors(node)]
+    if len(found) == 1:
+        return found[0]
+    return Node(prod(factor.size for factor in found), "product", found) if found else Node(1)
+
+
+def concatenation(nodes: Iterable[Node]) -> Node:
+    """One dimension made of several, one after the other."""
+    found = [part for node in nodes for part in parts(node) if part.size]
+    if len(found) == 1:
+        return found[0]
+    return Node(sum(part.size for part in found), "parts", found) if found else Node(0)
+
+
+def regroup(nodes: Sequence[Node], sizes: Sequence[int], reason: str) -> list[Node]:
+    """The same elements under other sizes, as a view has it; what does not line up is blocked."""
+    queue = [factor for node in nodes for factor in factors(node)]
+    found: list[Node] = []
+    for size in sizes:
+        taken: list[Node] = []
+        need = size
+        while need > 1 and queue:
+            first = queue[0]
+            if need % first.size == 0:
+                taken.append(queue.pop(0))
+                need //= first.size
+                continue
+            if first.size % need or not _refine(first, need, reason):
+                need = 0
+                break
+            queue[:1] = factors(first)
+            if queue[0].size > need:  # its own factors do not line up
+                need = 0
+        if need != 1:
+            return _opaque(nodes, sizes, reason)
+        found.append(product(taken))
+    return found
+
+
+def cut(node: Node, lengths: Sequence[int], reason: str) -> list[Node]:
+    """The node cut into consecutive lengths, which add up to its size."""
+    root = find(node)
+    lengths = [length for length in lengths if length]
+    if len(lengths) == 1:
+        return [root]
+    if root.kind == "leaf":
+        root.children = [Node(length, blocked=root.blocked) for length in lengths]
+        root.kind = "parts"
+        return list(root.children)
+    if root.kind == "product":
+        found = factors(root)
+        inner = prod(factor.size for factor in found[1:])
+        if any(length % inner for length in lengths):
+            return _opaque([root], lengths, reason)
+        outer = cut(found[0], [length // inner for length in lengths], reason)
+        return [product([piece, *found[1:]]) for piece in outer]
+    return _cut_parts(root, lengths, reason)
+
+
+def _cut_parts(root: Node, lengths: Sequence[int], reason: str) -> list[Node]:
+    queue = parts(root)
+    pieces: list[Node] = []  # what the concatenation consists of from now on
+    found = []
+    for length in lengths:
+        taken: list[Node] = []
+        need = length
+        while need:
+            first = queue.pop(0)
+            if first.size > need:
+                head, tail = cut(first, [need, first.size - need], reason)
+                queue.insert(0, tail)
+                first = head
+            taken.append(first)
+            need -= first.size
+        pieces += taken
+        found.append(concatenation(taken))
+    root.children = pieces
+    return found
+
+
+def unify(left: Node, right: Node, reason: str) -> None:
+    """Both nodes are one from now on: an operator brings their elements together one by one."""
+    left, right = find(left), find(right)
+    if left is right or left.size == 1:
+        return
+    if left.size != right.size:
+        raise AssertionError(f"dimensions of {left.size} and {right.size} elements cannot be one")
+    if left.kind == "leaf":
+        _link(left, right)
+    elif right.kind == "leaf":
+        _link(right, left)
+    elif left.kind == right.kind:
+        aligned = _align_products if left.kind == "product" else _align_parts
+        if aligned(left, right, reason) and find(left) is not find(right):
+            left.parent = right
+    else:
+        whole, pieces = (left, right) if left.kind == "product" else (right, left)
+        inner = factors(whole)[-1].size
+        if _refine(pieces, pieces.size // inner, reason):
+            unify(whole, pieces, reason)
+        else:
+            block(whole, reason)
+
+
+def _link(leaf: Node, other: Node) -> None:
+    leaf.parent = other
+    if leaf.blocked:
+        block(other, leaf.blocked)
+
+
+def _align_products(left: Node, right: Node, reason: str) -> bool:
+    ours, theirs = factors(left), factors(right)
+    while ours and theirs:
+        larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
+        if larger[0].size > smaller[0].size:
+            if larger[0].size % smaller[0].size or not _refine(larger[0], smaller[0].size, reason):
+                block(left, reason)
+                block(right, reason)
+                return False
+            larger[:1] = factors(larger[0])
+            continue
+        unify(ours.pop(0), theirs.pop(0), reason)
+        ours = [factor for node in ours for factor in factors(node)]  # uniting may have taken others apart
+        theirs = [factor for node in theirs for factor in factors(node)]
+    return True
+
+
+def _align_parts(left: Node, right: Node, reason: str) -> bool:
+    ours, theirs = parts(left), parts(right)
+    while ours and theirs:
+        larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
+        if larger[0].size > smaller[0].size:
+            length = smaller[0].size
+            larger[:1] = cut(larger[0], [length, larger[0].size - length], reason)
+            continue
+        unify(ours.pop(0), theirs.pop(0), reason)
+    return True
+
+
+def _refine(node: Node, outer: int, reason: str) -> bool:
+    """Takes a leaf or a concatenation apart into `outer` x the rest; False, and blocked, where that cannot be."""
+    root = find(node)
+    inner = root.size // outer
+    if root.kind == "leaf":
+        root.children = [Node(outer, blocked=root.blocked), Node(inner, blocked=root.blocked)]
+        root.kind = "product"
+        return True
+    if root.kind == "product":
+        return True
+    pieces = parts(root)
+    if any(piece.size % inner for piece in pieces):
+        block(root, reason)
+        return False
+    split = [regroup([piece], [piece.size // inner, inner], reason) for piece in pieces]
+    for _, low in split[1:]:
+        unify(split[0][1], low, reason)
+    if all(high.size == 1 for high, _ in split):
+        # gate and up as (2, width): which of the two it is cannot be cut
+        high = Node(outer, blocked=reason)
+    else:
+        high = concatenation(high for high, _ in split)
+    root.children = [high, split[0][1]]
+    root.kind = "product"
+    return True
+
+
+def _opaque(nodes: Sequence[Node], sizes: Sequence[int], reason: str) -> list[Node]:
+    for node in nodes:
+        block(node, reason)
+    return [Node(size, blocked=reason) for size in sizes]
+
+
+def carries(node: Node, axis: Node) -> bool:
+    """True where the axis (a leaf) is under the node."""
+    axis = find(axis)
+    return any(leaf is axis for leaf in leaves(node))
+
+
+def layout(node: Node, axis: Node) -> list[int] | None:
+    """Lengths of the segments of a dimension, each of which is cut evenly along the axis.
+
+    None where a part of the dimension does not carry the axis, or carries it twice.
+    """
+    root, axis = find(node), find(axis)
+    if root is axis:
+        return [root.size]
+    if root.kind == "parts":
+        found = [layout(part, axis) for part in parts(root)]
+        segments = [segment for part in found for segment in part or ()]
+        return None if any(part is None for part in found) else segments
+    if root.kind == "product":
+        within = factors(root)
+        having = [place for place, factor in enumerate(within) if carries(factor, axis)]
+        if len(having) != 1:
+            return None
+        inner = prod(factor.size for factor in within[having[0] + 1 :])
+        outer = prod(factor.size for factor in within[: having[0]])
+        segments = layout(within[having[0]], axis) or []
+        return [segment * inner for segment in segments] * outer or None
+    return None
+
+
+def local_size(node: Node, shares: dict[Node, int]) -> int:
+    """Elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is cut."""
+    root = find(node)
+    if root.kind == "leaf":
+        return root.size // shares.get(root, 1)
+    sizes = [local_size(child, shares) for child in root.children]
+    return prod(sizes) if root.kind == "product" else sum(sizes)

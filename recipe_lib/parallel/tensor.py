@@ -1,0 +1,362 @@
+"""Tensor and sequence parallel for the decoder: each rank of a group holds a part of every matrix and of the tokens.
+
+Between layers a rank has n of the N = n t tokens of a micro-batch, `[n, d]`, in the order of the flattened batch. Norms
+and residual sums work on these. Attention and MLP gather the tokens, work with h / t heads and f / t channels, and
+sum what comes out of them back to the n tokens of each rank (`recipe_lib.ops.gathered`).
+
+Parameters become DTensors under their own names: q, k, v, gate, up, embedding and output are cut by rows, o and down by
+columns; norms, the biases of o and down, and the halves of adapters that work on the n tokens are on every rank, whose
+gradients are each a part of the sum: `sum_replicated_gradients`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
+from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
+from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.models.decoder import (
+    ACTIVATIONS,
+    MLP,
+    Attention,
+    Decoder,
+    DecoderLayer,
+    Norm,
+    OutputHead,
+    SandwichLayer,
+)
+from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
+from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gather, gather_linears, scatter
+from recipe_lib.ops.norm import offset_rms_norm
+from recipe_lib.ops.rope import apply_rotation
+from recipe_lib.ops.token_log_probs import token_log_probs
+from recipe_lib.parallel.automatic import shard_foreign
+from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
+from recipe_lib.parallel.world import World
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """keep_gathered: gathered tokens stay for backward. kv_head: the only one this rank computes; None: its share."""
+
+    group: Group
+    keep_gathered: bool
+    kv_head: int | None
+
+
+def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> None:
+    """Shares a meta model's matrices and tokens out among the ranks of each tensor-parallel group, in place.
+
+    Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes rows whose tokens the
+    group's size divides. A world without such groups leaves the model as it is. Raises ConfigError: see `check_tensor`.
+    """
+    if world.tensor is None:
+        return
+    if isinstance(model.spec, ForeignSpec):
+        shard_foreign(model, parallel, world)
+        return
+    spec, group = model.spec, world.tensor
+    quantised = [module.kind for module in model.modules() if isinstance(module, QuantisedLinear)]
+    check_tensor(spec, parallel, min(quantised, default="none"))
+    copied = spec.num_kv_heads % group.size != 0
+    recompute = parallel.tensor_recompute_gather
+    keep = memory.activation_checkpointing == "full" if recompute == "auto" else recompute == "false"
+    sharing = _Sharing(group, keep, group.rank * spec.num_kv_heads // group.size if copied else None)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedLinear):
+            head = sharing.kv_head if name.endswith(("k_proj", "v_proj")) else None
+            _take_part(module, group, name.endswith(ROW), head, spec.head_width)
+    model.tensor_gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
+    attend, project = _given(_attention, sharing), _given(_mlp, sharing, spec.activation)
+    for module in model.modules():
+        if isinstance(module, Norm):
+            _replace_forward(module, _norm)
+        elif isinstance(module, SandwichLayer):
+            _replace_forward(module, _sandwich_layer)
+        elif isinstance(module, DecoderLayer):
+            _replace_forward(module, _layer)
+        elif isinstance(module, Attention):
+            _replace_forward(module, attend)
+        elif isinstance(module, MLP):
+            _replace_forward(module, project)
+    _replace_forward(model.model.embed_tokens, _given(_embedding, group))
+    _replace_forward(model.lm_head, _given(_head, group))
+    model.forward = _in_rows(model.forward)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """The module, its parameters and its hooks stay what they are.
+
+    A method of one function for all alike: of an object for each, torch.compile would compile each layer anew.
+    """
+    module.forward = MethodType(forward, module)
+
+
+def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+    """The function, which takes a module and settings first, as one of the module and what a forward takes."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *settings, *args, **kwargs)
+
+    return forward
+
+
+@torch.no_grad()
+def sum_replicated_gradients(model: nn.Module, world: World) -> None:
+    """Sums the gradients of parameters that every rank of a tensor-parallel group has, over the group, in place.
+
+    Each rank's is that of its own tokens, or heads: `model.tensor_gradients` says `partial` of those. Once a step,
+    after the last backward and before clipping; in fp32 (fp64), all of one type and device at once. Raises ValueError
+    for a trained parameter of which nothing is said.
+    """
+    if world.tensor is None:
+        return
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name not in model.tensor_gradients:
+            raise ValueError(
+                f"{name} is trained, and nothing says what its gradient is on the ranks that share matrices"
+            )
+        if model.tensor_gradients[name] == "partial" and parameter.grad is not None:
+            local = cast(DTensor, parameter.grad).to_local()
+            buckets.setdefault((local.dtype, local.device), []).append(local)
+    for (dtype, _), gradients in buckets.items():
+        wide = torch.cat([gradient.reshape(-1).to(torch.promote_types(dtype, torch.float32)) for gradient in gradients])
+        torch.distributed.all_reduce(wide, group=world.mesh.get_group("tensor"))
+        for gradient, total in zip(gradients, wide.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _take_part(linear: QuantisedLinear, group: Group, by_columns: bool, kv_head: int | None, head_width: int) -> None:
+    """Tells a quantised linear which part of its weight this rank computes with."""
+    whole_rows, whole_columns = (0, linear.out_features), (0, linear.in_features)
+    if kv_head is not None:
+        linear.take_part((kv_head * head_width, (kv_head + 1) * head_width), whole_columns)
+        return
+    count = (linear.in_features if by_columns else linear.out_features) // group.size
+    part = (group.rank * count, (group.rank + 1) * count)
+    linear.take_part(*(whole_rows, part) if by_columns else (part, whole_columns))
+
+
+def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...]) -> dict[str, str]:
+    """Makes each parameter a DTensor over the group; one that several modules own stays one.
+
+    Returns what each one's gradient is on a rank: `sharded`, that of its part; `partial`, a part of the sum.
+    """
+    placed: dict[int, nn.Parameter] = {}
+    gradients = {}
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in placed:
+                placement = _placement(f"{path}.{name}", copied, getattr(module, "kind", None))
+                placed[id(parameter)] = _as_placed(parameter, placement, mesh)
+                gradients[f"{path}.{name}"] = "partial" if placement.is_replicate() else "sharded"
+            setattr(module, name, placed[id(parameter)])
+    return gradients
+
+
+def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
+    """How a parameter lies on the group, by the matrix that it belongs to. kind: of a quantised linear."""
+    pieces = name.split(".")
+    matrix = next((piece for piece in pieces if piece in (*COLUMN, *ROW, "embed_tokens", "lm_head")), None)
+    if matrix is None or matrix in copied:
+        return Replicate()
+    if matrix in ROW:
+        weights = ("weight", "weight_codes", "weight_scales")
+        cut_by_inputs = "lora_A" in pieces or (pieces[-2] == matrix and pieces[-1] in weights)
+        return Shard(1) if cut_by_inputs else Replicate()
+    whole = "lora_A" in pieces or (pieces[-1] == "weight_factors" and kind == "nf4")
+    return Replicate() if whole else Shard(0)
+
+
+def _as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+    shape = list(parameter.shape)
+    if isinstance(placement, Shard):
+        shape[placement.dim] //= mesh.size()
+    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False), parameter.requires_grad)
+
+
+def local(parameter: Tensor | None) -> Any:
+    """A rank's own part; its gradient is this rank's too."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# The forwards, on this rank's tokens `[n, d]`.
+
+
+def _norm(module: Norm, hidden: Tensor) -> Tensor:
+    return module.norm(hidden, local(module.weight), module.eps)
+
+
+def _layer(layer: DecoderLayer, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: None = None) -> Tensor:
+    hidden = hidden + layer.self_attn(hidden, turn, info, layer.input_layernorm)
+    return hidden + layer.mlp(hidden, layer.post_attention_layernorm)
+
+
+def _sandwich_layer(
+    layer: SandwichLayer, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: None = None
+) -> Tensor:
+    attended = layer.self_attn(hidden, turn, info, layer.input_layernorm)
+    hidden = hidden + layer.post_attention_layernorm(attended)
+    return hidden + layer.post_feedforward_layernorm(layer.mlp(hidden, layer.pre_feedforward_layernorm))
+
+
+def _attention(
+    module: Attention, sharing: _Sharing, hidden: Tensor, turn: Rotation, info: AttentionInfo, norm: Norm
+) -> Tensor:
+    rows, length = turn[0].shape[:2]
+    projected = _columns([module.q_proj, module.k_proj, module.v_proj], hidden, norm, sharing, module.head_width)
+    q, k, v = (part.view(rows, length, -1, module.head_width) for part in projected)
+    q = apply_rotation(module.q_norm(q), *turn).transpose(1, 2)
+    k = apply_rotation(module.k_norm(k), *turn).transpose(1, 2)
+    attended = module.attend(q, k, v.transpose(1, 2), info).transpose(1, 2).reshape(rows * length, -1)
+    return _row(module.o_proj, attended, sharing.group)
+
+
+def _mlp(module: MLP, sharing: _Sharing, activation: str, hidden: Tensor, norm: Norm) -> Tensor:
+    gate, up = _columns([module.gate_proj, module.up_proj], hidden, norm, sharing)
+    down, group = module.down_proj, sharing.group
+    if isinstance(down, QuantisedLinear):
+        plain = scatter(down.product(gated(gate, up, activation)), group)
+    else:
+        plain = scatter(gated_linear(gate, up, local(down.weight), activation), group)
+    plain = plain if down.bias is None else plain + local(down.bias)
+    if not _is_adapted(down):
+        return plain
+    rate = down.settings.dropout if down.training else 0.0
+    if rate or down.settings.dtype != gate.dtype:
+        narrow = cast_linear(F.dropout(ACTIVATIONS[activation](gate) * up, rate), local(down.lora_A.weight))
+    else:
+        narrow = gated_linear(gate, up, local(down.lora_A.weight), activation)
+    return _widened(down, plain, scatter(narrow, group))
+
+
+def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, head_width: int = 0) -> list[Tensor]:
+    """Normed tokens through linears that are cut by rows: `[N, o / t]` each. head_width: of copied kv heads."""
+    group, shard = sharing.group, norm(hidden)
+    cut = [_own_rows(linear, sharing, head_width) for linear in linears]
+    if not any(_is_adapted(linear) or isinstance(linear, QuantisedLinear) for linear in linears):
+        kind = "offset" if norm.norm is offset_rms_norm else "rms"
+        normed = NormedFrom(hidden.detach(), local(norm.weight).detach(), norm.eps, kind)
+        weights = [rows(linear.weight) for linear, rows in zip(linears, cut, strict=True)]
+        biases = [rows(linear.bias) for linear, rows in zip(linears, cut, strict=True)]
+        return gather_linears(shard, weights, biases, group, keep_gathered=sharing.keep_gathered, normed=normed)
+    plain = _frozen_parts(linears, gather(shard, group), cut)
+    adapted = [linear for linear in linears if _is_adapted(linear)]
+    if not adapted:
+        return plain
+    narrow = torch.cat([_narrowed(linear, shard) for linear in adapted], dim=-1)
+    parts = iter(gather(narrow, group).split([linear.settings.rank for linear in adapted], dim=-1))
+    return [
+        _widened(linear, out, next(parts), rows) if _is_adapted(linear) else out
+        for linear, out, rows in zip(linears, plain, cut, strict=True)
+    ]
+
+
+def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
+    """Inputs `[N, i / t]` through a linear that is cut by columns, summed over the group: `[n, d]`."""
+    quantised = isinstance(linear, QuantisedLinear)
+    plain = scatter(linear.product(inputs) if quantised else F.linear(inputs, local(linear.weight)), group)
+    plain = plain if linear.bias is None else plain + local(linear.bias)
+    return _widened(linear, plain, scatter(_narrowed(linear, inputs), group)) if _is_adapted(linear) else plain
+
+
+def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tensor | None], Any]:
+    """What takes a rank's rows of a parameter: its part, or, of kv heads that all ranks have, the one it computes."""
+    head = sharing.kv_head
+    quantised = isinstance(linear, QuantisedLinear)
+    held = linear.rows_held() if quantised else local(linear.weight).shape[0]
+    if head is None or held != linear.out_features:
+        return local
+    rows = slice(head * head_width, (head + 1) * head_width)
+    return lambda parameter: None if parameter is None else local(parameter)[rows]
+
+
+def _frozen_parts(linears: list[Any], whole: Tensor, cut: list[Callable[[Tensor | None], Any]]) -> list[Tensor]:
+    return [_frozen(linear, whole, rows) for linear, rows in zip(linears, cut, strict=True)]
+
+
+def _frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
+    """All tokens through a linear that is cut by rows, without its adapter."""
+    if isinstance(linear, QuantisedLinear):
+        return linear.product(whole, rows(linear.bias))
+    return F.linear(whole, rows(linear.weight), rows(linear.bias))
+
+
+def _is_adapted(linear: nn.Module) -> bool:
+    return isinstance(linear, AdaptedMatrix) and not linear.is_off
+
+
+def _narrowed(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
+    """Hidden `[..., in]` through the adapter's A: `[..., r]`."""
+    rate = linear.settings.dropout
+    dropped = F.dropout(hidden, rate) if rate and linear.training else hidden
+    return cast_linear(dropped, local(linear.lora_A.weight))
+
+
+def _widened(
+    linear: AdaptedMatrix, plain: Tensor, narrow: Tensor, rows: Callable[[Tensor | None], Any] = local
+) -> Tensor:
+    """What the frozen part gave, and what the adapter's B makes of `narrow` beside it."""
+    update = F.linear(narrow, rows(linear.lora_B.weight))
+    return torch.add(plain, update, alpha=linear.settings.scaling).to(plain.dtype)
+
+
+def _embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
+    """Tokens `[b, s]` to this rank's part of their embeddings `[n, d]`: each rank looks up what it has."""
+    weight = local(module.weight)
+    if tokens.numel() % group.size:
+        raise ValueError(f"{tokens.numel()} tokens cannot be shared evenly among {group.size} ranks")
+    rows = tokens.flatten() - group.rank * weight.shape[0]
+    elsewhere = (rows < 0) | (rows >= weight.shape[0])
+    found = F.embedding(rows.masked_fill_(elsewhere, 0), weight)
+    hidden = scatter(found.masked_fill(elsewhere.unsqueeze(1), 0), group)
+    scale = getattr(module, "scale", None)
+    return hidden if scale is None else hidden * hidden.new_full((), scale)
+
+
+def _head(
+    head: OutputHead,
+    group: Group,
+    hidden: Tensor,
+    labels: Tensor | None = None,
+    chunks: int = 1,
+    loss: Loss | None = None,
+    per_token: bool = False,
+) -> Tensor:
+    """As `OutputHead.forward`, of `[n, d]`. Without labels all ranks get all logits `[N, v]`: for short texts."""
+    weight = local(head.weight)
+    if labels is None:
+        logits = F.linear(gather(hidden, group), weight)
+        return head.finish(gather(logits.t(), group).t())
+    if per_token:
+        return token_log_probs(hidden, weight, labels, chunks=chunks, softcap=head.softcap, group=group)
+    return linear_cross_entropy(
+        hidden, weight, labels.flatten(), chunks=chunks, softcap=head.softcap, loss=loss, group=group
+    )
+
+
+def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Logits `[N, v]` as `[b, s, v]`."""
+
+    def run(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = forward(tokens, *args, **kwargs)
+        return found.view(*tokens.shape, -1) if found.dim() == 2 and found.shape[0] == tokens.numel() else found
+
+    return run

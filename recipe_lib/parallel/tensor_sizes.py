@@ -1,0 +1,67 @@
+"""Which sizes of a tensor-parallel group can share a model, told from its shape alone."""
+
+from recipe_lib.adapters.quantised import can_cut, can_quantise
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.spec import DecoderSpec
+
+# A layer's linears that are cut by rows, so that each rank has some of their outputs; and by columns.
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
+
+
+def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:
+    """Refuses a model that `parallel.tensor` ranks cannot share: ConfigError, a line a number, with legal sizes.
+
+    quantize: `lora.quantize`, whose blocks are not cut.
+    """
+    size = parallel.tensor
+    counts = {
+        "attention heads": spec.num_heads,
+        "MLP channels": spec.mlp_width,
+        "tokens of the vocabulary": spec.vocab_size,
+    }
+    copied = parallel.tensor_copy_kv_heads and size % spec.num_kv_heads == 0
+    if not copied:
+        counts["key and value heads"] = spec.num_kv_heads
+    legal = [
+        other
+        for other in range(1, spec.num_heads + 1)
+        if all(count % other == 0 for count in counts.values()) and not _uncuttable(spec, quantize, other, copied)
+    ]
+    sizes = f"sizes that fit: {', '.join(map(str, legal))}"
+    faults = [
+        f"parallel.tensor={size}: the model has {count} {what}, which {size} ranks cannot share evenly; {sizes}"
+        for what, count in counts.items()
+        if count % size
+    ]
+    if faults and spec.num_kv_heads < size and size % spec.num_kv_heads == 0 and spec.num_heads % size == 0:
+        faults[-1] += "; parallel.tensor_copy_kv_heads=true gives every rank their weights"
+    uncuttable = [] if faults else _uncuttable(spec, quantize, size, copied)
+    if uncuttable:
+        faults.append(
+            f"parallel.tensor={size}: lora.quantize={quantize} keeps blocks of 64 numbers whole, which the parts of "
+            f"{' and '.join(uncuttable)} are no multiple of; {sizes}; or set lora.quantize=int8"
+        )
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copied: bool) -> list[str]:
+    """The linears of a layer whose quantised weight `size` ranks cannot cut."""
+    if quantize == "none" or size == 1:
+        return []
+    heads = spec.num_heads * spec.head_width
+    kv_heads = spec.num_kv_heads * spec.head_width
+    inputs = {"o_proj": heads, "down_proj": spec.mlp_width}
+    outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    found = []
+    for matrix in (*COLUMN, *ROW):
+        out_features = spec.width if matrix in ROW else outputs.get(matrix, spec.mlp_width)
+        in_features = inputs.get(matrix, spec.width)
+        parts = spec.num_kv_heads if copied and matrix in ("k_proj", "v_proj") else size
+        if can_quantise(in_features, out_features, quantize) and not can_cut(
+            in_features, out_features, quantize, parts, by_columns=matrix in ROW
+        ):
+            found.append(matrix)
+    return found

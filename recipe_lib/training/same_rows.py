@@ -1,0 +1,33 @@
+"""The ranks that share matrices share rows too: the check that they have read the same ones."""
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from recipe_lib.data import StepBatches
+from recipe_lib.errors import SetupError
+
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
+
+def check_same_rows(batches: StepBatches, world: "World") -> None:
+    """Compares the rows of a step over each tensor-parallel group, by their hash. A collective.
+
+    Rows that differ would train silently on a mixture of them. Raises SetupError on every rank.
+    """
+    if world.tensor is None:
+        return
+    digest = hashlib.sha256()
+    for batch in batches.micro_batches:
+        for tensor in (batch.tokens, batch.labels, batch.positions, batch.segments):
+            if tensor is not None:
+                digest.update(str(tuple(tensor.shape)).encode() + tensor.cpu().numpy().tobytes())
+    found: dict[int, set[str]] = {}
+    for data_rank, text in world.gather_json([world.data_rank, digest.hexdigest()]):
+        found.setdefault(data_rank, set()).add(text)
+    differing = [data_rank for data_rank, texts in found.items() if len(texts) > 1]
+    if differing:
+        raise SetupError(
+            f"data: the {world.tensor.size} ranks of tensor-parallel group {differing[0]} found different rows for the "
+            "same step, expected the same; see that every machine has the same data, tokenizer and version"
+        )

@@ -1,0 +1,43 @@
+"""Parameters that FSDP has cut within the parts of a tensor-parallel group are put together again, with no warning."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from recipe_lib.models.parts import gathered, local_part
+from tests.distributed.ranks import run_ranks
+
+PLACEMENTS = (Shard(0), Shard(1), Replicate())
+
+
+@pytest.mark.parametrize("dims", [(1, 2, 2), (2, 1, 2)], ids=str)
+def test_parts_make_the_whole(dims: tuple[int, int, int]) -> None:
+    """Rows that divide evenly and not, and ranks that have none of them; two copies, and two shards."""
+
+    def check(weight: torch.Tensor, placement: Placement) -> list[bool]:
+        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("copies", "data", "tensor"))
+        part = weight
+        if isinstance(placement, Shard):
+            part = weight.chunk(2, dim=placement.dim)[mesh["tensor"].get_local_rank()].contiguous()
+        module = nn.Module()
+        module.weight = nn.Parameter(DTensor.from_local(part.clone(), mesh["tensor"], [placement], run_check=False))
+        fully_shard(module, mesh=mesh["copies", "data"])
+        local, offset = local_part(module.weight)
+        own = weight[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            whole = gathered(local.detach(), module.weight)
+            of_rows = gathered(local.detach()[:, 0], module.weight, whole.shape[:1]) if placement != Shard(1) else None
+        found = [torch.equal(local, own), torch.equal(whole, weight)]
+        return found if of_rows is None else [*found, torch.equal(of_rows, weight[:, 0])]
+
+    def check_all() -> list[bool]:
+        weights = [torch.arange(rows * 4.0).view(rows, 4) for rows in (8, 10, 2)]
+        return [right for weight in weights for placement in PLACEMENTS for right in check(weight, placement)]
+
+    assert all(all(found) for found in run_ranks(check_all, 4))

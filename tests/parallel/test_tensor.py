@@ -1,0 +1,209 @@
+"""A decoder whose matrices and tokens are shared out, against the plain one in float64: losses, gradients, norms."""
+
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.adapters import add_adapters, init_adapters
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.models import DecoderSpec, build_meta, init_weights
+from recipe_lib.models.parts import local_part
+from recipe_lib.parallel import (
+    World,
+    check_tensor,
+    compile_layers,
+    materialize,
+    shard_model,
+    shard_tensors,
+    start_world,
+    sum_replicated_gradients,
+)
+from recipe_lib.training.clipping import clip_grad_norm
+from tests.distributed.ranks import import_compiler, run_ranks
+from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec
+
+BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+GEMMA = {
+    "post_norms": True, "norm_offset": True, "head_norms": True, "embedding_scale": 5.5, "logit_softcap": 9.0,
+    "attention_softcap": 20.0, "activation": "gelu_tanh",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """spec: changes of the small Llama. rows: of a micro-batch on each data rank."""
+
+    spec: dict[str, Any] = field(default_factory=dict)
+    rows: int = 1
+    parallel: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    frozen: str | None = None  # parameters whose name has this in it
+    per_token: bool = False
+    compiled: bool = False
+
+    def shape(self) -> DecoderSpec:
+        return replace(small_spec(tied=self.spec.get("tied", False)), **{"num_kv_heads": 4} | self.spec)
+
+
+def build(case: Case, world: World | None) -> nn.Module:
+    """The model as a recipe makes it; without a world, plain."""
+    spec = case.shape()
+    model = build_meta(spec, torch.float64)
+    memory = MemoryConfig(**case.memory)
+    if case.lora is not None:
+        add_adapters(model, LoraConfig(**{"rank": 4} | case.lora), torch.float64)
+    for name, parameter in model.named_parameters():
+        if case.frozen and case.frozen in name:
+            parameter.requires_grad_(False)
+    if world is None:
+        model.to_empty(device="cpu")
+    else:
+        parallel = ParallelConfig(**case.parallel)
+        shard_tensors(model, parallel, memory, world)
+        apply_activation_checkpointing(model, memory.activation_checkpointing)
+        if case.compiled:
+            compile_layers(model, "aot_eager")
+        shard_model(model, parallel, memory, world)
+        materialize(model, memory, world.device)
+    init_weights(model, 3, spec)
+    if case.lora is not None:
+        init_adapters(model, 4)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zeros would hide A's gradient
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.data.fill_(0.01)
+    return model
+
+
+def batch(case: Case, ranks: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shape = (case.rows * ranks, LENGTH)
+    tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    return tokens, labels.masked_fill_(torch.rand(shape, generator=generator) < 0.3, -100)
+
+
+def backward(case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    found = model(tokens, labels=labels, loss_chunks=3, per_token=case.per_token)
+    loss = (found.square().sum() if case.per_token else found) / count
+    loss.backward()
+    return loss.detach()
+
+
+def own_part(parameter: Tensor, of: Tensor) -> Tensor:
+    """What this rank holds of `of`, if it lies as the parameter does."""
+    local, offset = local_part(parameter)
+    return of[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))]
+
+
+def compare(cases: list[Case]) -> list[str]:
+    """What differs from the plain model, of each case. One world serves all cases in a row that share its mesh."""
+    faults = []
+
+    def mesh(case: Case) -> tuple[int, int]:
+        return case.parallel["tensor"], case.parallel.get("data_replicate", 1)
+
+    for _, alike in groupby(cases, mesh):
+        first, *others = alike
+        cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**first.parallel))
+        with start_world(cfg) as world:
+            for case in (first, *others):
+                faults += [f"{case}: {fault}" for fault in differences(case, world)]
+    return faults
+
+
+def differences(case: Case, world: World) -> list[str]:
+    faults = []
+    tokens, labels = batch(case, world.data_ranks)
+    count = (labels != -100).sum()
+    plain, model = build(case, None), build(case, world)
+    expected_loss = backward(case, plain, tokens, labels, count)
+    mine = slice(world.data_rank * case.rows, (world.data_rank + 1) * case.rows)
+    loss = world.all_reduce_sum(backward(case, model, tokens[mine], labels[mine], count))
+    sum_replicated_gradients(model, world)
+    if abs(float(loss - expected_loss)) > 1e-12 * abs(float(expected_loss)):
+        faults.append(f"loss {float(loss)} for {float(expected_loss)}")
+    wanted, found = dict(plain.named_parameters()), dict(model.named_parameters())
+    if wanted.keys() != found.keys():
+        faults.append(f"other names {wanted.keys() ^ found.keys()}")
+    for name, parameter in wanted.items():
+        if parameter.grad is None or found[name].grad is None:
+            if parameter.grad is not found[name].grad:
+                faults.append(f"{name} has a gradient, or should have one")
+            continue
+        gradient, expected = local_part(found[name].grad)[0], own_part(found[name], parameter.grad)
+        error = float((gradient - expected).abs().sum() / parameter.grad.abs().max())
+        if gradient.shape != expected.shape or not error < 1e-12 * max(1, gradient.numel()):
+            faults.append(f"{name} is off by {error:.1e}")
+    norms = [float(clip_grad_norm(one.parameters(), None, world)) for one in (model, plain)]
+    if not abs(norms[0] / norms[1] - 1) < 1e-9:
+        faults.append(f"norms {norms}")
+    return faults
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"rows": 3},
+    {"spec": {"tied": True}, "rows": 3},
+    {"spec": BIASES, "rows": 3},
+    {"spec": GEMMA, "rows": 3},
+    {"spec": {"head_norms": True}, "frozen": "q_proj"},
+    {"frozen": "mlp"},
+    {"lora": {}, "rows": 3},
+    {"lora": {"targets": ["q", "down"]}, "spec": BIASES},
+    {"per_token": True, "rows": 3},
+    {"per_token": True, "spec": GEMMA},
+]
+MEMORY: list[dict[str, Any]] = [{}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}]
+
+
+def cases(tensor: int, **parallel: Any) -> list[Case]:
+    """Every kind of model with the gather repeated or not, and in turn with each way of checkpointing."""
+    found = []
+    for number, kind in enumerate(KINDS):
+        for recompute in ("true", "false"):
+            shared = {"tensor": tensor, "tensor_recompute_gather": recompute, **parallel}
+            modes = MEMORY if number == 1 else [MEMORY[number % 3]]
+            found += [Case(**kind, parallel=shared, memory=memory) for memory in modes]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> None:
+    wanted = cases(ranks)
+    few = Case({"num_kv_heads": 2}, 3, {"tensor": ranks, "tensor_copy_kv_heads": True})
+    if ranks == 4:
+        wanted = wanted[::2] + [few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
+        for wrapping in ("layers", "memory_efficient"):
+            wanted += cases(2, wrapping=wrapping)[::2]
+        wanted += cases(2, data_replicate=2)[1::6]
+    else:
+        import_compiler()
+        kinds = [KINDS[1], KINDS[3], KINDS[4], KINDS[5], KINDS[7]]
+        wanted += [
+            Case(**kind, parallel={"tensor": 2, "tensor_recompute_gather": recompute}, memory=memory, compiled=True)
+            for kind in kinds
+            for recompute, memory in (("true", {}), ("false", {"activation_checkpointing": "full"}))
+        ]
+    for faults in run_ranks(compare, ranks, wanted, timeout=300):
+        assert not faults, "\n".join(faults)
+
+
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
+    spec = replace(small_spec(), num_kv_heads=2)
+    with pytest.raises(ConfigError) as refused:
+        check_tensor(spec, ParallelConfig(tensor=3))
+    assert len(refused.value.faults) == 4
+    assert "4 attention heads, which 3 ranks cannot share evenly; sizes that fit: 1, 2" in str(refused.value)
+    with pytest.raises(ConfigError, match="2 key and value heads.*tensor_copy_kv_heads=true"):
+        check_tensor(spec, ParallelConfig(tensor=4))
+    check_tensor(spec, ParallelConfig(tensor=4, tensor_copy_kv_heads=True))
+    check_tensor(spec, ParallelConfig(tensor=2))

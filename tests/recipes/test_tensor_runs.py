@@ -1,0 +1,245 @@
+"""Whole runs whose ranks share matrices: the losses of one process, folders that others open, states that any number of
+ranks goes on from."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.cli.main import main as tune
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import DPO, FULL, LORA, ROOT, furthest, losses, metrics, run_here, steps, stories, whole
+from tests.recipes.test_dpo import arguments as preference_arguments
+from tests.recipes.test_dpo import write_pairs
+
+GLOBAL_BATCH = 8
+STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
+SHARED = "parallel.tensor=2"
+
+
+class Runs:
+    """The runs of this file: each kind by one process, by a group of two, and by two groups of two."""
+
+    def __init__(self, realdata: Path, folder: Path) -> None:
+        self.realdata, self.folder = realdata, folder
+        preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
+        wide = preset | {"hidden_size": 128, "intermediate_size": 256}  # each rank's columns are whole blocks of 64
+        (folder / "wide.json").write_text(json.dumps(wide))
+        text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
+        for name, part in {"text": text[:15_000], "validation": text[-3_000:]}.items():
+            (folder / f"{name}.txt").write_text(part)
+        self.pairs = write_pairs(folder)
+
+    def text(self, data_ranks: int) -> list[str]:
+        return [
+            f"data.source={self.folder / 'text.txt'}",
+            "data.format=text",
+            f"batch_size={GLOBAL_BATCH // data_ranks}",
+            f"max_steps={STEPS}",
+            "lr_schedule.kind=constant",
+            f"checkpoint.save_every_steps={SAVED}",
+            "checkpoint.keep=2",
+        ]
+
+    def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
+        validation = (f"validation.source={self.folder / 'validation.txt'}", f"validation.every_steps={SAVED}")
+        argv = stories(self.realdata, self.folder / name, *self.text(data_ranks), *validation, *overrides)
+        return done(run_here(argv, recipe=FULL))
+
+    def adapters(self, name: str, data_ranks: int, *overrides: str) -> Any:
+        argv = stories(self.realdata, self.folder / name, *self.text(data_ranks), "optimizer.lr=1e-2", *overrides)
+        argv[1] = str(Path(__file__).parent / "adapters.yaml")
+        return done(run_here(argv, recipe=LORA))
+
+    def quantised(self, name: str, data_ranks: int, *overrides: str) -> Any:
+        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize=nf4")
+        tokenizer = f"tokenizer.path={self.realdata / 'stories260K-hf'}"
+        return self.adapters(name, data_ranks, *model, tokenizer, *overrides)
+
+    def preference(self, name: str, *overrides: str) -> Any:
+        argv = preference_arguments(self.pairs, self.folder / name, "batch_size=4", *overrides)
+        return done(run_here(argv, recipe=DPO))
+
+    def state(self, name: str) -> str:
+        return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
+
+
+def done(run: Any) -> Any:
+    assert run.code == 0, run.said
+    if dist.is_initialized():
+        dist.barrier()  # a rank that is there first would not find what the others still write
+    return run
+
+
+def probe() -> torch.Tensor:
+    """Tokens `[2, 24]` to compare logits on."""
+    return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def logits_of(run: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return whole(run.recipe.model(probe()))
+
+
+def alone(runs: Runs) -> dict[str, torch.Tensor]:
+    runs.adapters("lora 1", 1)
+    runs.quantised("nf4 1", 1)
+    for kind in ("lora", "full"):
+        runs.preference(f"preference {kind} 1", f"dpo.train={kind}")
+    return {"full 1": logits_of(runs.full("full 1", 1))}
+
+
+def group_of_two(runs: Runs) -> dict[str, torch.Tensor]:
+    runs.full("1 to 2", 1, SHARED, runs.state("full 1"))
+    runs.adapters("lora 2", 1, SHARED)
+    runs.quantised("nf4 2", 1, SHARED)
+    for kind in ("lora", "full"):
+        runs.preference(f"preference {kind} 2", f"dpo.train={kind}", SHARED)
+    return {"full 2": logits_of(runs.full("full 2", 1, SHARED))}
+
+
+def two_groups(runs: Runs) -> dict[str, torch.Tensor]:
+    runs.full("2 to 4", 2, SHARED, runs.state("full 2"))
+    runs.quantised("nf4 2 to 4", 2, SHARED, runs.state("nf4 2"))
+    return {"full 4": logits_of(runs.full("full 4", 2, SHARED))}
+
+
+def alone_again(runs: Runs) -> dict[str, torch.Tensor]:
+    runs.full("2 to 1", 1, runs.state("full 2"))
+    runs.quantised("nf4 2 to 1", 1, runs.state("nf4 2"))
+    return {}
+
+
+@pytest.fixture(scope="module")
+def found(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The folder of all runs, and logits of the trained models where they were trained."""
+    runs = Runs(realdata, tmp_path_factory.mktemp("tensor"))
+    logits: dict[str, torch.Tensor] = {}
+    for ranks, part in ((1, alone), (2, group_of_two), (4, two_groups), (1, alone_again)):
+        logits |= run_ranks(part, ranks, runs)[0]
+    return runs.folder, logits
+
+
+def test_a_group_records_what_one_process_does(found: tuple[Path, Any]) -> None:
+    folder, _ = found
+    alone = steps(folder / "full 1")
+    assert len(alone) == STEPS and alone[-1][1] < alone[0][1] - 0.3
+    for name in ("full 2", "full 4", "1 to 2", "2 to 4", "2 to 1"):
+        shared = steps(folder / name)
+        wanted = alone if name.startswith("full") else alone[SAVED:]
+        assert [step for step, _, _ in shared] == [step for step, _, _ in wanted]
+        assert furthest([loss for _, loss, _ in shared], [loss for _, loss, _ in wanted]) <= 1e-5
+        assert furthest([norm for _, _, norm in shared], [norm for _, _, norm in wanted]) <= 1e-4
+        found_later = validated(folder / name)
+        assert furthest(found_later, validated(folder / "full 1")[-len(found_later) :]) <= 1e-5
+    for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
+        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "trained_tokens", "tokens"))
+
+
+def validated(output: Path) -> list[float]:
+    return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
+
+
+@pytest.mark.parametrize("name", ["full 2", "full 4"])
+def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: str) -> None:
+    folder, logits = found
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder / name / "model", output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        theirs = model(probe()).logits
+    torch.testing.assert_close(logits[name], theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits["full 1"], theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["lora", "nf4"])
+def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
+    folder, _ = found
+    alone, shared = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
+    assert furthest([loss for _, loss, _ in shared], [loss for _, loss, _ in alone]) <= 1e-5
+    assert furthest([norm for _, _, norm in shared], [norm for _, _, norm in alone]) <= 1e-4
+    wanted, found_there = (load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2))
+    assert wanted.keys() == found_there.keys()
+    for tensor in wanted:
+        difference = torch.linalg.vector_norm(found_there[tensor] - wanted[tensor])
+        assert difference <= 1e-3 * torch.linalg.vector_norm(wanted[tensor]), tensor
+
+
+@pytest.mark.parametrize("name", ["nf4 2 to 4", "nf4 2 to 1"])
+def test_quantised_weights_are_the_same_for_any_group(found: tuple[Path, Any], name: str) -> None:
+    """A state names its frozen weights by their bits: it would not be taken with others."""
+    folder, _ = found
+    assert furthest(losses(folder / name), losses(folder / "nf4 1")[SAVED:]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_group_prefers_what_one_process_does(found: tuple[Path, Any], kind: str) -> None:
+    folder, _ = found
+    alone, shared = (metrics(folder / f"preference {kind} {ranks}") for ranks in (1, 2))
+    assert len(alone) == len(shared) > 0
+    for line, wanted in zip(shared, alone, strict=True):
+        for key in ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"):
+            assert line[key] == pytest.approx(wanted[key], rel=1e-8), key
+
+
+def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_path: Path) -> None:
+    """Two groups of two. What all ranks have gets one sum of gradients, so that its bits are the same after steps."""
+    runs = Runs(realdata, tmp_path)
+
+    def train() -> tuple[list[str], list[str], int]:
+        masks: list[str] = []
+        dropout = F.dropout
+
+        def watched(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            dropped = dropout(hidden, *args, **kwargs)
+            masks.append(digest(dropped == 0))
+            return dropped
+
+        F.dropout = watched
+        run = runs.adapters("dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false")
+        F.dropout = dropout
+        run.recipe.model.state_dict()  # FSDP frees what is gathered
+        replicas = [
+            digest(parameter.to_local())
+            for parameter in run.recipe.adapters.values()
+            if isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
+        ]
+        return masks, replicas, run.recipe.world.data_rank
+
+    results = run_ranks(train, 4)
+    for calls in zip(*(masks for masks, _, _ in results), strict=True):
+        assert len(set(calls)) == 4
+    assert len(results[0][0]) == 7 * 5 * STEPS  # the linears of five layers
+    by_group = [{tuple(replicas) for _, replicas, group in results if group == number} for number in (0, 1)]
+    assert [len(alike) for alike in by_group] == [1, 1] and len(results[0][1]) == 7 * 5
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    runs = Runs(realdata, tmp_path)
+    read: list[Any] = []
+    cases = {
+        "nf4": (["lora.quantize=nf4"], "keeps blocks of 64 numbers whole, which the parts of o_proj and down_proj"),
+        "heads": (["parallel.tensor=8"], "the model has 4 key and value heads, which 8 ranks cannot share evenly"),
+    }
+    for name, (overrides, message) in cases.items():
+        argv = stories(realdata, tmp_path / name, *runs.text(1), SHARED, *overrides)
+        argv[1] = str(Path(__file__).parent / "adapters.yaml")
+        run = run_here(argv, before_model=read.append, recipe=LORA)
+        assert run.code == 2 and message in run.said[-1] and "sizes that fit: 1" in run.said[-1], run.said
+        assert tune(["validate", *argv[1:]]) == 2
+        assert message in capsys.readouterr().err
+    assert read == []
+    assert tune(["validate", *argv[1:], "parallel.tensor=4"]) == 0

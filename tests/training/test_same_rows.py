@@ -1,0 +1,75 @@
+"""The ranks that share matrices have read the same rows, or the run does not begin; neither does it when resumed."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
+from recipe_lib.data import Batch, StepBatches
+from recipe_lib.errors import SetupError
+from recipe_lib.parallel import start_world
+from recipe_lib.training.same_rows import check_same_rows
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import arguments, losses, run_here
+
+MESSAGE = "data: the 2 ranks of tensor-parallel group {} found different rows for the same step"
+
+
+def step(tokens: list[int], labels: list[int], positions: torch.Tensor | None = None) -> StepBatches:
+    batch = Batch(torch.tensor([tokens]), torch.tensor([labels]), positions)
+    return StepBatches([batch], len(labels), len(tokens), len(tokens), items=1)
+
+
+def check(steps: list[StepBatches]) -> str:
+    """What the check of this rank's rows says."""
+    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))
+    with start_world(cfg) as world:
+        try:
+            check_same_rows(steps[world.rank], world)
+        except SetupError as error:
+            return str(error)
+    return ""
+
+
+def test_rows_may_differ_between_groups_and_not_within_one() -> None:
+    def all_cases() -> list[str]:
+        first, second = step([1, 2], [2, 3]), step([4, 5], [5, 6])
+        other_label, longer = step([4, 5], [5, -100]), step([4, 5, 0], [5, 6, -100])
+        starts = step([1, 2], [2, 3], positions=torch.tensor([[0, 0]]))
+        cases = [[first, first, second, second], [first, first, second, other_label]]
+        cases += [[first, longer, second, second], [starts, first, first, first]]
+        return [check(case) for case in cases]
+
+    for alike, *refused in run_ranks(all_cases, 4):
+        assert alike == ""
+        assert all(told.startswith(MESSAGE.format(group)) for told, group in zip(refused, (1, 0, 0), strict=True))
+
+
+def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> None:
+    def changed(recipe: object) -> None:
+        """Rank 1 has read something else."""
+        read = recipe.data.batches  # type: ignore[attr-defined]
+
+        def batches(first_step: int):
+            for found in read(first_step):
+                for batch in found.micro_batches:
+                    batch.tokens[0, 0] += recipe.world.rank  # type: ignore[attr-defined]
+                yield found
+
+        recipe.data.batches = batches  # type: ignore[attr-defined]
+
+    def run() -> list[list[str]]:
+        argv = [*arguments(tmp_path / "run"), "parallel.tensor=2", "max_steps=2", "checkpoint.save_model=false"]
+        said = [run_here(argv, before_training=changed).said]
+        dist.barrier()  # a rank that is there first would find the folder in use
+        saved = run_here([*argv, "max_steps=1", "checkpoint.save_every_steps=1", "overwrite=true"])
+        assert saved.code == 0, saved.said
+        dist.barrier()
+        said.append(run_here([*argv, "resume=latest"], before_training=changed).said)
+        return [[line for line in lines if line.startswith("error")] for lines in said]
+
+    for refused, resumed in run_ranks(run, 2):
+        assert len(refused) == len(resumed) == 1
+        assert MESSAGE.format(0) in refused[0] and MESSAGE.format(0) in resumed[0]
+    assert len(losses(tmp_path / "run")) == 1  # of the run that was not changed
