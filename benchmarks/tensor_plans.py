@@ -210,7 +210,7 @@ def page(rows: list[Row], seconds: float) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
-        note = re.sub(r"/\S*/", "", row.note.replace("|", "/"))
+        note = re.sub(r"/\S*/", "", row.note.replace("|", "/").replace("`", ""))
         note = note if len(note) <= 160 else note[:160] + " ..."
         cells = [
             row.name,

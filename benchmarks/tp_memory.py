@@ -47,6 +47,7 @@ RANDOM_STATE = 24  # bytes: the seed and the offset that the kernel of attention
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")
 SIZES = (2, 4, 8)
 STOCK, CACHED, TWICE, FUSED, OURS = "DTensor styles", "gathered once", "gathered again", "+ product", "+ norm (ours)"
+AUTO = "auto"  # ours, as `parallel.tensor_recompute_gather: auto` has it
 WAYS = (STOCK, CACHED, TWICE, FUSED, OURS)
 
 
@@ -179,7 +180,8 @@ def measure(
 
     Compiled layers are measured without peak and collectives: torch compiles nothing while a tracker looks on.
     """
-    parallel = ParallelConfig(tensor=size, tensor_recompute_gather="false" if how == CACHED else "true")
+    gather_again = {CACHED: "false", AUTO: "auto"}.get(how, "true")
+    parallel = ParallelConfig(tensor=size, tensor_recompute_gather=gather_again)
     with simulated_world(parallel, 0, size) as world, tensors_without_bytes(), way(how):
         model = build_meta(spec, torch.bfloat16)
         if change is not None:
@@ -218,7 +220,7 @@ def _counts(tracker: Tracker, spec: DecoderSpec) -> dict[tuple[str, str], int]:
 def _prepare(model: nn.Module, parallel: ParallelConfig, world: World, how: str, mode: str, compiled: bool) -> None:
     """Shares the layers out, checkpoints and compiles them, and gives the model its memory."""
     if how != STOCK:
-        shard_tensors(model, parallel, MemoryConfig(), world)
+        shard_tensors(model, parallel, MemoryConfig(activation_checkpointing=mode), world)
     else:
         for layer in model.model.layers:
             stock_layer(layer, world)
@@ -241,7 +243,9 @@ def formula(spec: DecoderSpec, size: int, how: str, *, tokens: int = TOKENS, com
     h, f = spec.width, spec.mlp_width
     q, k = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     product = f if compiled else 2 * f
-    more = {STOCK: 2 * h * size + product, CACHED: 2 * h * size + product, TWICE: 2 * h + product, FUSED: 2 * h, OURS: 0}
+    gathered_tokens = 2 * h * size
+    more = {STOCK: gathered_tokens + product, CACHED: gathered_tokens + product, TWICE: 2 * h + product}
+    more |= {FUSED: 2 * h, OURS: 0}
     elements = 2 * h + 2 * q + 2 * k + 2 * f + more[how]
     numbers = spec.num_heads + 2  # the log of each head's sums, and the root mean square of both norms
     if spec.head_norms:
@@ -257,7 +261,8 @@ widths run forward and backward as rank 0 of t, on the simulated device, whose t
 s = {tokens}, bf16, no activation checkpointing. Every number is measured; a run whose kept bytes are not those of the
 formula, to the byte, writes no page. No time is measured here.
 
-- **{stock}**: torch's own `SequenceParallel`, `ColwiseParallel`, `RowwiseParallel`, one gather for each group of linears.
+- **{stock}**: torch's own `SequenceParallel`, `ColwiseParallel`, `RowwiseParallel`, one gather for each group of
+  linears.
 - **{cached}**: our nodes, the gathered tokens kept, the MLP's product kept.
 - **{twice}**: the tokens are gathered a second time in backward (`parallel.tensor_recompute_gather`).
 - **{fused}**: and the MLP keeps gate and up only; their product is made again.
@@ -266,8 +271,8 @@ formula, to the byte, writes no page. No time is measured here.
 Elements a token that a rank keeps, times t: `2h + 2q + 2k + 2F`, and for {stock} and {cached} `2ht + 2F` more, for
 {twice} `2h + 2F`, for {fused} `2h`; h: the width, q and k: of all query and key heads, F: of the MLP. Compiled, an
 MLP that keeps its product keeps F less: torch makes the activation again. To that come, in bytes: 4 for each head and
-each norm of a token over t, and {random} for the state of attention's random numbers. A model that norms its heads keeps
-q + k elements more, and 4 bytes for each of these heads.
+each norm of a token over t, and {random} for the state of attention's random numbers. A model that norms its heads
+keeps q + k elements more, and 4 bytes for each of these heads.
 
 ## Kept MiB of one layer
 
@@ -281,8 +286,9 @@ Gradients included, parameters not; eager.
 
 ## Collectives of one layer, forward and backward
 
-Of the hidden states: gathers and reduce-scatters, t = 8, {first}. With full checkpointing `parallel.tensor_recompute_gather: auto`
-keeps what it gathers, inside backward's second forward: {cached}.
+Gathers and reduce-scatters of hidden states, {first}, t = 8. The last column is `parallel.tensor_recompute_gather:
+auto`: without checkpointing two gathers more in backward than torch's, which is what the memory costs; in layers with
+full checkpointing, which keep what they gather in backward's second forward, as many as torch's.
 
 {collectives}
 """
@@ -306,13 +312,13 @@ def page() -> str:
             print(" ".join(kept[-1]), "|", " ".join(peak[-1]), flush=True)
     counts = []
     for mode in ("none", "full"):
-        found = {how: measure(specs[MODELS[0]], 8, how, checkpointing=mode) for how in (STOCK, CACHED, OURS)}
-        counts.append([mode, *(f"{one.count('forward')} + {one.count('backward')}" for one in found.values())])
+        counted = [measure(specs[MODELS[0]], 8, how, checkpointing=mode) for how in (STOCK, CACHED, OURS, AUTO)]
+        counts.append([mode, *(f"{one.count('forward')} + {one.count('backward')}" for one in counted)])
     names = {"stock": STOCK, "cached": CACHED, "twice": TWICE, "fused": FUSED, "ours": OURS}
     return PAGE.format(
         kept=_table(["model", "t", *WAYS, f"{STOCK}, compiled", f"{OURS}, compiled", f"{OURS} / {STOCK}"], kept),
         peak=_table(["model", "t", *WAYS], peak),
-        collectives=_table(["checkpointing", STOCK, CACHED, OURS], counts),
+        collectives=_table(["checkpointing", STOCK, CACHED, OURS, AUTO], counts),
         layers=LAYERS, tokens=TOKENS, random=RANDOM_STATE, first=MODELS[0], **names,
     )  # fmt: skip
 

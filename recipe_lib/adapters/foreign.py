@@ -61,9 +61,7 @@ def add_foreign_adapters(model: nn.Module, cfg: LoraConfig, settings: AdapterSet
     layers have no linears.
     """
     inside = tuple(f"{name}." for name in layer_names(model))
-    linears = {
-        name: module for name, module in model.named_modules() if name.startswith(inside) and is_linear(module)
-    }
+    linears = {name: module for name, module in model.named_modules() if name.startswith(inside) and is_linear(module)}
     if not linears:
         raise ConfigError("lora.modules: the model's layers have no linears that could have an adapter")
     wanted = set(foreign_targets(linears, cfg.modules))
@@ -75,4 +73,3 @@ def add_foreign_adapters(model: nn.Module, cfg: LoraConfig, settings: AdapterSet
         else:
             placed = base if own is None else AdaptedForeign(base, own)
         setattr(model.get_submodule(owner), child, placed)
-

@@ -63,7 +63,9 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         for target, (owner_name, child) in LINEARS.items():
             owner = layer.get_submodule(owner_name)
             setattr(
-                owner, child, adapted_linear(getattr(owner, child), settings if target in cfg.targets else None, cfg.quantize)
+                owner,
+                child,
+                adapted_linear(getattr(owner, child), settings if target in cfg.targets else None, cfg.quantize),
             )
     if "embedding" in cfg.targets:
         model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)

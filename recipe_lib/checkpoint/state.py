@@ -47,8 +47,10 @@ from recipe_lib.checkpoint.optimizer_state import (
     restore_settings,
 )
 from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.logs import get_logger
+from recipe_lib.models.parts import ordered, own_parts, runs_of
 from recipe_lib.units import MIB
 
 STATE = "state.json"
@@ -78,6 +80,7 @@ def save_state(
         "optimizer": optimizer_settings(model, optimizer),
         "adapters": adapter_use(model),
         "frozen": frozen_mark(model, world),
+        "runs": getattr(model, "tensor_runs", {}),
     }
     own_bytes = sum(_bytes_saved_here(tensor, world.rank) for tensor in tensors.values())
     needed = sum(world.gather_json(own_bytes)) + MIB * (world.size + 1)
@@ -311,7 +314,22 @@ def _load_tensors(
     reader = ShardReader(path, metadata)
     with _torch_faults():
         dcp.load(targets, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+    _put_in_order(targets, saved.get("runs", {}), model)
     return saved
+
+
+@torch.no_grad()
+def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model: nn.Module) -> None:
+    """Where the ranks that saved held a fused matrix in another order than these do, puts it in theirs. Collective."""
+    for full_name, tensor in targets.items():
+        name = full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
+        dim, runs = saved.get(name, (0, ()))
+        before = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
+        if not tensor.dim() or before == runs_of(model, name):
+            continue
+        in_file = ordered(whole(tensor), before)
+        for part, offset in own_parts(model, name, tensor):
+            part.copy_(in_file[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))])
 
 
 def _targets(

@@ -27,8 +27,8 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "optimizer.name": ("recipe_lib.training.optimizers", ("adamw", "sgd")),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
-    "model": ("recipe_lib.models.foreign_build", ("native", "transformers")),
     "log.trackers": ("recipe_lib.training.trackers", ("tensorboard", "wandb", "trackio")),
+    "model": ("recipe_lib.models.foreign_build", ("native", "transformers")),
 }
 
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}

@@ -39,15 +39,16 @@ _ATTENTION = frozenset(
         "torch_attn::_varlen_attn",
     }
 )
-# Collectives of a layer's own. Those of FSDP (`c10d::`) gather parameters: keeping them would undo the sharding.
-_COLLECTIVES = "_c10d_functional::"
+# Sums over the ranks that share a layer's matrices. What is gathered for them is kept by no mode: it is as large as all
+# ranks' hidden states; nor what FSDP gathers (`c10d::`), which would undo the sharding.
+_SUMS = frozenset({"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"})
 
 
 def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
     """Makes each layer keep less for backward, in place; call it before layers are compiled and sharded.
 
     mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also keeps the outputs of
-    attention, of its own collectives and of every second matmul, so that about half is computed again. `none`:
+    attention, of its own sums over ranks and of every second matmul, so that about half is computed again. `none`:
     nothing changes. Layers are the elements of the model's module lists. A layer's forward is wrapped, the module is
     not: parameter names stay as they are. Random numbers (dropout) come out the same the second time.
     """
@@ -79,7 +80,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
             # The second, fourth, ...: a layer's last matmul (down) is the seventh, and no gradient needs its output.
             kept = matmuls[context.is_recompute] % 2 == 0
         else:
-            kept = name in _ATTENTION or name.startswith(_COLLECTIVES) or name == "flex_attention"
+            kept = name in _ATTENTION or name in _SUMS or name == "flex_attention"
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)

@@ -58,14 +58,18 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
         made = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
     except ValueError as error:
         if kind in str(error) and "auto_map" in config:
-            remedy = "its own code is not run: convert it to an architecture that transformers has, or give it by --plugin"
+            remedy = (
+                "its own code is not run: convert it to an architecture that transformers has, or give it by --plugin"
+            )
         else:
             remedy = f"install a release of transformers that has it, or give it by --plugin ({_line(error)})"
         raise CheckpointError(f"{where}: model_type {kind!r} is not one of transformers'; {remedy}") from None
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{where}: the config of {kind!r} does not take it ({_line(error)})") from None
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is")
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is"
+        )
     return made
 
 

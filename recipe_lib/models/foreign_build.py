@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, transformers_config
@@ -37,7 +37,7 @@ def build_foreign(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
     model.first_buffers = dict(model.named_buffers())
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to("meta")
+            module._buffers[name] = torch.empty_like(buffer, device="meta")
     adopt_call(model, spec)
     return model
 
@@ -45,7 +45,11 @@ def build_foreign(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
 def make_module(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
     """The module as its class makes it, parameters on meta, with the class' own forward."""
     with parameters_on_meta():
-        model = _transformers_module(spec, dtype) if spec.source == TRANSFORMERS else _plugin_module(spec)
+        make = registered("model", spec.source)
+        config = dict(spec.config)
+        model = make(config, spec.attention, dtype) if spec.source == TRANSFORMERS else make(config)
+    if not isinstance(model, nn.Module):
+        raise SetupError(f"model.source={spec.source}: found {type(model).__name__}, expected a torch.nn.Module")
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
@@ -62,9 +66,9 @@ def parameters_on_meta() -> Iterator[None]:
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            placed = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            placed.__dict__.update(parameter.__dict__)
+        if parameter is not None and parameter.device.type != "meta":
+            placed = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            placed.__dict__.update(parameter.__dict__ | placed.__dict__)  # a class may mark its parameters
             module._parameters[name] = placed
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
@@ -74,23 +78,27 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _transformers_module(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
+@register("model", "native")
+def native_module(config: dict[str, Any]) -> nn.Module:
+    """Our own decoder of a config.json, on meta."""
+    from recipe_lib.models.build import build_meta
+    from recipe_lib.models.spec import spec_from_config
+
+    return build_meta(spec_from_config(config, "config.json"), torch.float32)
+
+
+@register("model", "transformers")
+def transformers_module(
+    config: dict[str, Any], attention: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The causal language model that transformers has for a config.json; attention: its word for an implementation."""
     from transformers import AutoModelForCausalLM
 
-    config = transformers_config(spec.config, spec.family)
-    config.use_cache = False
-    model: nn.Module = AutoModelForCausalLM.from_config(
-        config, attn_implementation=spec.attention, dtype=dtype, trust_remote_code=False
-    )
-    cast(Any, model).tie_weights()
-    return model
-
-
-def _plugin_module(spec: ForeignSpec) -> nn.Module:
-    model = registered("model", spec.source)(dict(spec.config))
-    if not isinstance(model, nn.Module):
-        raise SetupError(f"model.source={spec.source}: found {type(model).__name__}, expected a torch.nn.Module")
-    return model
+    made = transformers_config(config, str(config.get("model_type")))
+    made.use_cache = False
+    model: Any = AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
+    model.tie_weights()
+    return cast(nn.Module, model)
 
 
 def describe_foreign(config: dict[str, Any], where: str, source: str) -> ForeignSpec:
@@ -167,6 +175,18 @@ def _asked(model: nn.Module, method: str) -> Any:
     except (AttributeError, NotImplementedError):
         return None
     return found if isinstance(getattr(found, "weight", None), Tensor) else None
+
+
+def layer_kinds(spec: ForeignSpec) -> list[str]:
+    """What each layer is: equal texts stand for layers of the same parameters and the same kind of attention."""
+    model: Any = make_module(spec, torch.float32)
+    types = getattr(getattr(model, "config", None), "layer_types", None)
+    kinds = []
+    for at, name in enumerate(layer_names(model)):
+        layer = model.get_submodule(name)
+        shapes = [(inside, tuple(parameter.shape)) for inside, parameter in layer.named_parameters()]
+        kinds.append(f"{type(layer).__name__} {types[at] if types and at < len(types) else ''} {shapes}")
+    return kinds
 
 
 @dataclass(frozen=True)

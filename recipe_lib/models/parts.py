@@ -40,10 +40,11 @@ def gathered(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -
     if strided:
         (dim,), names = strided, mesh.mesh_dim_names or ()
         (cut,) = [at for at in range(dim + 1, mesh.ndim) if placements[at].is_shard(0)]
-        sizes[0] //= mesh.size(cut)
-        part = _from_parts(part, mesh[names[dim]], [Shard(0)], sizes)
-        sizes[0] *= mesh.size(cut)
-        mesh, placements = mesh[names[cut]], [Shard(0)]
+        inner = mesh[names[cut]]
+        rows = -(-sizes[0] // inner.size())  # the last of a group may have fewer
+        own = max(0, min(rows, sizes[0] - rows * inner.get_local_rank()))
+        part = _from_parts(part, mesh[names[dim]], [Shard(0)], [own, *sizes[1:]])
+        mesh, placements = inner, [Shard(0)]
     return _from_parts(part, mesh, placements, sizes)
 
 
@@ -78,13 +79,17 @@ def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tens
 
 def in_file_order(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     """A whole parameter, gathered from the ranks, as the file has it."""
-    found = runs_of(model, name)
+    return ordered(whole, runs_of(model, name))
+
+
+def ordered(whole: Tensor, found: Runs | None) -> Tensor:
+    """A whole tensor whose runs follow one another, in the order of the file."""
     if found is None:
         return whole
     dim, runs = found
-    ordered = whole.new_empty(whole.shape)
+    result = whole.new_empty(whole.shape)
     at = 0
     for start, stop in runs:
-        ordered.narrow(dim, start, stop - start).copy_(whole.narrow(dim, at, stop - start))
+        result.narrow(dim, start, stop - start).copy_(whole.narrow(dim, at, stop - start))
         at += stop - start
-    return ordered
+    return result

@@ -192,7 +192,7 @@ def linears_backward(
     if source and whole_kept:
         whole = source.pop()
     elif source:
-        whole = start_gather(NORMS[norm[0]](*source, norm[1]) if norm else source[0], group)
+        whole = start_gather(NORMS[norm[0]](source[0], source[1], norm[1]) if norm else source[0], group)
     shard_grad: Tensor | None = None
     if wants_input:
         total: Tensor | None = None
@@ -252,10 +252,12 @@ class _GatedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wants_input, wants_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
-        return (*gated_backward(gradients[0], *ctx.saved_tensors, ctx.activation, wants_input, wants_weight), None)
+        gate, up, weight = ctx.saved_tensors
+        return (*gated_backward(gradients[0], gate, up, weight, ctx.activation, wants_input, wants_weight), None)
 
 
 def gated_forward(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """As `gated_linear`, whose forward it is."""
     return F.linear(_ACTIVATIONS[activation][0](gate) * up, weight)
 
 

@@ -164,9 +164,7 @@ def _by_rank(labels: Tensor, group: Group | None) -> Tensor:
     return labels.reshape(1 if group is None else group.size, -1)
 
 
-def _logits(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: Group | None
-) -> Tensor:
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: Group | None) -> Tensor:
     """Rows `[m, d]`, gathered over the group, to logits `[m, v]` in storage of their own."""
     tokens = rows if group is None else wait(start_gather(rows, group))
     return F.linear(tokens, weight, bias).to(dtype)

@@ -119,7 +119,7 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     faults = list(certificate.failures)
     if not faults:
         errors = gradient_errors(small, plan, ranks, inputs)
-        wrong = {name: error for name, error in errors.items() if error > _GRADIENTS}
+        wrong = {name: error for name, error in errors.items() if not error <= _GRADIENTS}
         faults = [f"the gradient of {name} is off by {error:.1e}" for name, error in wrong.items()]
     if not certificate.checked:
         faults.append("nothing was compared")

@@ -73,7 +73,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     check_tensor(spec, parallel, min(quantised, default="none"))
     copied = spec.num_kv_heads % group.size != 0
     recompute = parallel.tensor_recompute_gather
-    keep = memory.activation_checkpointing == "full" if recompute == "auto" else recompute == "false"
+    keep = memory.activation_checkpointing != "none" if recompute == "auto" else recompute == "false"
     sharing = _Sharing(group, keep, group.rank * spec.num_kv_heads // group.size if copied else None)
     for name, module in model.named_modules():
         if isinstance(module, QuantisedLinear):
@@ -94,7 +94,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
             _replace_forward(module, project)
     _replace_forward(model.model.embed_tokens, _given(_embedding, group))
     _replace_forward(model.lm_head, _given(_head, group))
-    model.forward = _in_rows(model.forward)
+    model.forward = _in_rows(model.forward)  # type: ignore[method-assign]
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import preset_config, read_config, spec_from_config
 from recipe_lib.models.families import text_config
+from recipe_lib.models.foreign import foreign_spec
 
 CONFIG_FILE = "config.json"
 
@@ -108,12 +109,14 @@ def with_layers(cfg: Any, layers: int) -> Any:
     layers: from 1 to as many as it has, ValueError otherwise.
     """
     config = _config_of(cfg)
-    own = config["num_hidden_layers"]
+    word = _layers_key(cfg, config)
+    own = config[word]
     if not 1 <= layers <= own:
         raise ValueError(f"found {layers} layers, expected 1 to {own}")
-    cut: dict[str, Any] = {"num_hidden_layers": layers}
-    if isinstance(config.get("layer_types"), list):
-        cut["layer_types"] = config["layer_types"][:layers]
+    cut: dict[str, Any] = {word: layers}
+    for key, value in config.items():  # layer_types, and what else there is one of for each layer
+        if isinstance(value, list) and len(value) == own and (key == "layer_types" or cfg.model.source != "native"):
+            cut[key] = value[:layers]
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
     file = Path(_folder()) / f"{name}-{layers}-{os.getpid()}.json"
     file.write_text(json.dumps(dict(config) | cut), encoding="utf-8")
@@ -127,19 +130,41 @@ def layer_period(cfg: Any) -> int:
 
     cfg: a plannable config.
     """
-    windows = spec_from_config(_config_of(cfg), cfg.model.preset).windows
-    count = len(windows)
-    return next(p for p in range(1, count + 1) if all(windows[at] == windows[at % p] for at in range(count)))
+    kinds: Sequence[Any]
+    if cfg.model.source == "native":
+        kinds = spec_from_config(_config_of(cfg), cfg.model.preset).windows
+    else:
+        from recipe_lib.models.foreign_build import layer_kinds
+
+        kinds = layer_kinds(foreign_spec(_config_of(cfg), cfg.model.preset, cfg.model.source))
+    count = len(kinds)
+    return next(p for p in range(1, count + 1) if all(kinds[at] == kinds[at % p] for at in range(count)))
 
 
 def layer_count(cfg: Any) -> int:
     """How many layers the model of a plannable config has."""
+    if cfg.model.source != "native":
+        return foreign_spec(_config_of(cfg), cfg.model.preset, cfg.model.source).num_layers
     return int(_config_of(cfg)["num_hidden_layers"])
+
+
+def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
+    """The key of config.json that says how many layers there are. Raises ConfigError for a config that has none."""
+    words = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    found = next((word for word in words if isinstance(config.get(word), int)), None)
+    if found is None:
+        raise ConfigError(
+            f"{cfg.model.preset}: found no number of layers, expected one of {', '.join(words)}; plan without --depth"
+        )
+    return found
 
 
 def _config_of(cfg: Any) -> Mapping[str, Any]:
     """The decoder's config.json, checked."""
-    config = text_config(preset_config(cfg.model.preset))
+    config = preset_config(cfg.model.preset)
+    if cfg.model.source != "native":
+        return config
+    config = text_config(config)
     spec_from_config(config, cfg.model.preset)
     return config
 

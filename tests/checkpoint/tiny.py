@@ -59,7 +59,7 @@ def tiny_model(
     spec = spec or tiny_spec()
     model = build_meta(spec, dtype)
     if world.size > 1:
-        mesh = world.mesh if world.mesh.size(0) > 1 else world.mesh["data_shard"]
+        mesh = world.mesh["data_replicate", "data_shard"] if world.mesh.size(0) > 1 else world.mesh["data_shard"]
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

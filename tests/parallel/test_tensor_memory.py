@@ -1,6 +1,7 @@
 """What tensor-parallel layers keep, how often they communicate, and their bits: beside torch's own DTensor styles."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from benchmarks.tp_memory import CACHED, FUSED, OURS, RANDOM_STATE, STOCK, TWICE, formula, layers_of, measure, stock_layer
+from benchmarks.tp_memory import AUTO, CACHED, OURS, RANDOM_STATE, STOCK, formula, layers_of, measure, stock_layer
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import build_meta, init_weights
@@ -34,19 +35,29 @@ def adapt(model: nn.Module) -> None:
     add_adapters(model, LoraConfig(rank=RANK), torch.bfloat16)
 
 
-def kept() -> dict[str, int]:
+@cache
+def measured() -> dict[str, Any]:
+    """(bytes kept, collectives) of a layer, by what was run; and how many graphs torch compiled for alike layers."""
+    return apart(measure_all)
+
+
+def measure_all() -> dict[str, Any]:
     llama, qwen = layers_of("llama3/8B", 2), layers_of("qwen3/8B", 2)
-    found = {how: measure(llama, T, how).kept for how in (STOCK, CACHED, TWICE, FUSED, OURS)}
-    found |= {f"{how} compiled": measure(llama, T, how, compiled=True).kept for how in (STOCK, OURS)}
-    found |= {f"{how} with head norms": measure(qwen, 4, how, rows=3, length=512).kept for how in (STOCK, OURS)}
-    found["frozen"] = measure(llama, T, OURS, change=freeze).kept
-    found["adapted"] = measure(llama, T, OURS, change=adapt).kept
-    return found
+    found = {how: measure(llama, T, how) for how in (STOCK, CACHED, OURS)}
+    found |= {f"{how} checkpointed": measure(llama, T, how, checkpointing="full") for how in (STOCK, AUTO, OURS)}
+    found |= {f"{how} with head norms": measure(qwen, 4, how, rows=3, length=512) for how in (STOCK, OURS)}
+    found |= {"frozen": measure(llama, T, OURS, change=freeze), "adapted": measure(llama, T, OURS, change=adapt)}
+    found["adapted compiled"] = measure(llama, T, OURS, compiled=True, change=adapt)
+    found[f"{STOCK} compiled"] = measure(llama, T, STOCK, compiled=True)
+    torch._dynamo.utils.counters.clear()
+    found[f"{OURS} compiled"] = measure(llama, T, OURS, compiled=True)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return {name: (one.kept, one.collectives) for name, one in found.items()} | {"graphs": graphs}
 
 
 def test_kept_bytes_are_those_of_the_formula() -> None:
     """In elements a token over t, 2 bytes each, and per head and norm of a token 4 bytes over t."""
-    found = apart(kept)
+    found = {name: one[0] for name, one in measured().items() if name != "graphs"}
     h, q, k, f = (LLAMA[name] for name in "hqkf")
     minimum = 2 * h + 2 * q + 2 * k + 2 * f
 
@@ -55,12 +66,12 @@ def test_kept_bytes_are_those_of_the_formula() -> None:
 
     assert found[OURS] == kept_bytes(minimum)
     assert found[f"{OURS} compiled"] == found[OURS]
+    assert measured()["graphs"] == 1, "alike layers share one compilation"
     assert found[STOCK] == kept_bytes(minimum + 2 * h * T + 2 * f)
     assert found[f"{STOCK} compiled"] == kept_bytes(minimum + 2 * h * T + f)
     assert found[CACHED] == found[STOCK]
-    assert found[TWICE] == kept_bytes(minimum + 2 * h + 2 * f)
-    assert found[FUSED] == kept_bytes(minimum + 2 * h)
     assert found["frozen"] == kept_bytes(minimum)
+    assert found["adapted compiled"] == found["adapted"]
     # The normed tokens for the A of both groups; what A made of them, of all tokens, and of o and down for a rank's.
     assert found["adapted"] == kept_bytes(minimum + 2 * h + RANK * (5 * T + 2))
     h, q, k, f, heads, kv_heads = 4096, 4096, 1024, 12288, 32, 8
@@ -70,16 +81,6 @@ def test_kept_bytes_are_those_of_the_formula() -> None:
         bytes_ = 3 * 512 * (2 * (elements + more[how]) + 4 * numbers) // 4 + RANDOM_STATE
         assert found[f"{how} with head norms"] == bytes_
         assert formula(layers_of("qwen3/8B"), 4, how, tokens=3 * 512) == bytes_
-
-
-def collectives() -> dict[str, dict[tuple[str, str], int]]:
-    spec = layers_of("llama3/8B", 2)
-    modes = {"": "none", " checkpointed": "full"}
-    return {
-        f"{how}{name}": measure(spec, T, how, checkpointing=mode).collectives
-        for how in (STOCK, CACHED, OURS)
-        for name, mode in modes.items()
-    } | {"adapted": measure(spec, T, OURS, change=adapt).collectives}
 
 
 def counted(gathers: int, scatters: int, again: int, back: int) -> dict[tuple[str, str], int]:
@@ -92,13 +93,16 @@ def counted(gathers: int, scatters: int, again: int, back: int) -> dict[tuple[st
 
 
 def test_collectives_of_a_layer() -> None:
-    found = apart(collectives)
+    found = {name: one[1] for name, one in measured().items() if name != "graphs"}
     assert found[STOCK] == found[CACHED] == counted(2, 2, 2, 2)
-    # `auto` in checkpointed layers; no more than stock: a checkpointed layer's last reduce-scatter is not repeated.
-    assert found[f"{STOCK} checkpointed"] == found[f"{CACHED} checkpointed"] == counted(2, 2, 4, 3)
-    # `auto` elsewhere: two gathers more in backward are the price of the memory.
+    # No more than stock: a checkpointed layer's second forward ends before its last reduce-scatter.
+    assert found[f"{STOCK} checkpointed"] == found[f"{AUTO} checkpointed"] == counted(2, 2, 4, 3)
+    # Two gathers more in backward are the price of the memory.
     assert found[OURS] == counted(2, 2, 4, 2)
     assert found[f"{OURS} checkpointed"] == counted(2, 2, 6, 3)
+    # Frozen weights need no tokens in backward; adapters exchange numbers of their rank's width besides.
+    assert found["frozen"] == counted(2, 2, 2, 2)
+    assert found["adapted"] == counted(4, 4, 4, 4)
 
 
 def one_node_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

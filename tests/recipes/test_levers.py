@@ -108,6 +108,7 @@ LEVERS = [
 NOT_LEVERS = {
     "recipe": "a name",
     "model.path": "where weights come from; test_worlds",
+    "model.source": "another model; test_foreign_runs runs those of transformers on one rank and on two",
     "tokenizer.*": "how rows are read",
     "data.*": "which rows there are",
     "parallel.tensor_recompute_gather": "both values with every kind of model; tests/parallel/test_tensor",

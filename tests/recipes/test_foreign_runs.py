@@ -1,0 +1,147 @@
+"""Recipes over models of transformers' own classes: two ranks as one, and folders that transformers and PEFT open."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import DPO, FULL, LORA, arguments, furthest, losses, run_here, steps, whole
+
+COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+# Tied with transposed linears; untied with head norms; fused projections.
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
+    "phi3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+STEPS = 3
+
+
+def probe() -> torch.Tensor:
+    return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def train(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """Each model wholly trained from random weights, then adapters beside what came out of one rank's run."""
+    logits = {}
+    for kind in MODELS:
+        common = (
+            "model.source=transformers", "dtype=fp32", "device=cpu", f"max_steps={STEPS}", f"batch_size={4 // ranks}",
+            "log.every_steps=1000", "data.packing=false",
+        )  # fmt: skip
+        levers = ("memory.activation_checkpointing=full", "parallel.wrapping=memory_efficient")
+        start = f"model.preset={folder / kind}/config.json"
+        plain = [*arguments(folder / f"{kind}-{ranks}"), start, *common, *(levers if ranks > 1 else ())]
+        run = run_here(plain, recipe=FULL)
+        assert run.code == 0, run.said
+        with torch.no_grad():
+            logits[kind] = whole(run.recipe.model(probe()))
+        base = ("~model.preset", f"model.path={folder}/{kind}-1/model", "optimizer.lr=1e-2", "lora.rank=4")
+        chosen = {"gpt2": ("lora.modules=[attn.c_proj, c_fc]",), "qwen3": (), "phi3": ("lora.dora=true",)}[kind]
+        adapted = [*arguments(folder / f"{kind}-{ranks}-lora", "demo/lora"), *common, *base, *chosen]
+        run = run_here(adapted, recipe=LORA)
+        assert run.code == 0, run.said
+        with torch.no_grad():
+            logits[f"{kind}-lora"] = whole(run.recipe.model(probe()))
+    return logits
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("foreign")
+    for kind, config in MODELS.items():
+        (folder / kind).mkdir()
+        (folder / kind / "config.json").write_text(json.dumps(COMMON | config | {"model_type": kind}))
+    return folder, {ranks: run_ranks(train, ranks, folder, ranks)[0] for ranks in (1, 2)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_ranks_give_the_losses_of_one(runs: tuple[Path, Any], kind: str):
+    folder, _ = runs
+    for name in (kind, f"{kind}-lora"):
+        suffix = name.removeprefix(kind)
+        one, two = (steps(folder / f"{kind}-{ranks}{suffix}") for ranks in (1, 2))
+        assert len(one) == STEPS and all(norm > 0.1 for _, _, norm in one)
+        assert furthest([loss for _, loss, _ in two], [loss for _, loss, _ in one]) <= 1e-5
+        assert furthest([norm for _, _, norm in two], [norm for _, _, norm in one]) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_transformers_opens_the_model(runs: tuple[Path, Any], kind: str):
+    folder, logits = runs
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / f"{kind}-2/model", output_loading_info=True
+    )
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert (model(probe(), use_cache=False).logits - logits[2][kind]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_peft_opens_the_adapter(runs: tuple[Path, Any], kind: str):
+    folder, logits = runs
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{kind}-1/model")
+    model = peft.PeftModel.from_pretrained(base, folder / f"{kind}-2-lora/adapter")
+    with torch.no_grad():
+        found = model(probe(), use_cache=False).logits
+    assert (found - logits[2][f"{kind}-lora"]).abs().max() <= 1e-5
+    assert (found - logits[1][kind]).abs().max() > 1e-2
+    names = {name.rsplit(".lora_", 1)[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert len(names) == {"gpt2": 4, "qwen3": 14, "phi3": 8}[kind]
+
+
+def test_an_adapter_goes_on_beside_quantised_weights(runs: tuple[Path, Any], tmp_path: Path):
+    """QLoRA and a folder's adapter: the run begins with what the adapter changes."""
+    folder, _ = runs
+    words = ["model.source=transformers", "~model.preset", f"model.path={folder}/qwen3-1/model", "dtype=fp32",
+             "device=cpu", "max_steps=1", "lora.rank=4"]  # fmt: skip
+    first = {}
+    for name, more in (("new", []), ("old", [f"lora.adapter={folder}/qwen3-1-lora/adapter"])):
+        run = run_here([*arguments(tmp_path / name, "demo/lora"), *words, "lora.quantize=int8", *more], recipe=LORA)
+        assert run.code == 0, run.said
+        first[name] = losses(tmp_path / name)[0]
+    assert first["old"] < first["new"] - 0.01
+
+
+def test_preferences(runs: tuple[Path, Any], tmp_path: Path):
+    folder, _ = runs
+    rows = [{"prompt": f"Say {word}", "chosen": f"{word} it is", "rejected": "no"} for word in ("one", "two") * 4]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["recipe=dpo_distributed", f"model.path={folder}/gpt2-1/model", "model.source=transformers", "dtype=fp32",
+             "device=cpu", "data.format=preference", f"data.source={tmp_path}/pairs.jsonl", "dpo.beta=0.5",
+             "tokenizer.path=examples/demo/tokenizer", "optimizer.lr=1e-2", "max_steps=4", "epochs=4", "max_seq_len=64",
+             "batch_size=8", "lora.rank=4", f"output_dir={tmp_path}/out"]  # fmt: skip
+    run = run_here(["--config", str(Path(__file__).parent / "pairs.yaml"), *words], recipe=DPO)
+    assert run.code == 0, run.said
+    found = losses(tmp_path / "out")
+    assert found[0] == pytest.approx(0.6931, abs=1e-3) and found[-1] < found[0] - 0.05
+
+
+def test_settings_of_our_models_are_refused(tmp_path: Path):
+    for words, said in (
+        (["model.source=transformers", "lora.targets=[q, v]"], "set lora.modules to the ends of its linears' names"),
+        (["lora.modules=[c_attn]"], "remove lora.modules and set lora.targets"),
+    ):
+        run = run_here([*arguments(tmp_path / "out", "demo/lora"), "~model.path", *words], recipe=LORA)
+        assert run.code == 2 and said in run.said[-1], run.said
+    run = run_here(
+        [
+            *arguments(tmp_path / "out", "demo/lora"),
+            "~model.path",
+            "model.source=transformers",
+            "lora.modules=[c_at]",
+            "tokenizer.path=examples/demo/tokenizer",
+        ],
+        recipe=LORA,
+    )
+    assert (
+        run.code == 2 and "'c_at' is the end of no linear of this model; its linears end in down_proj" in run.said[-1]
+    )
