@@ -41,7 +41,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
     options = parser.parse_args(words)
     device = run_apart(describe_device, 60)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, size, mode in CASES if device.get("type") == "cuda" else DRY_CASES:
         found = {how: run_apart(functools.partial(measure, name, size, mode, how), 90) for how in WAYS}
         rows.append({"model": name, "tensor": size, "checkpointing": mode, "ways": found})
@@ -119,11 +119,18 @@ def write(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     dry = device.get("type") != "cuda"
     name = f"gpu-tensor-{'dry-run-cpu' if dry else '-'.join(str(device['name']).lower().split())}"
-    (folder / f"{name}.json").write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1))
+    report = {"device": device, "torch": torch.__version__, "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     head = ["model", "t", "checkpointing", *WAYS, f"{OURS} / {STOCK}: peak, time"]
-    table = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *map(row_of, rows))]
-    title = "dry run, CPU: tiny layers, to check the code; its numbers say nothing about any GPU" if dry else device["name"]
-    text = f"# Tensor parallel, rank 0 of t: {title}\n\nPeak of forward and backward over {LAYERS} layers beyond what was\
- there before, and its time without communication; torch {torch.__version__}, `python benchmarks/gpu_check.py tensor`,\
- {TOKENS} tokens, bf16.\n\n" + "\n".join(table)
-    (folder / f"{name}.md").write_text(text + "\n")
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *map(row_of, rows)))
+    title = "dry run, CPU: tiny layers, to check the code; its numbers say nothing" if dry else str(device["name"])
+    (folder / f"{name}.md").write_text(PAGE.format(title=title, table=table))
+
+
+PAGE = f"""# Tensor parallel, rank 0 of t: {{title}}
+
+Peak of forward and backward over {LAYERS} layers beyond what was there before, and its time without communication:
+`python benchmarks/gpu_check.py tensor`, {TOKENS} tokens, bf16, torch {torch.__version__}.
+
+{{table}}
+"""

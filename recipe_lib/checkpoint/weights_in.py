@@ -13,6 +13,7 @@ from torch import nn
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers, stored_weights
+from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
@@ -22,6 +23,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
 MAX_INDEX_BYTES = 64 * MIB
+# transformers gives the tensors of some architectures other names, or joins them, when it loads them.
+_RENAMED = "; if transformers renames them, save the model with save_pretrained(..., save_original_format=False)"
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -55,7 +58,8 @@ def _match(
             folder,
             "belongs to no part of this model",
             "belong to no part of this model",
-            "check that config.json and the weights are of one model",
+            "check that config.json and the weights are of one model"
+            + (_RENAMED if isinstance(spec, ForeignSpec) else ""),
             {name for name in found.keys() - expected.keys() if not ignorable(spec, name)},
         ),
         _type_fault(folder, {name: found[name] for name in expected.keys() & found.keys()}),

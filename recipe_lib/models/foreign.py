@@ -48,6 +48,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     Raises SetupError if transformers is not installed, CheckpointError for a model_type that it does not have.
     """
     require_transformers()
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     kind = config.get("model_type")
@@ -64,7 +65,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
         else:
             remedy = f"install a release of transformers that has it, or give it by --plugin ({_line(error)})"
         raise CheckpointError(f"{where}: model_type {kind!r} is not one of transformers'; {remedy}") from None
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise CheckpointError(f"{where}: the config of {kind!r} does not take it ({_line(error)})") from None
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(

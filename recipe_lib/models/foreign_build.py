@@ -122,7 +122,7 @@ def describe_foreign(config: dict[str, Any], where: str, source: str) -> Foreign
     if found is None:
         raise CheckpointError(
             f"{where}: {type(model).__name__} has no embedding and output projection that could be found; "
-            "expected get_input_embeddings and get_output_embeddings, or an nn.Embedding and an nn.Linear outside the layers"
+            "expected get_input_embeddings and get_output_embeddings, or nn.Embedding and nn.Linear outside the layers"
         )
     embedding, head = found
     settings = _settings(model, config)
@@ -232,7 +232,7 @@ def layout(spec: ForeignSpec) -> Layout:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear: nn.Linear, what is derived from it, or transformers' Conv1D (weight `[in, out]`)."""
+    """Whether a module is a linear: nn.Linear, what is derived from it, or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 

@@ -11,12 +11,12 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.adapters.foreign import add_foreign_adapters
 from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
@@ -35,6 +35,7 @@ from recipe_lib.parallel.inference.shrink import shrink
 from recipe_lib.parallel.world import World
 
 LENGTH = 16  # tokens of a row that a forward is traced with; two rows
+_RANK = 4  # of a small model's adapters
 _SMALL = 2**20  # elements of a model that needs no smaller one
 _GRADIENTS = 1e-4  # relative: some classes compute norms in float32 whatever their weights are
 
@@ -45,16 +46,28 @@ def plan_of_model(model: Any, size: int) -> TensorPlan:
     It is traced without memory, and as training calls it: without a mask where the class does without one. Raises
     SetupError.
     """
-    traced = deepcopy(model).to("meta")
-    traced.forward = traced.original_forward
     first: SetupError | None = None
-    for inputs in example_inputs(model, "meta"):
-        try:
-            return infer_plan(traced, inputs, size)
-        except SetupError as error:
-            first = first or error
+    with _disable_current_modes():  # a simulation's: the trace is none of it
+        traced = _on_meta(model)
+        for inputs in example_inputs(model, "meta"):
+            try:
+                return infer_plan(traced, inputs, size)
+            except SetupError as error:
+                first = first or error
     assert first is not None
     raise first
+
+
+def _on_meta(model: Any) -> Any:
+    """The same model anew, with all that it holds on the meta device, and its class' own forward."""
+    made = _made_anew(model, model.spec, next(model.parameters()).dtype)
+    for module in made.modules():
+        held = vars(module) | module._buffers
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, value.to("meta"))
+    made.forward = made.original_forward
+    return made
 
 
 def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
@@ -137,15 +150,21 @@ def _small_model(model: Any) -> Any:
     if spec.source == TRANSFORMERS and sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
         config = shrink(transformers_config(spec.config, spec.family))
         spec = foreign_spec(json.loads(config.to_json_string(use_diff=False)), spec.family)
-    small = build_meta(spec, torch.float64)
-    names = layer_names(model)
+    return _made_anew(model, spec, torch.float64)
+
+
+def _made_anew(model: nn.Module, spec: ForeignSpec, dtype: torch.dtype) -> Any:
+    """A model of the spec with adapters on the linears that have one in `model`, parameters on meta."""
+    made = build_meta(spec, dtype)
+    layers = layer_names(model)
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)}
     if adapted:
-        ends = {name.removeprefix(f"{layer}.") for layer in names for name in adapted if name.startswith(f"{layer}.")}
-        settings = AdapterSettings(rank=4, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float64)
-        small.requires_grad_(False)
-        add_foreign_adapters(small, LoraConfig(modules=sorted(ends)), settings)
-    return small
+        ends = {name.removeprefix(f"{layer}.") for layer in layers for name in adapted if name.startswith(f"{layer}.")}
+        rank = next(iter(adapted.values())).settings.rank if spec == model.spec else _RANK
+        settings = AdapterSettings(rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=dtype)
+        made.requires_grad_(False)
+        add_foreign_adapters(made, LoraConfig(modules=sorted(ends)), settings)
+    return made
 
 
 @torch.no_grad()

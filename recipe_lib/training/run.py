@@ -45,7 +45,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """
     prepare(cfg)
     with start_world(cfg) as world:
-        set_seeds(cfg.seed, world)
+        set_seeds(cfg.seed, world, alike=cfg.model.source != "native")
         recipe: Recipe = world.agree(recipe_class, cfg, world)
         world.agree(recipe.setup_data)
         recipe.setup_model()

@@ -16,7 +16,7 @@ TOP = [
     ("activation_checkpointing", "; did you mean memory.activation_checkpointing?"),
     ("activation_checkpoint", "; did you mean memory.activation_checkpointing?"),
     ("wrapping", "; did you mean parallel.wrapping?"),
-    ("source", "; did you mean data.source or validation.source?"),
+    ("source", "; did you mean model.source or data.source or validation.source?"),
     ("learning_rate", "; did you mean optimizer.lr?"),
     ("micro_batch_size", "; did you mean batch_size?"),
     ("per-device-train-batch-size", "; did you mean batch_size?"),

@@ -1,4 +1,4 @@
-"""Models of transformers' own classes: built, loaded and called as ours are, with losses and gradients of plain ones."""
+"""Models of transformers' own classes, built, loaded and called as ours are: losses and gradients of plain ones."""
 
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,20 @@ def test_weights_of_other_names_are_refused(tmp_path: Path):
     assert any("belong to no part of this model" in fault for fault in caught.value.faults)
 
 
+def test_names_that_transformers_changes_are_refused_until_saved_as_they_are(tmp_path: Path):
+    """Files of mixture-of-experts models have each expert's matrices apart; the module has them joined."""
+    spec = foreign_spec(GROUPED | {"model_type": "mixtral", "num_local_experts": 4}, "here")
+    other = theirs(spec, torch.float32)
+    other.save_pretrained(tmp_path / "apart")
+    with pytest.raises(CheckpointError, match="save_original_format=False"):
+        check_weights(spec, tmp_path / "apart")
+    other.save_pretrained(tmp_path / "joined", save_original_format=False)
+    model = ours(spec, torch.float32)
+    load_weights(model, spec, tmp_path / "joined")
+    tokens, _ = rows()
+    assert torch.equal(model(tokens), other(input_ids=tokens, use_cache=False).logits)
+
+
 @pytest.mark.parametrize(
     "config, said",
     [
@@ -221,6 +235,7 @@ def test_weights_of_other_names_are_refused(tmp_path: Path):
         ({"model_type": "bart"}, None),
         ({"model_type": "t5"}, "model_type 't5' is no causal language model in transformers"),
         ({"model_type": "gpt2", "n_embd": 33, "n_head": 4}, "gpt2 cannot be built"),
+        ({"model_type": "qwen3", "layer_types": ["none"]}, "the config of 'qwen3' does not take it"),
         ({"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}, "the weights are quantised"),
     ],
 )

@@ -104,3 +104,10 @@ def test_a_case_that_crashes_hangs_or_raises_spoils_no_other() -> None:
     assert gpu_check.run_apart(lambda: os._exit(11), 30) == {"failed": "process ended with 11"}
     assert gpu_check.run_apart(lambda: 1 // 0, 30) == {"failed": "process ended with 1"}  # type: ignore[arg-type,return-value]
     assert gpu_check.run_apart(lambda: time.sleep(30), 0.5) == {"failed": "not done after 0 s"}  # type: ignore[arg-type]
+
+
+def test_the_dry_run_of_tensor_parallel(tmp_path: Path) -> None:
+    assert gpu_check.main(["tensor", "--output", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "gpu-tensor-dry-run-cpu.json").read_text())["rows"]
+    assert len(row["ways"]) == 3 and all(found["seconds"] > 0 for found in row["ways"].values())
+    assert "dry run" in (tmp_path / "gpu-tensor-dry-run-cpu.md").read_text()

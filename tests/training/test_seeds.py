@@ -21,10 +21,11 @@ def test_streams_differ_by_root_name_and_place_of_the_separator() -> None:
 
 
 def test_set_seeds_repeats_for_a_rank_and_differs_between_ranks() -> None:
-    def draws(rank: int) -> tuple[float, float]:
-        set_seeds(42, SimpleNamespace(rank=rank))
+    def draws(rank: int, alike: bool = False) -> tuple[float, float]:
+        set_seeds(42, SimpleNamespace(rank=rank, data_rank=rank // 2), alike=alike)  # two ranks share matrices
         return random.random(), float(torch.rand(()))
 
     first, second = draws(0), draws(1)
     assert draws(0) == first
     assert first[0] != second[0] and first[1] != second[1]
+    assert draws(0, alike=True) == draws(1, alike=True) != draws(2, alike=True)
