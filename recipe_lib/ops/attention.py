@@ -165,7 +165,9 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     if grouped and kernels_of(q.device) == "cuda" and (mask is not None or not half):
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
-    causal = mask is None and q.shape[2] > 1
+    causal = mask is None
+    if q.shape[2] == 1:  # a branch: torch.compile makes no bool, which SDPA wants, of a comparison of dynamic lengths
+        causal = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 

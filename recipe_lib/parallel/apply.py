@@ -36,6 +36,9 @@ _HEADS = (OutputHead, AdaptedHead)  # with labels they make their gradients in f
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
+_COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and without gradients
+
+
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay outside of it."""
     modules = dict(model.named_modules())
@@ -50,8 +53,10 @@ def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...
     """While `forward` runs, the layer's DTensor parameters are this rank's parts of them.
 
     With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it expects a tensor if
-    attention is computed again on a CPU.
+    attention is computed again on a CPU. A layer that is compiled too often runs as it is, with DTensors again when it
+    is checkpointed: selective checkpointing would miss an operator, so that the limit is set where none comes to it.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found = [(module._parameters, name) for module in layer.modules() for name in module._parameters]

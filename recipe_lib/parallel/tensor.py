@@ -222,7 +222,8 @@ def _attention(
 ) -> Tensor:
     rows, length = turn[0].shape[:2]
     projected = _columns([module.q_proj, module.k_proj, module.v_proj], hidden, norm, sharing, module.head_width)
-    q, k, v = (part.view(rows, length, -1, module.head_width) for part in projected)
+    width = module.head_width  # the heads from it, since for -1 a compiled layer of dynamic lengths has no number
+    q, k, v = (part.view(rows, length, part.shape[1] // width, width) for part in projected)
     q = apply_rotation(module.q_norm(q), *turn).transpose(1, 2)
     k = apply_rotation(module.k_norm(k), *turn).transpose(1, 2)
     attended = module.attend(q, k, v.transpose(1, 2), info).transpose(1, 2).reshape(rows * length, -1)

@@ -21,13 +21,15 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         "MLP channels": spec.mlp_width,
         "tokens of the vocabulary": spec.vocab_size,
     }
-    copied = parallel.tensor_copy_kv_heads and size % spec.num_kv_heads == 0
-    if not copied:
+    copies = parallel.tensor_copy_kv_heads
+    if not _copied(spec, copies, size):
         counts["key and value heads"] = spec.num_kv_heads
     legal = [
         other
         for other in range(1, spec.num_heads + 1)
-        if all(count % other == 0 for count in counts.values()) and not _uncuttable(spec, quantize, other, copied)
+        if all(count % other == 0 for count in (spec.num_heads, spec.mlp_width, spec.vocab_size))
+        and (spec.num_kv_heads % other == 0 or _copied(spec, copies, other))
+        and not _uncuttable(spec, quantize, other, copies)
     ]
     sizes = f"sizes that fit: {', '.join(map(str, legal))}"
     faults = [
@@ -35,9 +37,9 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         for what, count in counts.items()
         if count % size
     ]
-    if faults and spec.num_kv_heads < size and size % spec.num_kv_heads == 0 and spec.num_heads % size == 0:
+    if not copies and spec.num_kv_heads % size and _copied(spec, True, size) and spec.num_heads % size == 0:
         faults[-1] += "; parallel.tensor_copy_kv_heads=true gives every rank their weights"
-    uncuttable = [] if faults else _uncuttable(spec, quantize, size, copied)
+    uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(
             f"parallel.tensor={size}: lora.quantize={quantize} keeps blocks of 64 numbers whole, which the parts of "
@@ -47,7 +49,12 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         raise ConfigError(*faults)
 
 
-def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copied: bool) -> list[str]:
+def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
+    """Whether all of `size` ranks have all kv heads, of which each needs one, if `parallel.tensor_copy_kv_heads`."""
+    return copies and size % spec.num_kv_heads == 0
+
+
+def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
     """The linears of a layer whose quantised weight `size` ranks cannot cut."""
     if quantize == "none" or size == 1:
         return []
@@ -59,7 +66,7 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copied: bool) -> li
     for matrix in (*COLUMN, *ROW):
         out_features = spec.width if matrix in ROW else outputs.get(matrix, spec.mlp_width)
         in_features = inputs.get(matrix, spec.width)
-        parts = spec.num_kv_heads if copied and matrix in ("k_proj", "v_proj") else size
+        parts = spec.num_kv_heads if _copied(spec, copies, size) and matrix in ("k_proj", "v_proj") else size
         if can_quantise(in_features, out_features, quantize) and not can_cut(
             in_features, out_features, quantize, parts, by_columns=matrix in ROW
         ):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.suggest import did_you_mean, nearest, quote
 from recipe_lib.errors import ConfigError
@@ -54,14 +55,25 @@ def resolve_wrapping(model: nn.Module, wrapping: str | Iterable[str]) -> list[Un
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of a module's whole parameters, shared ones counted once; also before they have memory."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    """Bytes of a module's whole parameters, shared ones counted once; also before they have memory.
+
+    Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers.
+    """
+    return sum(_whole_elements(parameter) * parameter.element_size() for parameter in module.parameters())
+
+
+def _whole_elements(parameter: Tensor) -> int:
+    names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+    if not isinstance(parameter, DTensor) or "tensor" not in names:
+        return parameter.numel()
+    dim = names.index("tensor")
+    return -(-parameter.numel() // (parameter.device_mesh.size(dim) if parameter.placements[dim].is_shard() else 1))
 
 
 def describe_units(model: nn.Module, units: list[Unit]) -> str:
     """One line for the log: the units by size, and what stays gathered in the root; the model may be sharded."""
     if not units:
-        return "FSDP units: none, one rank holds everything"
+        return "FSDP units: none, each rank holds its parameters at all times"
     sizes: dict[int, list[Unit]] = {}
     for unit in units:
         sizes.setdefault(unit.bytes, []).append(unit)

@@ -1,4 +1,8 @@
-"""Every shipped recipe with every shipped config has a plan, and the peak in the config's header is that plan's."""
+"""Every family with every recipe has a plan, and the peak in the config's header is that plan's.
+
+Of the sizes of a family the one whose plan is quickest, that of the fewest parameters; a change of all of them shows in
+`python benchmarks/planned_peaks.py`, which writes the headers anew.
+"""
 
 import multiprocessing
 import re
@@ -32,19 +36,36 @@ def estimate(name):
         return name, f"{type(error).__name__}: {error}"
 
 
+def smallest() -> list[str]:
+    """One config of each family and recipe: that of the lowest peak."""
+    found: dict[tuple[str, str], tuple[float, str]] = {}
+    for name in names():
+        family, _, rest = name.partition("/")
+        peak = PEAK.search((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+        size = float(peak[1]) * {"GiB": GIB, "MiB": MIB}[peak[2]] if peak else 0.0
+        kind = (family, rest.rpartition("_")[2])
+        found[kind] = min(found.get(kind, (size, name)), (size, name))
+    return sorted(name for _, name in found.values())
+
+
 @pytest.fixture(scope="module")
 def estimates():
     """All of them, made in a process of their own: the simulated device stays in a process."""
     import recipe_lib.plan.quick  # noqa: F401  (its imports last, and the parent keeps them)
 
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return dict(pool.imap(estimate, names(), chunksize=20))
+        return dict(pool.imap(estimate, smallest(), chunksize=20))
 
 
 @pytest.mark.parametrize("name", names())
+def test_a_header_says_a_peak(name):
+    text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    assert PEAK.search(text), f"configs/{name}.yaml: has no planned peak; python benchmarks/planned_peaks.py {name}"
+
+
+@pytest.mark.parametrize("name", smallest())
 def test_the_peak_in_the_header_is_the_planned_one(estimates, name):
     found = PEAK.search((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert found, f"configs/{name}.yaml: has no planned peak; python benchmarks/planned_peaks.py {name}"
     assert isinstance(estimates[name], int), estimates[name]
     unit = {"GiB": GIB, "MiB": MIB}[found[2]]
     written = float(found[1]) * unit

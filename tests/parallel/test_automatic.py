@@ -12,6 +12,7 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
 from recipe_lib.models.foreign import foreign_spec
 from recipe_lib.models.parts import own_parts
+from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.clipping import clip_grad_norm
@@ -31,6 +32,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.0,
             "max_position_embeddings": 64, "word_embed_proj_dim": 32},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    # A bias of the output projection, layers whose attention and MLP stand side by side.
+    "phi": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
     "cohere": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
 }  # fmt: skip
 
@@ -62,8 +65,11 @@ def fill(model: nn.Module) -> None:
             part.copy_(values[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))])
 
 
-def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    loss = model(tokens, labels=labels, loss_chunks=3) / count
+def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, packed: bool) -> Tensor:
+    """packed: two documents in each row."""
+    info = make_attention_info([[5, LENGTH - 5]] * len(tokens), LENGTH) if packed else None
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(tokens.shape) if packed else None
+    loss = model(tokens, positions, info, labels=labels, loss_chunks=3) / count
     loss.backward()
     return loss.detach()
 
@@ -72,7 +78,9 @@ def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor) ->
 TOLERANCE = {"gemma2": 1e-7, "cohere": 1e-7}
 
 
-def differences(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World) -> list[str]:
+def differences(
+    kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World, packed: bool = False
+) -> list[str]:
     generator = torch.Generator().manual_seed(5)
     shape = (ROWS * world.data_ranks, LENGTH)
     tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
@@ -82,9 +90,9 @@ def differences(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world
     plain, model = build(kind, {}, memory, None), build(kind, parallel, memory, world)
     for each in (plain, model):
         fill(each)
-    expected_loss = backward(plain, tokens, labels, count)
+    expected_loss = backward(plain, tokens, labels, count, packed)
     mine = slice(world.data_rank * ROWS, (world.data_rank + 1) * ROWS)
-    loss = world.all_reduce_sum(backward(model, tokens[mine], labels[mine], count))
+    loss = world.all_reduce_sum(backward(model, tokens[mine], labels[mine], count, packed))
     sum_replicated_gradients(model, world)
     faults = []
     if abs(float(loss - expected_loss)) > TOLERANCE.get(kind, 1e-12) * abs(float(expected_loss)):
@@ -112,7 +120,8 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
         cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**held[0][1]))
         with start_world(cfg) as world:
             for kind, parallel, mode in held:
-                found = differences(kind, parallel, MemoryConfig(activation_checkpointing=mode), world)
+                memory = MemoryConfig(activation_checkpointing=mode.removeprefix("packed "))
+                found = differences(kind, parallel, memory, world, mode.startswith("packed"))
                 faults += [f"{kind} {parallel} {mode}: {each}" for each in found]
     return faults
 
@@ -122,11 +131,13 @@ def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
     modes = ("none", "full")
     if ranks == 2:
         cases = [(kind, {"tensor": 2}, modes[at % 2]) for at, kind in enumerate(CONFIGS)]
+        cases += [(kind, {"tensor": 2}, "packed full") for kind in ("gpt2", "phi3", "gemma2")]
     else:
         cases = [(kind, {"tensor": 4}, modes[at % 2]) for at, kind in enumerate(["gpt2", "qwen3", "phi3"])]
         wrappings = ("layers", "memory_efficient")
         cases += [
-            (kind, {"tensor": 2, "wrapping": wrappings[at % 2]}, modes[at // 2 % 2]) for at, kind in enumerate(CONFIGS)
+            (kind, {"tensor": 2, "wrapping": wrappings[at % 2]}, modes[at // 2 % 2])
+            for at, kind in enumerate(["gpt2", "qwen3", "opt", "bloom"])
         ]
         cases.append(("phi3", {"tensor": 2, "data_replicate": 2}, "selective"))
     for faults in run_ranks(compare, ranks, cases, timeout=300):

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "kept": (4, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.reshard_after_forward=false"),
     "kept, layers": (4, 0, FULL, "parallel.wrapping=layers", "parallel.reshard_after_forward=false"),
     "copies": (8, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.data_replicate=2"),
+    "tensor": (4, 0, FULL, "parallel.tensor=4", "memory.loss_chunks=4"),
     "lora": (4, 0, LORA, "parallel.wrapping=memory_efficient", "gradient_accumulation_steps=4"),
     "nf4": (4, 0, LORA, "parallel.wrapping=memory_efficient", "lora.quantize=nf4"),
     "nf4, one": (1, 0, LORA, "lora.quantize=nf4"),
@@ -236,6 +237,26 @@ def test_copies_sum_the_part_that_is_reduced_already(found: dict[str, Found]) ->
     }
     operations = {operation for operation, dim, _ in found["copies"].collectives if dim == "data_replicate"}
     assert operations == {"all_reduce"}
+
+
+def test_ranks_that_share_matrices_hold_and_send_their_parts(found: dict[str, Found]) -> None:
+    """Norms are whole on every rank; layers are checkpointed, and a second forward ends before the last sum."""
+    ranks, tokens, chunks, norms = 4, 128, 4, 2 * LAYERS + 1
+    matrices = sum(rows * columns for rows, columns in model()) - norms * WIDTH
+    elements = matrices // ranks + norms * WIDTH
+    assert found["tensor"].most["parameters"] == found["tensor"].most["gradients"] == elements * BF16
+    assert found["tensor"].most["optimizer"] == elements * BF16 * 2 + 4 * len(model())
+    hidden = tokens * WIDTH * BF16
+    assert found["tensor"].collectives == {
+        ("all_gather", "tensor", hidden): (2 + 2 + 2) * LAYERS + 1,  # forward, again, gradients; the embedding's
+        ("reduce_scatter", "tensor", hidden): (2 + 1 + 2) * LAYERS + 1,
+        ("all_gather", "tensor", hidden // chunks): chunks,
+        ("reduce_scatter", "tensor", hidden // chunks): chunks,
+        ("all_reduce", "tensor", tokens // chunks * 4): chunks,  # the largest logits
+        ("all_reduce", "tensor", 2 * tokens // chunks * 4): chunks,  # sums of exponentials, and the labels' logits
+        ("all_reduce", "tensor", norms * WIDTH * 4): 1,
+    }
+    assert found["tensor"].small == 1  # the gradient norm
 
 
 def test_adapters_alone_have_gradients_states_and_a_reduction(found: dict[str, Found]) -> None:

@@ -68,6 +68,7 @@ NOT_LEVERS = {
     "lora.alpha": "a number",
     "lora.dropout": "draws differ from rank to rank; tests/adapters",
     "lora.adapter": "where adapters come from; tests/adapters",
+    "lora.modules": "names of a foreign model's linears; test_foreign_runs",
     "lora.merge": "written after the last step; test_adapter_runs",
 }
 

@@ -44,8 +44,8 @@ def train(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     logits = {}
     for kind in MODELS:
         common = (
-            "model.source=transformers", "dtype=fp32", "device=cpu", f"max_steps={STEPS}", f"batch_size={4 // DATA_RANKS[ranks]}",
-            "log.every_steps=1000", "data.packing=false",
+            "model.source=transformers", "dtype=fp32", "device=cpu", f"max_steps={STEPS}",
+            f"batch_size={4 // DATA_RANKS[ranks]}", "log.every_steps=1000", "data.packing=false",
         )  # fmt: skip
         start = f"model.preset={folder / kind}/config.json"
         plain = [*arguments(folder / f"{kind}-{ranks}"), start, *common, *LEVERS[ranks]]

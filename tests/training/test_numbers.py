@@ -7,6 +7,7 @@ from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.report import DataReport
+from recipe_lib.parallel.world import MESH_DIMS
 from recipe_lib.training.numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
 
@@ -62,7 +63,8 @@ def test_other_settings_are_said() -> None:
     cfg = config()
     cfg.max_steps, cfg.lr_schedule.kind, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
     cfg.parallel.data_replicate = 2
-    world = SimpleNamespace(size=8, device=CPU, data_ranks=8)
+    mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 4, 1))
+    world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh)
     lines = derived_numbers(cfg, world, model(), Rows(), Plan())
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
     assert "steps: 5 (2 per epoch of 20 rows x 3 epochs, cut by max_steps from 6)" in lines
@@ -84,7 +86,9 @@ def test_a_rank_counts_its_own_shards() -> None:
 
         network = nn.Linear(256, 1024, bias=False)
         fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
-        return derived_numbers(config(), SimpleNamespace(size=2, device=CPU, data_ranks=2), network, Rows(), Plan())
+        mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 1))
+        world = SimpleNamespace(size=2, device=CPU, data_ranks=2, mesh=mesh)
+        return derived_numbers(config(), world, network, Rows(), Plan())
 
     for lines in run_ranks(work, 2):
         assert lines[0] == "devices: 2 cpu = data_replicate 1 x data_shard 2"
