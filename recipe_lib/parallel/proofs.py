@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, foreign_spec, t
 from recipe_lib.models.layers import layer_names
 from recipe_lib.parallel.apply import materialize
 from recipe_lib.parallel.inference.certificate import certify
-from recipe_lib.parallel.inference.gradients import gradient_errors
+from recipe_lib.parallel.inference.gradients import WRONG, gradient_errors
 from recipe_lib.parallel.inference.infer import infer_plan
 from recipe_lib.parallel.inference.plan import TensorPlan
 from recipe_lib.parallel.inference.shrink import shrink
@@ -37,7 +38,6 @@ from recipe_lib.parallel.world import World
 LENGTH = 16  # tokens of a row that a forward is traced with; two rows
 _RANK = 4  # of a small model's adapters
 _SMALL = 2**20  # elements of a model that needs no smaller one
-_GRADIENTS = 1e-4  # relative: some classes compute norms in float32 whatever their weights are
 
 
 def plan_of_model(model: Any, size: int) -> TensorPlan:
@@ -87,21 +87,36 @@ def prove(model: Any, plan: TensorPlan, world: World) -> str:
     """
     said = ["", ""]
     if world.is_main:
+        size = world.mesh["tensor"].size()
         try:
-            said[0] = _proof(model, plan, world.mesh["tensor"].size())
+            said[0] = proof(model, plan, size)
         except SetupError as error:
             said[1] = str(error)
+        except Exception as error:  # noqa: BLE001  (of the class' own code: the other ranks wait to hear of it)
+            line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            said[1] = (
+                f"parallel.tensor={size}: the plan of {model.spec.family} could not be proven on a small model "
+                f"({line}); set parallel.tensor=1"
+            )
     said = world.gather_json(said)[0]
     if said[1]:
         raise SetupError(said[1])
     return str(said[0])
 
 
-def _proof(model: Any, plan: TensorPlan, size: int) -> str:
+def proof(model: Any, plan: TensorPlan, size: int) -> str:
+    """How the plan was proven for `size` ranks, in this process. Raises SetupError if it is not right."""
     file = _file_of(model, plan, size)
     if file.is_file():
         return f"proven before ({file})"
-    small = _small_model(model)
+    try:
+        return _kept_proof(model, plan, size, torch.float64, file)
+    except RuntimeError:  # some classes have kernels that know no float64
+        return _kept_proof(model, plan, size, torch.float32, file)
+
+
+def _kept_proof(model: Any, plan: TensorPlan, size: int, dtype: torch.dtype, file: Path) -> str:
+    small = _small_model(model, dtype)
     small_plan = plan_of_model(small, size)
     ranks = size
     if size not in small_plan.legal_sizes:  # it may have fewer heads
@@ -115,11 +130,17 @@ def _proof(model: Any, plan: TensorPlan, size: int) -> str:
             "set parallel.tensor=1"
         )
     checked = _check(small, small_plan, ranks, family)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"plan": plan.hash(), "tensor": size, "ranks": ranks, "comparisons": checked}))
-    temporary.replace(file)
+    _keep(file, json.dumps({"plan": plan.hash(), "tensor": size, "ranks": ranks, "comparisons": checked}))
     return f"proven on a model of {sum(p.numel() for p in small.parameters()):,} parameters: {checked} comparisons"
+
+
+def _keep(file: Path, text: str) -> None:
+    """Writes the outcome, if the cache can be written: without it the next start proves the plan again."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(text)
+        temporary.replace(file)
 
 
 def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
@@ -132,7 +153,7 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     faults = list(certificate.failures)
     if not faults:
         errors = gradient_errors(small, plan, ranks, inputs)
-        wrong = {name: error for name, error in errors.items() if not error <= _GRADIENTS}
+        wrong = {name: error for name, error in errors.items() if not error <= WRONG}
         faults = [f"the gradient of {name} is off by {error:.1e}" for name, error in wrong.items()]
     if not certificate.checked:
         faults.append("nothing was compared")
@@ -144,13 +165,13 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     return certificate.checked + len(plan.parameters)
 
 
-def _small_model(model: Any) -> Any:
-    """A model of the same class in float64, without memory yet; of the same shape if that is small."""
+def _small_model(model: Any, dtype: torch.dtype) -> Any:
+    """A model of the same class, without memory yet; of the same shape if that is small."""
     spec: ForeignSpec = model.spec
     if spec.source == TRANSFORMERS and sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
         config = shrink(transformers_config(spec.config, spec.family))
         spec = foreign_spec(json.loads(config.to_json_string(use_diff=False)), spec.family)
-    return _made_anew(model, spec, torch.float64)
+    return _made_anew(model, spec, dtype)
 
 
 def _made_anew(model: nn.Module, spec: ForeignSpec, dtype: torch.dtype) -> Any:

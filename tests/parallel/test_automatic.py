@@ -1,19 +1,27 @@
 """Foreign models by inferred plans, on 2 and 4 ranks in float64, against the same model on one."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipe_lib.config.registry import names as names_of
+from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.errors import SetupError
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
 from recipe_lib.models.foreign import foreign_spec
 from recipe_lib.models.parts import own_parts
 from recipe_lib.ops.attention import make_attention_info
-from recipe_lib.parallel import World, materialize, shard_model, start_world
+from recipe_lib.parallel import World, materialize, proofs, shard_model, start_world
+from recipe_lib.parallel.inference.plan import TensorPlan
+from recipe_lib.parallel.proofs import plan_of_model
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.clipping import clip_grad_norm
 from tests.distributed.ranks import run_ranks
@@ -38,12 +46,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class OwnLayer(nn.Module):
+    """A layer of a user's own: fused queries, keys and values, and names that no plan could know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.mix, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.narrow = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        rows, length, _ = stream.shape
+        parts = self.mix(self.before(stream)).chunk(3, dim=-1)
+        q, k, v = (part.view(rows, length, 4, -1).transpose(1, 2) for part in parts)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
+        stream = stream + self.out(seen)
+        return stream + self.narrow(F.gelu(self.wide(self.between(stream))))
+
+
+class Own(nn.Module):
+    """A model of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(VOCABULARY, 32), nn.LayerNorm(32)
+        self.stack = nn.ModuleList(OwnLayer() for _ in range(2))
+        self.guess = nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        stream = self.words(input_ids)
+        for block in self.stack:
+            stream = block(stream)
+        return self.guess(self.last(stream))
+
+
 def config_of(kind: str) -> dict[str, Any]:
-    return {"vocab_size": VOCABULARY, "model_type": kind} | CONFIGS[kind]
+    return {"vocab_size": VOCABULARY, "model_type": kind} | CONFIGS.get(kind, {})
 
 
 def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> Any:
-    spec = foreign_spec(config_of(kind), kind)
+    if kind == "own" and kind not in names_of("model"):
+        register("model", kind)(lambda config: Own())
+    spec = foreign_spec(config_of(kind), kind, "own" if kind == "own" else "transformers")
     model: Any = build_meta(spec, torch.float64)
     if world is not None:
         shard_tensors(model, ParallelConfig(**parallel), memory, world)
@@ -130,7 +174,7 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
 def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
     modes = ("none", "full")
     if ranks == 2:
-        cases = [(kind, {"tensor": 2}, modes[at % 2]) for at, kind in enumerate(CONFIGS)]
+        cases = [(kind, {"tensor": 2}, modes[at % 2]) for at, kind in enumerate([*CONFIGS, "own"])]
         cases += [(kind, {"tensor": 2}, "packed full") for kind in ("gpt2", "phi3", "gemma2")]
     else:
         cases = [(kind, {"tensor": 4}, modes[at % 2]) for at, kind in enumerate(["gpt2", "qwen3", "phi3"])]
@@ -142,3 +186,41 @@ def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
         cases.append(("phi3", {"tensor": 2, "data_replicate": 2}, "selective"))
     for faults in run_ranks(compare, ranks, cases, timeout=300):
         assert not faults, "\n".join(faults)
+
+
+def as_full(plan: TensorPlan) -> TensorPlan:
+    """The mistake that shows in no loss: what ranks have of norms of heads is taken for the whole gradient."""
+    return replace(
+        plan, parameters=tuple(replace(each, gradient="full") if each.dim < 0 else each for each in plan.parameters)
+    )
+
+
+def cut_through(plan: TensorPlan) -> TensorPlan:
+    """A fused matrix cut as if it were one."""
+    return replace(
+        plan,
+        parameters=tuple(
+            replace(each, segments=(sum(each.segments),)) if each.segments else each for each in plan.parameters
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake", "said"),
+    [
+        ("qwen3", as_full, "gradient of model.layers.0.self_attn.[qk]_norm"),
+        ("phi3", cut_through, "other ranks' parameters"),
+    ],
+)
+def test_a_wrong_plan_is_not_run(
+    kind: str, mistake: Callable[[TensorPlan], TensorPlan], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere/at/all")  # what was proven is not kept, and is no hindrance
+    model: Any = build_meta(foreign_spec(config_of(kind), kind), torch.float32)
+    plan = plan_of_model(model, 2)
+    assert proofs.proof(model, plan, 2).startswith("proven on a model of")
+    with pytest.raises(SetupError, match="could not be proven on a small model: .* there"):
+        proofs.proof(model, mistake(plan), 2)
+    monkeypatch.setattr(proofs, "plan_of_model", lambda model, size: mistake(plan_of_model(model, size)))
+    with pytest.raises(SetupError, match=said):
+        proofs.proof(model, mistake(plan), 2)
