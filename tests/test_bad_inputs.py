@@ -4,12 +4,14 @@ A case is a folder with `command` (`{case}`: the folder, `{tmp}`: an empty folde
 """
 
 import hashlib
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from recipe_lib.cli.main import main
+from recipe_lib.config.suggest import show
 
 CASES = Path(__file__).parent / "bad_inputs"
 ROOT = CASES.parent.parent
@@ -41,7 +43,8 @@ def test_one_clean_line(case: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert arguments[0] == "tune"
     code = main(arguments[1:])
     written = capfd.readouterr()
-    assert written.err == fill((case / "expected").read_text())
+    expected = re.sub(r"\{tmp\}[\w./-]*\w", lambda place: show(fill(place[0])), (case / "expected").read_text())
+    assert written.err == fill(expected)
     assert written.out == ""
     assert code == 2
     assert fingerprint(case) == before

@@ -51,7 +51,7 @@ def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module) -> 
     model.original_forward = execution.framed(model.original_forward, "", ends_sharing=False)
     for path, module in model.named_modules():
         if path and module is not head:
-            module.forward = execution.framed(module.forward, path, ends_sharing=path in layers)
+            module.forward = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)
     # At the first forward, so that they go around FSDP's.
     model.register_forward_pre_hook(execution.add_hooks, prepend=True)
 
@@ -71,8 +71,13 @@ class _Execution(TorchFunctionMode):
         for key in self.boundaries:
             self.expected[key.module] = self.expected.get(key.module, 0) + 1
 
-    def framed(self, forward: Callable[..., Any], path: str, *, ends_sharing: bool) -> Callable[..., Any]:
-        """The forward of the module at `path`, its calls counted. ends_sharing: no later one enters its tensors."""
+    def framed(
+        self, forward: Callable[..., Any], path: str, *, ends_sharing: bool, module: nn.Module | None = None
+    ) -> Callable[..., Any]:
+        """The forward of the module at `path`, its calls counted. ends_sharing: no later one enters its tensors.
+
+        An adapter that is switched off makes the first of the calls alone, those of the frozen weight.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             running, frame = self.running, _Frame(path)
@@ -84,7 +89,7 @@ class _Execution(TorchFunctionMode):
                         stack.enter_context(rewritten(self.model, self.plan, self.group.size))
                         stack.enter_context(self)
                     result = forward(*args, **kwargs)
-                if frame.reached != self.expected.get(path, 0):
+                if frame.reached != self.expected.get(path, 0) and not getattr(module, "is_off", False):
                     raise _other_way(path, f"{frame.reached} of {self.expected.get(path, 0)} exchanges were reached")
                 return result
             finally:

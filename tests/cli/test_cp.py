@@ -9,6 +9,7 @@ import pytest
 from recipe_lib.cli import cp
 from recipe_lib.cli.main import main
 from recipe_lib.config.places import find_config, find_recipe
+from recipe_lib.config.suggest import show
 
 CONFIG = "llama3/8B_full"
 RECIPE = "full_finetune_distributed"
@@ -48,7 +49,7 @@ def test_what_is_there_stays_without_force(tmp_path: Path, capsys: pytest.Captur
     target = tmp_path / "mine.py"
     target.write_text("kept")
     assert main(["cp", RECIPE, str(target)]) == 2
-    assert capsys.readouterr().err == f"error: {target}: exists already; --force replaces it\n"
+    assert capsys.readouterr().err == f"error: {show(str(target))}: exists already; --force replaces it\n"
     assert target.read_text() == "kept"
     assert main(["cp", RECIPE, str(target), "--force"]) == 0
     assert target.read_bytes() == find_recipe(RECIPE).read_bytes()
@@ -57,7 +58,7 @@ def test_what_is_there_stays_without_force(tmp_path: Path, capsys: pytest.Captur
 def test_missing_folders(tmp_path: Path, capsys: pytest.CaptureFixture):
     target = tmp_path / "a" / "b" / "mine.yaml"
     assert main(["cp", CONFIG, str(target)]) == 2
-    assert capsys.readouterr().err == f"error: {target.parent}: no such folder; --make-parents creates it\n"
+    assert capsys.readouterr().err == f"error: {show(str(target.parent))}: no such folder; --make-parents creates it\n"
     assert list(tmp_path.iterdir()) == []
     assert main(["cp", CONFIG, str(target), "--make-parents"]) == 0
     assert target.read_bytes() == find_config(CONFIG).read_bytes()
@@ -89,6 +90,6 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, capsys: py
 
     monkeypatch.setattr(cp.os, "replace", full)
     assert main(["cp", RECIPE, str(target), "--force"]) == 6
-    assert capsys.readouterr().err == f"error: {target}: cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == f"error: {show(str(target))}: cannot be written: No space left on device\n"
     assert target.read_text() == "kept"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

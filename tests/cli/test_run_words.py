@@ -5,6 +5,7 @@ from torch.distributed.run import get_args_parser
 
 from recipe_lib.cli import run
 from recipe_lib.cli.main import main
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
 RECIPE = "full_finetune_distributed"
@@ -133,7 +134,7 @@ def test_a_recipe_without_main(tmp_path, capsys: pytest.CaptureFixture):
     recipe = tmp_path / "mainless.py"
     recipe.write_text("x = 1\n")
     assert main(["run", str(recipe)]) == 2
-    line = f"error: {recipe}: has no function `main(argv)`; expected one, like the shipped recipes\n"
+    line = f"error: {show(str(recipe))}: has no function `main(argv)`; expected one, like the shipped recipes\n"
     assert capsys.readouterr().err == line
     assert [path.name for path in tmp_path.iterdir()] == ["mainless.py"]  # no __pycache__ beside a user's program
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
 # What every config needs; written last, so that the lines of a test's own text count from 1.
@@ -52,6 +53,6 @@ def faults(write) -> Callable[..., list[str]]:
         for fault in caught.value.faults:
             assert "\n" not in fault
             assert fault.isprintable()
-        return [fault.replace(str(path), "c.yaml") for fault in caught.value.faults]
+        return [fault.replace(str(path), "c.yaml").replace(show(str(path)), "c.yaml") for fault in caught.value.faults]
 
     return faults

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config, parse_arguments, plugins, register, registered, registry
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +134,7 @@ def test_a_plugin_that_raises(tmp_path, text, said):
     before = set(sys.modules)
     with pytest.raises(ConfigError) as caught:
         plugins.load_plugin(plugin)
-    assert str(caught.value).startswith(f"{plugin}:{said}")
+    assert str(caught.value).startswith(f"{show(str(plugin))}:{said}")
     assert "\n" not in str(caught.value)
     assert not {name for name in set(sys.modules) - before if name.startswith("tune_plugin")}
 
@@ -142,7 +143,10 @@ def test_a_plugin_that_takes_our_name(tmp_path):
     plugin = write_plugin(tmp_path, REGISTERS.replace("squared", "cross_entropy"))
     with pytest.raises(ConfigError) as caught:
         plugins.load_plugin(plugin)
-    assert str(caught.value) == f"{plugin}: register('loss', 'cross_entropy'): the name is taken; register another one"
+    assert (
+        str(caught.value)
+        == f"{show(str(plugin))}: register('loss', 'cross_entropy'): the name is taken; register another one"
+    )
 
 
 @pytest.mark.parametrize("path", ["/no/such.py", "mine.txt", ".", "", "a\0b.py", "os"])

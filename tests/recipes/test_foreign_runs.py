@@ -39,6 +39,20 @@ DATA_RANKS = {1: 1, 2: 2, 4: 2}
 ADAPTERS = {"gpt2": ("lora.modules=[attn.c_proj, c_fc]",), "qwen3": (), "phi3": ()}
 
 
+def prefer(folder: Path, ranks: int) -> None:
+    """Adapters trained on preferences."""
+    rows = [{"prompt": f"Say {word}", "chosen": f"{word} it is", "rejected": "no"} for word in ("one", "two") * 4]
+    pairs = folder / f"pairs{ranks}{torch.distributed.get_rank()}.jsonl"
+    pairs.write_text("\n".join(map(json.dumps, rows)))
+    words = ["recipe=dpo_distributed", f"model.path={folder}/phi3-1/model", "model.source=transformers", "dtype=fp32",
+             "device=cpu", "data.format=preference", f"data.source={pairs}", "dpo.beta=0.5",
+             "tokenizer.path=examples/demo/tokenizer", "optimizer.lr=1e-2", "max_steps=4", "epochs=4", "max_seq_len=64",
+             f"batch_size={8 // DATA_RANKS[ranks]}", "lora.rank=4", f"output_dir={folder}/pairs-{ranks}"]  # fmt: skip
+    tensor = [lever for lever in LEVERS[ranks] if "tensor" in lever]
+    run = run_here(["--config", str(Path(__file__).parent / "pairs.yaml"), *words, *tensor], recipe=DPO)
+    assert run.code == 0, run.said
+
+
 def train(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     """Each model wholly trained from random weights, then adapters beside what came out of one rank's run."""
     logits = {}
@@ -62,6 +76,8 @@ def train(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
         assert run.code == 0, run.said
         with torch.no_grad():
             logits[f"{kind}-lora"] = whole(run.recipe.model(probe()))
+    if ranks != 2:
+        prefer(folder, ranks)
     return logits
 
 
@@ -124,18 +140,12 @@ def test_an_adapter_goes_on_beside_quantised_weights(runs: tuple[Path, Any], tmp
     assert first["old"] < first["new"] - 0.01
 
 
-def test_preferences(runs: tuple[Path, Any], tmp_path: Path):
+def test_preferences(runs: tuple[Path, Any]):
+    """The reference is the model with its adapters off, by the same plan where matrices are shared."""
     folder, _ = runs
-    rows = [{"prompt": f"Say {word}", "chosen": f"{word} it is", "rejected": "no"} for word in ("one", "two") * 4]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["recipe=dpo_distributed", f"model.path={folder}/gpt2-1/model", "model.source=transformers", "dtype=fp32",
-             "device=cpu", "data.format=preference", f"data.source={tmp_path}/pairs.jsonl", "dpo.beta=0.5",
-             "tokenizer.path=examples/demo/tokenizer", "optimizer.lr=1e-2", "max_steps=4", "epochs=4", "max_seq_len=64",
-             "batch_size=8", "lora.rank=4", f"output_dir={tmp_path}/out"]  # fmt: skip
-    run = run_here(["--config", str(Path(__file__).parent / "pairs.yaml"), *words], recipe=DPO)
-    assert run.code == 0, run.said
-    found = losses(tmp_path / "out")
-    assert found[0] == pytest.approx(0.6931, abs=1e-3) and found[-1] < found[0] - 0.05
+    found = {ranks: losses(folder / f"pairs-{ranks}") for ranks in (1, 4)}
+    assert found[1][0] == pytest.approx(0.6931, abs=1e-3) and found[1][-1] < found[1][0] - 0.05
+    assert furthest(found[4], found[1]) <= 1e-5
 
 
 def test_settings_of_our_models_are_refused(tmp_path: Path):
