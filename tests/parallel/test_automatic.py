@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,9 +214,10 @@ def cut_through(plan: TensorPlan) -> TensorPlan:
     ],
 )
 def test_a_wrong_plan_is_not_run(
-    kind: str, mistake: Callable[[TensorPlan], TensorPlan], said: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, mistake: Callable[[TensorPlan], TensorPlan], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere/at/all")  # what was proven is not kept, and is no hindrance
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # what was proven cannot be kept, and is no hindrance
     model: Any = build_meta(foreign_spec(config_of(kind), kind), torch.float32)
     plan = plan_of_model(model, 2)
     assert proofs.proof(model, plan, 2).startswith("proven on a model of")
