@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from recipe_lib.models.layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.parallel.inference.calls import CallKey, places_in, tensors_in
-from recipe_lib.parallel.inference.certificate import own_part, replaced, rewritten
-from recipe_lib.parallel.inference.plan import Boundary, TensorPlan, bounds
+from recipe_lib.parallel.inference.calls import CallKey, tensors_in
+from recipe_lib.parallel.inference.certificate import rewritten
+from recipe_lib.parallel.inference.exchanges import Exchanges
+from recipe_lib.parallel.inference.plan import Boundary, TensorPlan
 
 
 class _Frame:
@@ -62,6 +63,7 @@ class _Execution(TorchFunctionMode):
     def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
         super().__init__()
         self.model, self.plan, self.group = model, plan, group
+        self.exchanges = Exchanges(plan, group.rank, group.size, self._enter, self._leave)
         self.running = _Running()
         self.hooked = False
         self.boundaries: dict[CallKey, list[Boundary]] = {}
@@ -147,27 +149,7 @@ class _Execution(TorchFunctionMode):
         if name != here[0].function:
             raise _other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")
         frame.reached += 1
-        for boundary in here:
-            if boundary.kind in ("enter", "cut") and not boundary.place.startswith("output"):
-                tensor = self._enter(dict(places_in(args, kwargs))[boundary.place], boundary.activation)
-                if boundary.kind == "cut":
-                    tensor = own_part(tensor, boundary.dim, boundary.segments, self.group.rank, self.group.size)
-                args, kwargs = replaced(args, kwargs, boundary.place, tensor)
-        leaving = next((boundary for boundary in here if boundary.kind in ("leave", "lookup")), None)
-        if leaving is None:
-            result = function(*args, **kwargs)
-        elif leaving.kind == "lookup":
-            result = self._look_up(leaving, function, args, kwargs)
-        else:
-            result = self._leave(leaving, function, args, kwargs)
-        for boundary in here:
-            if boundary.kind == "enter" and boundary.place == "output":
-                result = self._enter(result, boundary.activation)
-            elif boundary.kind == "enter" and boundary.place.startswith("output."):
-                number = int(boundary.place.split(".")[1])
-                entered = self._enter(result[number], boundary.activation)
-                result = type(result)([entered if at == number else each for at, each in enumerate(result)])
-        return result
+        return self.exchanges.call(here, function, args, kwargs)
 
     def _enter(self, tensor: Tensor, activation: int) -> Tensor:
         """The tensor, whose gradient is summed over ranks: once for all calls of a layer that share it."""
@@ -178,28 +160,9 @@ class _Execution(TorchFunctionMode):
             self.running.entered[place] = (tensor, cast(Tensor, Enter.apply(tensor, self.group)))
         return self.running.entered[place][1]
 
-    def _leave(self, boundary: Boundary, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The sum over ranks of what a function gives; its bias is added once."""
-        bias = dict(places_in(args, kwargs))[boundary.bias] if boundary.bias else None
-        if bias is not None:
-            args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
-        result = cast(Tensor, _Leave.apply(function(*args, **kwargs), self.group))
-        return result if bias is None else result + bias
-
-    def _look_up(self, boundary: Boundary, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Rows of this rank's own tokens, zeros for others, summed over ranks."""
-        segments = self.plan.parameter(boundary.parameters[0]).segments
-        ((start, stop),) = bounds(segments, self.group.rank, self.group.size)
-        held = list(places_in(args, kwargs))
-        place, tokens = next((at, each) for at, each in held if torch.is_tensor(each) and not each.is_floating_point())
-        own = (tokens >= start) & (tokens < stop)
-        args, kwargs = replaced(args, kwargs, place, torch.where(own, tokens - start, 0))
-        padding = next(((at, each) for at, each in held if at in ("2", "padding_idx") and each is not None), None)
-        if padding is not None:
-            inside = start <= padding[1] < stop
-            args, kwargs = replaced(args, kwargs, padding[0], padding[1] - start if inside else None)
-        rows = function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0)
-        return cast(Tensor, _Leave.apply(rows, self.group))
+    def _leave(self, partial: Tensor) -> Tensor:
+        """The sum over ranks."""
+        return cast(Tensor, _Leave.apply(partial, self.group))
 
 
 class Enter(torch.autograd.Function):

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from recipe_lib.parallel.inference.calls import CallKey, Calls, places_in, tensors_in
-from recipe_lib.parallel.inference.certificate import output_values, own_part, replaced, rewritten
+from recipe_lib.parallel.inference.calls import CallKey, Calls, tensors_in
+from recipe_lib.parallel.inference.certificate import output_values, own_part, rewritten
+from recipe_lib.parallel.inference.exchanges import Exchanges
 from recipe_lib.parallel.inference.plan import Boundary, TensorPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
@@ -80,7 +81,8 @@ class _Rank(Calls):
 
     def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _Group, rank: int):
         super().__init__(model)
-        self.plan, self.group, self.rank = plan, group, rank
+        self.group, self.rank = group, rank
+        self.exchanges = Exchanges(plan, rank, group.size, self.enter, self.leave)
         self.boundaries: dict[CallKey, list[Boundary]] = {}
         for boundary in plan.boundaries:
             self.boundaries.setdefault(CallKey(boundary.module, boundary.call), []).append(boundary)
@@ -88,32 +90,8 @@ class _Rank(Calls):
 
     def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call, with its boundaries."""
-        here = self.boundaries.get(key, [])
-        for boundary in here:
-            if boundary.kind in ("enter", "cut") and not boundary.place.startswith("output"):
-                tensor = self.enter(dict(places_in(args, kwargs))[boundary.place], boundary.activation)
-                if boundary.kind == "cut":
-                    tensor = own_part(tensor, boundary.dim, boundary.segments, self.rank, self.group.size)
-                args, kwargs = replaced(args, kwargs, boundary.place, tensor)
-        leaving = next((boundary for boundary in here if boundary.kind in ("leave", "lookup")), None)
-        if leaving is None:
-            result = function(*args, **kwargs)
-        elif leaving.kind == "lookup":
-            result = self.look_up(leaving, function, args, kwargs)
-        else:
-            bias = dict(places_in(args, kwargs))[leaving.bias] if leaving.bias else None
-            if bias is not None:
-                args, kwargs = replaced(args, kwargs, leaving.bias, torch.zeros_like(bias))
-            result = _Leave.apply(function(*args, **kwargs), self.group, self.rank)
-            result = result if bias is None else result + bias
-        for boundary in here:
-            if boundary.kind == "enter" and boundary.place == "output":
-                result = self.enter(result, boundary.activation)
-            elif boundary.kind == "enter" and boundary.place.startswith("output."):
-                number = int(boundary.place.split(".")[1])
-                entered = self.enter(result[number], boundary.activation)
-                result = type(result)([entered if at == number else each for at, each in enumerate(result)])
-        return result
+        here = self.boundaries.get(key)
+        return function(*args, **kwargs) if here is None else self.exchanges.call(here, function, args, kwargs)
 
     def enter(self, tensor: torch.Tensor, activation: int) -> torch.Tensor:
         """The tensor, whose gradient is summed over ranks; the same one for all calls that share it."""
@@ -124,20 +102,9 @@ class _Rank(Calls):
             self.entered[place] = (tensor, _Enter.apply(tensor, self.group, self.rank))
         return self.entered[place][1]
 
-    def look_up(self, boundary: Boundary, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Rows of the rank's own tokens, zeros for others, summed over ranks."""
-        segments = self.plan.parameter(boundary.parameters[0]).segments
-        ((start, stop),) = bounds(segments, self.rank, self.group.size)
-        held = list(places_in(args, kwargs))
-        place, tokens = next((at, each) for at, each in held if torch.is_tensor(each) and not each.is_floating_point())
-        own = (tokens >= start) & (tokens < stop)
-        args, kwargs = replaced(args, kwargs, place, torch.where(own, tokens - start, 0))
-        padding = next(((at, each) for at, each in held if at in ("2", "padding_idx") and each is not None), None)
-        if padding is not None:
-            inside = start <= padding[1] < stop
-            args, kwargs = replaced(args, kwargs, padding[0], padding[1] - start if inside else None)
-        rows = function(*args, **kwargs) * own.unsqueeze(-1)
-        found: torch.Tensor = _Leave.apply(rows, self.group, self.rank)
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks."""
+        found: torch.Tensor = _Leave.apply(partial, self.group, self.rank)
         return found
 
 
