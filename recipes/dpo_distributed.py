@@ -19,6 +19,10 @@ to the base without it: merge it first (tune export --merge) to be held to both.
 Each step records the answers' mean rewards, their difference (reward_margin) and how often it is above 0.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -33,7 +37,7 @@ from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
+from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.preference import (
     NUMBERS,
@@ -77,6 +81,7 @@ class PreferenceTraining:
         """A model in this rank's memory: with or without adapters, or frozen as a whole."""
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
         model = build_meta(self.spec, dtype)
+        split_pipeline(model, cfg, self.world)
         if not trained:
             model.requires_grad_(False)
         elif self.adapts:
@@ -134,29 +139,28 @@ class PreferenceTraining:
         )
         return answer_log_probs(log_probs, batch, self.cfg.dpo)
 
-    def reference_answers(self, batch: Batch) -> torch.Tensor | None:
+    def reference_answers(self, micro_batches: Sequence[Batch]) -> Iterator[torch.Tensor | None]:
         """What the reference makes of the same answers, without a graph; None for a loss that needs none."""
         if not needs_reference(self.cfg.dpo):
-            return None
-        if self.reference is None:
-            with adapters_off(self.model):
-                return self.answers(self.model, batch)
-        with torch.no_grad():
-            return self.answers(self.reference, batch)
+            return repeat(None)
+        model, off = self.reference or self.model, nullcontext if self.reference else partial(adapters_off, self.model)
+        return training.result_of_each(model, partial(self.answers, model), micro_batches, inside=off)
 
-    def compare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and NUMBERS, summed over the pairs of a micro-batch; the reference first, as it leaves nothing."""
-        reference = self.reference_answers(batch)
+    def compare(self, batch: Batch, reference: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and NUMBERS, summed over the pairs of a micro-batch."""
         return preference_loss(self.answers(self.model, batch), reference, self.cfg.dpo)
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step; gradients are sums over ranks, so losses are divided by the pairs of the global batch."""
         sums = torch.zeros(len(NUMBERS), device=self.device, dtype=torch.float64)
-        for batch in batches.micro_batches:
-            loss, numbers = self.compare(batch)
-            (loss / batches.items).backward()
-            del loss
-            sums += numbers
+        references = self.reference_answers(batches.micro_batches)
+
+        def loss_of(number: int, batch: Batch) -> torch.Tensor:
+            loss, numbers = self.compare(batch, next(references))
+            sums.add_(numbers)
+            return loss / batches.items
+
+        training.backward_each(self.model, loss_of, batches)
         means = self.world.all_reduce_sum(sums) / batches.items
         sum_replicated_gradients(self.model, self.world)
         grad_norm = training.clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world)
@@ -166,7 +170,7 @@ class PreferenceTraining:
 
     def validate(self) -> dict[str, float]:
         """The same numbers over all validation pairs."""
-        return validation_preference(self.model, self.compare, self.data, self.world)
+        return validation_preference(self.model, self.reference_answers, self.compare, self.data, self.world)
 
     def train(self) -> None:
         """The loop over steps; at its end what was trained is on disk."""

@@ -29,7 +29,7 @@ from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
+from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 
 Config = FullFinetuneConfig
@@ -57,6 +57,7 @@ class FullFinetune:
         """The model, changed in the order in which memory is taken; its parameters have no values yet."""
         cfg = self.cfg
         self.model = build_meta(self.spec, DTYPES[cfg.dtype])
+        split_pipeline(self.model, cfg, self.world)
         shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
         apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
         if cfg.compile:
@@ -88,7 +89,7 @@ class FullFinetune:
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step: forward and backward of each micro-batch, clipping, the optimizer."""
-        loss = training.sum_gradients(self.summed_loss, batches, self.device)
+        loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
         sum_replicated_gradients(self.model, self.world)
         grad_norm = training.clip_grad_norm(self.model.parameters(), self.cfg.clip_grad_norm, self.world)
         self.optimizer.step()

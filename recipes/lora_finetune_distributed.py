@@ -30,7 +30,7 @@ from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model
+from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 
 Config = LoraFinetuneConfig
@@ -59,6 +59,7 @@ class LoraFinetune:
         """Frozen weights with adapters beside them, before there is memory for either."""
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
         self.model = build_meta(self.spec, dtype)
+        split_pipeline(self.model, cfg, self.world)
         add_adapters(self.model, cfg.lora, dtype)
         shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
         apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
@@ -106,7 +107,7 @@ class LoraFinetune:
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step over the adapters."""
-        loss = training.sum_gradients(self.summed_loss, batches, self.device)
+        loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
         sum_replicated_gradients(self.model, self.world)
         grad_norm = training.clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world)
         self.optimizer.step()

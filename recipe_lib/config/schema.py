@@ -196,6 +196,34 @@ class ParallelConfig:
     tensor_copy_kv_heads: bool = key(
         False, "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs."
     )
+    pipeline: int = key(1, "Ranks, one behind the other, that the layers are divided among (pipeline).", minimum=1)
+    pipeline_schedule: str = key(
+        "1f1b",
+        "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with `zero` or `v` in "
+        "their names put off weight gradients to when a rank would wait.",
+        choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
+    )
+    pipeline_microbatches: int | None = key(
+        None,
+        "Micro-batches that the batch_size x gradient_accumulation_steps rows of a data rank go through the pipeline "
+        "in; null: gradient_accumulation_steps.",
+        minimum=1,
+    )
+    pipeline_stages_per_rank: int = key(
+        2, "Stages on each rank of an interleaved schedule; `zbv` and `dualpipev` have 2, the others 1.", minimum=2
+    )
+    pipeline_split: str | list[int] = key(
+        "time",
+        "Layers of each stage: even in `time`, or in `memory` of parameters and states, embedding and head counted; "
+        "or a list, one number a stage.",
+        choices=("time", "memory"),
+        minimum=1,
+    )
+    pipeline_timeout: float = key(
+        600.0,
+        "Seconds without progress of a pipeline after which all its ranks end, naming who stands still.",
+        minimum=1.0,
+    )
     wrapping: str | list[str] = key(
         "auto",
         "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "

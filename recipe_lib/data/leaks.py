@@ -1,11 +1,13 @@
 """The check that documents in one row do not see each other, made with the model, backend and dtype that will train."""
 
-from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recipe_lib.data.batches import Batch
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import document_positions, has_varlen, make_attention_info
 from recipe_lib.ops.device import holds_values
@@ -62,31 +64,34 @@ def _measure(model: nn.Module, vocab_size: int, device: torch.device) -> tuple[f
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, first.shape, generator=generator)
     other = (tokens + 1) % vocab_size
-    logits = _packed_logits(model, tokens, device)
-    leaks = []
-    for changed in (first, ~first):
-        moved = _packed_logits(model, torch.where(changed, other, tokens), device)
-        leaks.append(_distance(moved[~changed], logits[~changed]))
-        del moved
     documents = [part for row, parts in zip(tokens, _LENGTHS, strict=True) for part in row.split(parts)]
-    alone = _logits_alone(model, documents, device)
-    measured = torch.stack([torch.stack(leaks).max(), _distance(logits.flatten(0, 1), alone)])
+    rows = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
+    packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
+    logits, *moved = [_logits(model, part, device) for part in packed]
+    padded = _logits(model, rows, device, packed=False)
+    measured, dtype = torch.zeros(2, device=device), next(model.parameters()).dtype
+    if logits is not None and padded is not None:  # None: another rank has the last stage of a pipeline
+        changes = zip(moved, (first, ~first), strict=True)
+        leaks = [_distance(found[~changed], logits[~changed]) for found, changed in changes]
+        alone = torch.cat([padded[at, : len(document)] for at, document in enumerate(documents)])
+        measured, dtype = torch.stack([torch.stack(leaks).max(), _distance(logits.flatten(0, 1), alone)]), logits.dtype
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(measured, op=dist.ReduceOp.MAX)
     leak, difference = measured.tolist()
-    return leak, difference, logits.dtype
+    return leak, difference, dtype
 
 
-def _packed_logits(model: nn.Module, tokens: Tensor, device: torch.device) -> Tensor:
-    positions, info = document_positions(_LENGTHS, _WIDTH), make_attention_info(_LENGTHS, _WIDTH)
-    return model(tokens.to(device), positions.to(device), info.to(device))
-
-
-def _logits_alone(model: nn.Module, documents: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Logits `[n, v]` of documents that have a row each, padded behind them."""
-    rows = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
-    logits = model(rows.to(device))
-    return torch.cat([logits[at, : len(document)] for at, document in enumerate(documents)])
+def _logits(model: nn.Module, tokens: Tensor, device: torch.device, *, packed: bool = True) -> Any:
+    """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a row, padded behind it."""
+    batch = Batch(tokens, tokens)
+    if packed:
+        positions, info = document_positions(_LENGTHS, _WIDTH), make_attention_info(_LENGTHS, _WIDTH)
+        batch = replace(batch, positions=positions, attention=info)
+    pipeline = getattr(model, "pipeline", None)
+    batch = batch.to(device)
+    if pipeline is not None:
+        return pipeline.evaluate([batch], lambda number, part: model(part.tokens))[0]
+    return model(batch.tokens, batch.positions, batch.attention) if packed else model(batch.tokens)
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP wid
 families is chosen in the constructors; `forward` asks nothing about the family. The file knows no mesh.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -168,21 +168,37 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None, info: AttentionInfo | None, cache: KVCache | None
     ) -> Tensor:
-        """See `Decoder.forward`. What all layers share, rotations and masks, is made here, once."""
-        rows, length = tokens.shape
+        """See `Decoder.forward`."""
+        past = cache.length if cache is not None else 0
+        hidden = self.run_layers(self.embed_tokens(tokens), tokens.shape, positions, info, cache)
+        if cache is not None:
+            cache.length = past + tokens.shape[1]
+        return self.norm(hidden)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        shape: torch.Size,
+        positions: Tensor | None,
+        info: AttentionInfo | None,
+        cache: KVCache | None = None,
+        layers: Iterable[int] | None = None,
+    ) -> Tensor:
+        """The stream of tokens of `shape` (b, s) through the layers with these numbers; None: all.
+
+        What all layers share, rotations and masks, is made here, once.
+        """
+        rows, length = shape
         past = cache.length if cache is not None else 0
         if positions is None:
-            positions = torch.arange(past, past + length, device=tokens.device).expand(rows, length)
-        hidden = self.embed_tokens(tokens)
+            positions = torch.arange(past, past + length, device=hidden.device).expand(rows, length)
         turns = [rotary(positions) for rotary in self.rotary]
         info = self.prepare(
             info, rows=rows, queries=length, keys=past + length, dtype=hidden.dtype, device=hidden.device
         )
-        for layer, which in zip(self.layers, self.rotary_of_layer, strict=True):
-            hidden = layer(hidden, turns[which], info, cache)
-        if cache is not None:
-            cache.length += length
-        return self.norm(hidden)
+        for number in range(len(self.layers)) if layers is None else layers:
+            hidden = self.layers.get_submodule(str(number))(hidden, turns[self.rotary_of_layer[number]], info, cache)
+        return hidden
 
 
 def _squash(logits: Tensor, cap: float) -> Tensor:
@@ -230,7 +246,7 @@ class Decoder(nn.Module):
         self._tie()
 
     def _tie(self) -> None:
-        if self.spec.tied:
+        if self.spec.tied and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":

@@ -10,6 +10,8 @@ def layer_names(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(outer) for outer in lists):
             lists.append(f"{name}." if name else "")
-            held = (index for index, element in enumerate(module) if next(element.parameters(), None) is not None)
-            names += [f"{lists[-1]}{index}" for index in held]
+            elements = module.named_children()  # by name: a part of a model may lack some
+            names += [
+                f"{lists[-1]}{index}" for index, element in elements if next(element.parameters(), None) is not None
+            ]
     return names

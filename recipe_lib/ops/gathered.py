@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipe_lib.ops import deferred
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -159,6 +160,7 @@ class _GatherLinears(torch.autograd.Function):
             if normed and not keep_gathered:
                 source, ctx.norm = (normed.stream, normed.weight), (normed.kind, normed.eps)
         ctx.save_for_backward(*weights, *source)
+        ctx.parameters = weights if deferred.is_splittable() else ()
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -169,7 +171,17 @@ class _GatherLinears(torch.autograd.Function):
         weights, source = saved[:count], saved[count:]
         del saved
         wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
-        found = linears_backward(gradients, weights, source, ctx.norm, ctx.whole_kept, ctx.group, wants)
+        if deferred.puts_off() and source:
+            settings = (ctx.norm, ctx.whole_kept, ctx.group)
+            none = [False] * count
+
+            def weight_gradients() -> list[Tensor | None]:
+                return linears_backward(gradients, weights, source, *settings, (False, wants[1], none))[1]
+
+            deferred.note(ctx.parameters, weight_gradients)
+            found = linears_backward(gradients, weights, [], *settings, (wants[0], none, wants[2]))
+        else:
+            found = linears_backward(gradients, weights, source, ctx.norm, ctx.whole_kept, ctx.group, wants)
         return (found[0], None, None, None, None, *found[1], *found[2])
 
 
@@ -246,6 +258,7 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
+        ctx.parameter = weight if deferred.is_splittable() else None
         return gated_forward(gate, up, weight, activation)
 
     @staticmethod
@@ -253,7 +266,14 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wants_input, wants_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         gate, up, weight = ctx.saved_tensors
-        return (*gated_backward(gradients[0], gate, up, weight, ctx.activation, wants_input, wants_weight), None)
+        activation = ctx.activation
+        if wants_weight and deferred.puts_off():
+            wants_weight = False
+            deferred.note(
+                [ctx.parameter],
+                lambda: gated_backward(gradients[0], gate, up, weight, activation, False, True)[2:],
+            )
+        return (*gated_backward(gradients[0], gate, up, weight, activation, wants_input, wants_weight), None)
 
 
 def gated_forward(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:

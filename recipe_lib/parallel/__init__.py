@@ -1,6 +1,7 @@
 """The ranks of a run and how a model is divided among them."""
 
 from recipe_lib.parallel.apply import DTYPES, compile_layers, materialize, shard_model
+from recipe_lib.parallel.pipeline.stages import split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.parallel.tensor_sizes import check_tensor
 from recipe_lib.parallel.world import World, start_world
@@ -17,6 +18,7 @@ __all__ = [
     "resolve_wrapping",
     "shard_model",
     "shard_tensors",
+    "split_pipeline",
     "start_world",
     "sum_replicated_gradients",
 ]

@@ -37,6 +37,7 @@ from recipe_lib.models.decoder import (
 from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
+from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gather, gather_linears, scatter
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
@@ -92,8 +93,10 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
             _replace_forward(module, attend)
         elif isinstance(module, MLP):
             _replace_forward(module, project)
-    _replace_forward(model.model.embed_tokens, _given(_embedding, group))
-    _replace_forward(model.lm_head, _given(_head, group))
+    if model.model.embed_tokens is not None:  # else another stage of a pipeline has it
+        _replace_forward(model.model.embed_tokens, _given(_embedding, group))
+    if model.lm_head is not None:
+        _replace_forward(model.lm_head, _given(_head, group))
     model.forward = _in_rows(model.forward)  # type: ignore[method-assign]
 
 
@@ -116,12 +119,17 @@ def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
 
 @torch.no_grad()
 def sum_replicated_gradients(model: nn.Module, world: World) -> None:
-    """Sums the gradients of parameters that every rank of a tensor-parallel group has, over the group, in place.
+    """Sums the gradients of parameters that several ranks have over these, in place.
+
+    Those are what every rank of a tensor-parallel group has, and an embedding that is the output head of another stage
+    of a pipeline.
 
     Each rank's is that of its own tokens, or heads: `model.tensor_gradients` says `partial` of those. Once a step,
     after the last backward and before clipping; in fp32 (fp64), all of one type and device at once. Raises ValueError
     for a trained parameter of which nothing is said.
     """
+    if (pipeline := getattr(model, "pipeline", None)) is not None:
+        pipeline.sum_tied_gradients()
     if world.tensor is None:
         return
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -273,7 +281,7 @@ def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, 
 def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
     """Inputs `[N, i / t]` through a linear that is cut by columns, summed over the group: `[n, d]`."""
     quantised = isinstance(linear, QuantisedLinear)
-    plain = scatter(linear.product(inputs) if quantised else F.linear(inputs, local(linear.weight)), group)
+    plain = scatter(linear.product(inputs) if quantised else linear_of(inputs, local(linear.weight)), group)
     plain = plain if linear.bias is None else plain + local(linear.bias)
     return _widened(linear, plain, scatter(_narrowed(linear, inputs), group)) if _is_adapted(linear) else plain
 

@@ -18,8 +18,8 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
 
-# Outermost first: neighbours share matrices. Dimensions of other kinds of parallelism go around these (pipeline).
-MESH_DIMS = ("data_replicate", "data_shard", "tensor")
+# Outermost first: neighbours share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
+MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
 _STORE_SECONDS = 5
 _PRINTING_SECONDS = 0.5
 
@@ -32,12 +32,22 @@ class WorldConfig(Protocol):
 
 
 @dataclass(frozen=True)
+class Place:
+    """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all processes."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class World:
     """This process among all the processes of a run.
 
     rank, size: among all processes; local_rank: on this machine. device: where this rank computes.
-    mesh: dimensions `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the different batches
-    is ours: the ranks of a tensor-parallel group have the same. tensor: that group; None: each rank has whole matrices.
+    mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the
+    different batches is ours: the ranks of a pipeline and of a tensor-parallel group have the same. tensor: that group;
+    None: each rank has whole matrices. pipeline: this rank's place among those that the layers are divided among.
     """
 
     rank: int
@@ -48,6 +58,7 @@ class World:
     data_rank: int
     data_ranks: int
     tensor: Group | None = None
+    pipeline: Place | None = None
 
     @property
     def is_main(self) -> bool:
@@ -55,14 +66,17 @@ class World:
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over the different batches, in place, on host or device. A collective."""
-        if self.data_ranks > 1:
-            dist.all_reduce(tensor, group=None if self.tensor is None else self._data_group())
+        """The sum of `tensor` over the different batches, in place, on host or device. A collective.
+
+        Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on the others.
+        """
+        if self.data_ranks > 1 or self.pipeline is not None:
+            dist.all_reduce(tensor, group=None if self.tensor is None else self._other_groups())
         return tensor
 
-    def _data_group(self) -> dist.ProcessGroup:
+    def _other_groups(self) -> dist.ProcessGroup:
         """The ranks that have this one's place in other tensor-parallel groups."""
-        return self.mesh["data_replicate", "data_shard"]._flatten("data").get_group()
+        return self.mesh[MESH_DIMS[:3]]._flatten("data").get_group()
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on any; over the host's group. A collective."""
@@ -175,23 +189,33 @@ def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int) -> Worl
 
 def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device) -> World:
     """The world of a mesh with the dimensions `MESH_DIMS`."""
-    tensors = mesh["tensor"].size()
-    group = None
+    tensors, stages = mesh["tensor"].size(), mesh["pipeline"].size()
+    group, place = None, None
     if tensors > 1:
         group = Group(mesh.get_group("tensor").group_name, tensors, rank % tensors)
-        mesh["data_replicate", "data_shard"]._flatten("data")  # by all ranks, before one of them needs it
-    return World(rank, size, local_rank, device, mesh, rank // tensors, size // tensors, group)
+        mesh[MESH_DIMS[:3]]._flatten("data")  # by all ranks, before one of them needs it
+    step = size // stages  # ranks between a stage and the next
+    if stages > 1:
+        place = Place(rank // step, stages, tuple(rank % step + number * step for number in range(stages)))
+    return World(rank, size, local_rank, device, mesh, rank % step // tensors, step // tensors, group, place)
 
 
-def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int, int]:
-    """(data_replicate, data_shard, tensor) for `size` ranks; SetupError names the numbers when they do not fit."""
-    tensor = parallel.tensor
-    if size % tensor:
+def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int, int, int]:
+    """The sizes of MESH_DIMS for `size` ranks; SetupError names the numbers when they do not fit."""
+    pipeline, tensor = parallel.pipeline, parallel.tensor
+    inner = pipeline * tensor
+    if size % inner:
+        product = f"{pipeline} x {tensor} = {inner}" if pipeline > 1 and tensor > 1 else str(inner)
         raise SetupError(
-            f"parallel.tensor: found {tensor} for {size} rank{'s' if size > 1 else ''}, expected a divisor of {size}; "
-            f"start a multiple of {tensor} ranks (--nproc_per_node)"
+            f"{' x '.join(_dividing(parallel))}: found {product} for {size} rank{'s' if size > 1 else ''}, expected "
+            f"a divisor of {size}; start a multiple of {inner} ranks (--nproc_per_node)"
         )
-    return (*_data_shape(parallel, size // tensor, tensor), tensor)
+    return (pipeline, *_data_shape(parallel, size // inner, inner), tensor)
+
+
+def _dividing(parallel: ParallelConfig) -> list[str]:
+    """The keys by which several ranks have the same batch."""
+    return [f"parallel.{name}" for name in ("pipeline", "tensor") if getattr(parallel, name) > 1]
 
 
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
@@ -199,23 +223,26 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
 
     With tensor parallel the ranks of its data dimensions together, if these are several, have one too.
     """
-    groups = [ranks for ranks in mesh_shape(parallel, size) if ranks > 1]
+    shape = mesh_shape(parallel, size)
+    groups = [ranks for ranks in shape if ranks > 1]
     if len(groups) < 2:
         return groups
-    return [*groups, *([size // parallel.tensor] if len(groups) == 3 else []), size]
+    several = parallel.tensor > 1 and sum(ranks > 1 for ranks in shape[:3]) > 1
+    return [*groups, *([size // parallel.tensor] if several else []), size]
 
 
-def _data_shape(parallel: ParallelConfig, size: int, tensor: int) -> tuple[int, int]:
-    """(data_replicate, data_shard) for `size` different batches, of `tensor` ranks each."""
+def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:
+    """(data_replicate, data_shard) for `size` different batches, of `inner` ranks each."""
     replicate, shard = parallel.data_replicate, parallel.data_shard
     fitting = [str(number) for number in range(1, size + 1) if size % number == 0]
     possible = f"one of {', '.join(fitting)}" if size > 1 else "1"
-    ranks = f"{size} rank{'s' if size > 1 else ''}{f' (of {size * tensor}, by parallel.tensor)' if tensor > 1 else ''}"
+    divided = f" (of {size * inner}, by {' and '.join(_dividing(parallel))})" if inner > 1 else ""
+    ranks = f"{size} rank{'s' if size > 1 else ''}{divided}"
     if shard == -1:
         if size % replicate:
             raise SetupError(
                 f"parallel.data_replicate: found {replicate} copies for {ranks}, expected a divisor of {size}; "
-                f"use {possible}, or start a multiple of {replicate * tensor} ranks (--nproc_per_node)"
+                f"use {possible}, or start a multiple of {replicate * inner} ranks (--nproc_per_node)"
             )
         return replicate, size // replicate
     if shard < 1:
@@ -226,7 +253,7 @@ def _data_shape(parallel: ParallelConfig, size: int, tensor: int) -> tuple[int, 
             remedy = f"parallel.data_shard={size // replicate} or -1"
         raise SetupError(
             f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {ranks}; "
-            f"set {remedy}, or start {replicate * shard * tensor} ranks (--nproc_per_node)"
+            f"set {remedy}, or start {replicate * shard * inner} ranks (--nproc_per_node)"
         )
     return replicate, shard
 

@@ -126,6 +126,8 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
     matched: set[str] = set()
     for pattern in patterns:
         names = [name for name in modules if _matches(name, str(pattern))]
+        if not names and any(_matches(name, str(pattern)) for name in getattr(model, "elsewhere", ())):
+            continue  # a module of another stage of a pipeline
         if not names:
             raise ConfigError(_matches_nothing(str(pattern), model))
         usable = [name for name in names if _has_parameters(modules[name]) and not _is_container(modules[name])]

@@ -3,8 +3,9 @@
 from recipe_lib.training.clipping import clip_grad_norm
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.exports import export_trained_adapter, export_trained_model
-from recipe_lib.training.loop import Step, TrainingLoop, sum_gradients
+from recipe_lib.training.loop import Step, TrainingLoop
 from recipe_lib.training.losses import build_loss
+from recipe_lib.training.micro_batches import backward_each, result_of_each, sum_gradients
 from recipe_lib.training.numbers import derived_numbers
 from recipe_lib.training.optimizers import build_optimizer
 from recipe_lib.training.output import check_output
@@ -19,6 +20,7 @@ __all__ = [
     "Step",
     "TrainingData",
     "TrainingLoop",
+    "backward_each",
     "build_loss",
     "build_optimizer",
     "check_output",
@@ -29,6 +31,7 @@ __all__ = [
     "export_trained_adapter",
     "export_trained_model",
     "find_model",
+    "result_of_each",
     "resume_run",
     "run_recipe",
     "sum_gradients",

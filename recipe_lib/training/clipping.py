@@ -30,6 +30,7 @@ class _Group:
     sharded_over: tuple[tuple[DeviceMesh, int], ...]
     device: torch.device
     grads: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)  # scaled with the others, and counted on another rank
 
     def squared_norm(self, dtype: torch.dtype) -> Tensor:
         """Sum of squares over the whole group in fp64, the same on every rank, `[]` on the group's device."""
@@ -64,23 +65,28 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None, w
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device or several (CPU
     offload); those without a gradient are left out. Each element counts once: sums run over the mesh dimensions a
-    gradient is cut along, not over those it is copied along. max_norm None: only the norm is taken.
+    gradient is cut along, not over those it is copied along, and over the stages of a pipeline. max_norm None: only the
+    norm is taken.
 
     The norm is fp32 (fp64 where a parameter is), `[]` on `world.device`. Nothing is read back to the host: the factor,
     at most 1, is made and applied on the gradients' device. A norm that is not finite makes the gradients so too.
     """
+    parameters = list(parameters)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in trained) else torch.float32
+    dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
     groups = _group(trained)
     total = torch.zeros((), dtype=torch.float64, device=groups[0].device if groups else world.device)
     for group in groups:
         total += group.squared_norm(dtype).to(total.device)
+    if world.pipeline is not None:  # each stage has parameters of its own
+        total = total.to(world.device)
+        dist.all_reduce(total, group=world.mesh.get_group("pipeline"))
     norm = total.sqrt_().to(dtype)
     if max_norm is not None:
         factor = (max_norm / (norm + _TINY)).clamp_(max=1.0)
         for group in groups:
-            if group.grads:
-                torch._foreach_mul_(group.grads, factor.to(group.device))
+            if scaled := group.grads + group.copies:
+                torch._foreach_mul_(scaled, factor.to(group.device))
     return norm.to(world.device, non_blocking=True)
 
 
@@ -97,7 +103,7 @@ def _group(parameters: Iterable[nn.Parameter]) -> list[_Group]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         group = groups.setdefault((sharded_over, local.device), _Group(sharded_over, local.device))
         if grad is not None:
-            group.grads.append(local)
+            (group.copies if getattr(parameter, "is_copy", False) else group.grads).append(local)
     return list(groups.values())
 
 

@@ -6,6 +6,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import (
     DataPlan,
@@ -68,6 +69,7 @@ class TrainingData:
     def batches(self, first_step: int) -> Iterator[StepBatches]:
         """This rank's micro-batches of each step from `first_step` (from 0) on, on the device."""
         cfg, world = self._cfg, self._world
+        rows, count = micro_batches(cfg)
         return step_batches(
             self.rows,
             self.plan,
@@ -75,8 +77,8 @@ class TrainingData:
             last_step=self.total_steps,
             data_rank=world.data_rank,
             data_ranks=world.data_ranks,
-            batch_size=cfg.batch_size,
-            accumulation=cfg.gradient_accumulation_steps,
+            batch_size=rows,
+            accumulation=count,
             pad_id=self.tokenizer.pad_id,
             multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
             workers=cfg.data.loader_workers,

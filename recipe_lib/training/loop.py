@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import Batch, StepBatches
+from recipe_lib.data import StepBatches
 from recipe_lib.errors import DivergedError, StoppedAndSaved
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.training.data import TrainingData
@@ -34,22 +34,6 @@ class Step:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def sum_gradients(
-    summed_loss: Callable[[Batch], torch.Tensor], batches: StepBatches, device: torch.device
-) -> torch.Tensor:
-    """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, on the device.
-
-    Gradients are sums over ranks, so every loss is divided by the trained tokens of the whole global step. They are
-    reduced at every micro-batch: waiting for the last would keep them whole on every rank.
-    """
-    loss = torch.zeros((), device=device, dtype=torch.float64)
-    for batch in batches.micro_batches:
-        part = summed_loss(batch) / max(1, batches.trained_tokens)
-        part.backward()
-        loss = loss + part.detach()
-    return loss
 
 
 class TrainingLoop:

@@ -11,8 +11,9 @@ With w and l for the chosen and the rejected answer, p the model and q the refer
 Sums are made in fp64: an answer's log-probability is in the hundreds, and what counts are differences of such.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.cross_entropy import IGNORED
 from recipe_lib.training.data import TrainingData
+from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.optimizers import local_bytes
+from recipe_lib.training.validation import validation_groups
 from recipe_lib.units import format_bytes
 
 if TYPE_CHECKING:
@@ -108,18 +111,33 @@ def check_pairs(rows: Dataset, validation_rows: Dataset | None) -> None:
 
 @torch.no_grad()
 def validation_preference(
-    model: nn.Module, compare: Callable[[Batch], tuple[Tensor, Tensor]], data: TrainingData, world: "World"
+    model: nn.Module,
+    references_of: Callable[[Sequence[Batch]], Iterator[Any]],
+    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]],
+    data: TrainingData,
+    world: "World",
 ) -> dict[str, float]:
     """Means over all validation pairs, each counted once; without dropout. Collective.
 
-    compare: a micro-batch to what `preference_loss` returns.
+    references_of: what the reference makes of each micro-batch. compare: one and that, to what `preference_loss`
+    returns.
     """
     model.eval()
     sums, pairs = torch.zeros(len(NUMBERS), device=world.device, dtype=torch.float64), 0
-    for batches in data.validation_batches():
-        sums += compare(batches.micro_batches[0])[1]
-        pairs += batches.items
+    for together in validation_groups(model, data):
+        micro_batches = [batches.micro_batches[0] for batches in together]
+        references = references_of(micro_batches)
+        compared = partial(_numbers_of, compare, references)
+        for numbers in result_of_each(model, compared, micro_batches):
+            sums += 0 if numbers is None else numbers
+        pairs += sum(batches.items for batches in together)
     model.train()
     means = world.all_reduce_sum(sums) / max(1, pairs)
     numbers = {"loss": means[0]} | preference_metrics(means)
     return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_pairs": pairs}
+
+
+def _numbers_of(
+    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]], references: Iterator[Any], batch: Batch
+) -> Tensor:
+    return compare(batch, next(references))[1]

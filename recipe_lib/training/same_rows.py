@@ -1,4 +1,4 @@
-"""The ranks that share matrices share rows too: the check that they have read the same ones."""
+"""The ranks that share a model share rows too: the check that they have read the same ones."""
 
 import hashlib
 from typing import TYPE_CHECKING
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 
 def check_same_rows(batches: StepBatches, world: "World") -> None:
-    """Compares the rows of a step over each tensor-parallel group, by their hash. A collective.
+    """Compares the rows of a step over the ranks that have to have the same ones, by their hash. A collective.
 
-    Rows that differ would train silently on a mixture of them. Raises SetupError on every rank.
+    Those are the ranks of a tensor-parallel group, and of a pipeline: rows that differ would train silently on a
+    mixture of them. Raises SetupError on every rank.
     """
-    if world.tensor is None:
+    if world.tensor is None and world.pipeline is None:
         return
     digest = hashlib.sha256()
     for batch in batches.micro_batches:
@@ -27,7 +28,9 @@ def check_same_rows(batches: StepBatches, world: "World") -> None:
         found.setdefault(data_rank, set()).add(text)
     differing = [data_rank for data_rank, texts in found.items() if len(texts) > 1]
     if differing:
+        kinds = ["of a pipeline"] * (world.pipeline is not None) + ["that share matrices"] * (world.tensor is not None)
         raise SetupError(
-            f"data: the {world.tensor.size} ranks of tensor-parallel group {differing[0]} found different rows for the "
-            "same step, expected the same; see that every machine has the same data, tokenizer and version"
+            f"data: the {world.size // world.data_ranks} ranks {' and '.join(kinds)} that have data rank "
+            f"{differing[0]} found different rows for the same step, expected the same; see that every machine has the "
+            "same data, tokenizer and version"
         )

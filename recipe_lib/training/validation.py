@@ -1,16 +1,20 @@
 """The loss on rows that are not trained on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from recipe_lib.data import Batch
+from recipe_lib.data import Batch, StepBatches
 from recipe_lib.training.data import TrainingData
+from recipe_lib.training.micro_batches import result_of_each
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
+
+_TOGETHER = 16  # batches that go through a pipeline at a time
 
 
 @torch.no_grad()
@@ -23,11 +27,20 @@ def validation_loss(
     """
     model.eval()
     loss, tokens = torch.zeros((), device=world.device, dtype=torch.float64), 0
-    for batches in data.validation_batches():
-        loss += summed_loss(batches.micro_batches[0])
-        tokens += batches.trained_tokens
+    for together in validation_groups(model, data):
+        found = result_of_each(model, summed_loss, [batches.micro_batches[0] for batches in together])
+        for batches, part in zip(together, found, strict=True):
+            loss += 0 if part is None else part
+            tokens += batches.trained_tokens
     model.train()
     return {
         "validation_loss": world.all_reduce_sum(loss).item() / max(1, tokens),
         "validation_tokens": tokens,
     }
+
+
+def validation_groups(model: nn.Module, data: TrainingData) -> Iterator[list[StepBatches]]:
+    """The validation rows, one micro-batch in each: so many of them as go through the model's pipeline at a time."""
+    batches = data.validation_batches()
+    while together := list(islice(batches, _TOGETHER if hasattr(model, "pipeline") else 1)):
+        yield together

@@ -10,7 +10,7 @@ from torch import nn
 from recipe_lib.training.clipping import clip_grad_norm
 from tests.distributed.ranks import run_ranks
 
-WORLD = SimpleNamespace(device=torch.device("cpu"), size=1, rank=0)
+WORLD = SimpleNamespace(device=torch.device("cpu"), size=1, rank=0, pipeline=None)
 SHAPES = ((7, 5), (11,), (33, 3))
 
 

@@ -14,7 +14,7 @@ from recipe_lib.training.optimizers import build_optimizer
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
-WORLD = SimpleNamespace(device=CPU)
+WORLD = SimpleNamespace(device=CPU, pipeline=None)
 
 
 class Head(nn.Module):

@@ -1,0 +1,120 @@
+"""Weight gradients that are put off: backward gives what goes on to the layer before, and notes what a weight's takes.
+
+A zero-bubble schedule of a pipeline cuts a stage's backward in two: the gradient of its input, for which another rank
+waits, and the gradients of its weights, which nobody waits for (arXiv 2401.10241). Here that is settled in each linear:
+its backward computes the one and notes, for the other, its input `[.., i]` and the gradient of its output `[.., o]`.
+So autograd runs once, whatever is frozen, checkpointed or sharded, and a checkpointed layer is computed again once.
+
+    with splittable():
+        hidden = model(...)                  # linears become ones that can be put off
+        with put_off() as later:
+            hidden.backward(gradient)        # no weight of such a linear has a gradient yet
+    for entry in later:
+        entry.run()                          # adds it to the weight's
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Of the process, not of a thread: on a GPU backward runs in threads of autograd's own.
+_splittable = False
+_later: "list[Later] | None" = None
+
+
+@dataclass
+class Later:
+    """Gradients that are not computed yet. weights: as the linear saw them, perhaps parts of parameters.
+
+    compute: gives a gradient for each of them; it holds what that takes, until `run`.
+    """
+
+    weights: Sequence[Tensor]
+    compute: Callable[[], Sequence[Tensor | None]] | None
+
+    def run(self) -> None:
+        """Adds the gradients to those of the parameters, as autograd would; once."""
+        if self.compute is None:
+            raise RuntimeError("these gradients have been added already")
+        with torch.no_grad():
+            found = self.compute()
+        self.compute = None
+        pairs = [(weight, grad) for weight, grad in zip(self.weights, found, strict=True) if grad is not None]
+        del found
+        torch.autograd.backward([weight for weight, _ in pairs], [grad for _, grad in pairs])
+
+
+@contextmanager
+def splittable() -> Iterator[None]:
+    """Inside, forwards make linears whose weight gradient can be put off; their backward is run inside too."""
+    global _splittable
+    before, _splittable = _splittable, True
+    try:
+        yield
+    finally:
+        _splittable = before
+
+
+@contextmanager
+def put_off() -> Iterator[list[Later]]:
+    """Inside, backward puts off the weight gradients that can be, and notes them in the list, last layer first."""
+    global _later
+    before, _later = _later, []
+    try:
+        yield _later
+    finally:
+        _later = before
+
+
+def is_splittable() -> bool:
+    """Whether a forward is to be made of linears that can be put off; not in code that is being compiled."""
+    return _splittable and not torch.compiler.is_compiling()
+
+
+def puts_off() -> bool:
+    """Whether the backward that runs now is to put off what it can."""
+    return _later is not None
+
+
+def note(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]) -> None:
+    """Puts off the gradients of `weights`, which `compute` gives."""
+    if _later is None:
+        raise RuntimeError("nothing is put off here")
+    _later.append(Later(weights, compute))
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be put off where that is asked for."""
+    if is_splittable() and weight.requires_grad and torch.is_grad_enabled():
+        return _Linear.apply(hidden, weight, bias)
+    return F.linear(hidden, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The weight is not saved: what checkpointing gives back of a saved tensor has no way to the parameter.
+        ctx.save_for_backward(hidden)
+        ctx.weight = weight
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (gradient,), (hidden,), weight = gradients, ctx.saved_tensors, ctx.weight
+        hidden_grad = gradient @ weight.detach() if ctx.needs_input_grad[0] else None
+        bias_grad = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
+        if puts_off():
+            note([weight], lambda: [_weight_gradient(gradient, hidden)])
+            return hidden_grad, None, bias_grad
+        return hidden_grad, _weight_gradient(gradient, hidden), bias_grad
+
+
+def _weight_gradient(gradient: Tensor, hidden: Tensor) -> Tensor:
+    """`[o, i]` of `[.., o]` and `[.., i]`."""
+    return gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)

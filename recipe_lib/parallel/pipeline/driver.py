@@ -1,0 +1,318 @@
+"""Runs a step's micro-batches through the stages of a rank, in the order of its schedule, and holds no tensor for
+longer than that order needs.
+
+What lives, beside parameters and gradients: of a micro-batch that has gone forward what autograd keeps for backward; of
+one whose input gradient is made what its weight gradients take; a tensor from another rank from just before it is used;
+one that was sent until it has been taken. The last stage's head and loss run at the beginning of its backward, so that
+their gradients, as large as the vocabulary, never wait for other micro-batches.
+
+torch's own stages and their runtime are not used: in 2.13 they keep receive buffers, input gradients and sent tensors
+through a step, and their split backward leaves out gradients of stages behind frozen ones and of resharded parameters.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.config.pipeline import SCHEDULES, rank_of_stage, stage_count
+from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.ops.deferred import Later, put_off, splittable
+from recipe_lib.ops.device import holds_values
+from recipe_lib.parallel.pipeline import schedules as kinds
+from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, with_transfers
+from recipe_lib.parallel.pipeline.transport import Arriving, Transport
+from recipe_lib.parallel.pipeline.units import HeldBack
+
+if TYPE_CHECKING:
+    from recipe_lib.models.decoder import Decoder
+    from recipe_lib.parallel.pipeline.stages import PipelineConfig
+    from recipe_lib.parallel.world import World
+
+
+class MicroBatch(Protocol):
+    """What a pipeline reads of a micro-batch."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[b, s]`."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """`[b, s]`, or None: 0, 1, ..."""
+
+    @property
+    def attention(self) -> AttentionInfo | None:
+        """The documents of each row, or None."""
+
+
+@dataclass
+class _Kept:
+    """What a stage keeps of a micro-batch from forward to backward, beside autograd's graph.
+
+    received: its input, for the gradient of it. graph: the way into the graph from its output, which itself is gone.
+    hidden: of the last stage, its output, for the head.
+    """
+
+    received: Tensor | None
+    graph: GradientEdge | None
+    hidden: Tensor | None
+
+
+class Pipeline:
+    """The stages of one rank. `layers`: by stage, the numbers of its layers."""
+
+    def __init__(self, model: "Decoder", cfg: "PipelineConfig", world: "World", layers: dict[int, range]) -> None:
+        """model: cut down to these layers; it runs by `run_part` from now on."""
+        assert world.pipeline is not None
+        self.layers = layers
+        self._model, self._parallel, self._world = model, cfg.parallel, world
+        self._place, self._stages = world.pipeline.rank, stage_count(cfg.parallel)
+        self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
+        self._transport: Transport | None = None
+        self._trains: list[bool] | None = None
+        self._actions: dict[tuple[bool, int], list[Action]] = {}
+        self._held: HeldBack | None = None
+        self._dtype = next(model.parameters()).dtype
+        self._turn: tuple[int, torch.Size] | None = None
+        self._hidden: Tensor | None = None
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage, which alone knows losses."""
+        return self._stages - 1 in self.layers
+
+    def run_part(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention: AttentionInfo | None = None,
+        labels: Tensor | None = None,
+        loss_chunks: int = 1,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        cache: None = None,
+        per_token: bool = False,
+    ) -> Tensor:
+        """The model's forward: the part whose turn it is. Behind the last stage's layers, norm and head.
+
+        tokens: of the first stage; of another one what the stage before gave; of the head nothing that is read.
+        """
+        trunk = self._model.model
+        if self._hidden is not None:
+            return self._model.lm_head(trunk.norm(self._hidden), labels, loss_chunks, loss, per_token)
+        if self._turn is None:
+            raise RuntimeError("a model that is divided among the ranks of a pipeline runs by `train` or `evaluate`")
+        stage, shape = self._turn
+        hidden = trunk.embed_tokens(tokens) if stage == 0 else tokens
+        return trunk.run_layers(hidden, shape, positions, attention, layers=self.layers[stage])
+
+    def train(self, batches: Sequence[MicroBatch], loss_of: Callable[[int, Any], Tensor]) -> None:
+        """Forward and backward of all micro-batches, gradients added to the parameters'. Collective in a pipeline.
+
+        loss_of: the number of a micro-batch and itself, to the loss that goes backward, by calling the model; it is
+        called on the last stage's rank alone.
+        """
+        if self._trains is None:
+            self._trains = self._agree_on_training()
+        step = _Step(self, batches, loss_of, None)
+        with splittable() if self._splits else torch.enable_grad():
+            step.run(self._orders(len(batches), training=True))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch], result_of: Callable[[int, Any], Any]) -> list[Any]:
+        """Forward alone; what `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
+        results: list[Any] = [None] * len(batches)
+        step = _Step(self, batches, result_of, results)
+        step.run(self._orders(len(batches), training=False))
+        return results
+
+    def sum_tied_gradients(self) -> None:
+        """Adds up the gradients of an embedding that is the head on another rank, on both; once a step.
+
+        The head's copy is marked `is_copy`: in the norm of all gradients one of them counts.
+        """
+        last = rank_of_stage(self._parallel, self._stages - 1)
+        if not self._model.spec.tied or last == 0 or self._place not in (0, last):
+            return
+        weight = self._model.model.embed_tokens.weight
+        weight.is_copy = self._place == last  # type: ignore[attr-defined]
+        if weight.grad is None:
+            return
+        own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+        transport = self._use_transport()
+        transport.send(own, last - self._place, tag=0)
+        other = transport.receive(tuple(own.shape), own.dtype, last - self._place, tag=0).wait()
+        transport.finish()
+        own.add_(other)
+
+    def _use_transport(self) -> Transport:
+        if self._transport is None:
+            self._transport = Transport(self._world)
+        return self._transport
+
+    def _orders(self, micro_batches: int, *, training: bool) -> list[Action]:
+        key = (training, micro_batches)
+        if key not in self._actions:
+            orders = (compute_orders if training else forward_orders)(self._parallel, micro_batches)
+            self._actions[key] = with_transfers(orders, self._parallel)[self._place]
+        return self._actions[key]
+
+    def _agree_on_training(self) -> list[bool]:
+        """By stage, whether any of its parameters is trained: which gradients have to be sent is known by all."""
+        mine = {stage: self._is_trained(stage) for stage in self.layers}
+        if not holds_values(self._world.device):  # a simulation: the others' are like ours
+            return [mine.get(stage, any(mine.values())) for stage in range(self._stages)]
+        found: dict[str, bool] = {}
+        for told in self._world.gather_json(mine):
+            found |= told
+        return [found[str(stage)] for stage in range(self._stages)]
+
+    def _is_trained(self, stage: int) -> bool:
+        """Of the layers, and of the embedding on the first stage: the head is behind all stages."""
+        trunk = self._model.model
+        modules = [trunk.layers.get_submodule(str(number)) for number in self.layers[stage]]
+        modules += [trunk.embed_tokens] if stage == 0 else []
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
+
+class _Step:
+    """One run of a rank's actions over the micro-batches, and what is alive between them."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batches: Sequence[MicroBatch],
+        finish: Callable[[int, Any], Any],
+        results: list[Any] | None,
+    ) -> None:
+        """finish: what the last stage's output goes to; results: where it is put, or None: it is trained on."""
+        self._pipeline, self._batches, self._finish, self._results = pipeline, batches, finish, results
+        self._transport = pipeline._use_transport()
+        self._arriving: dict[tuple[str, int, int], Arriving] = {}  # by "F" or "B", stage, micro-batch
+        self._leaving: dict[tuple[str, int, int], Tensor] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._later: dict[tuple[int, int], list[Later]] = {}
+        if pipeline._held is None:
+            pipeline._held = HeldBack(pipeline._model)
+        self._held = pipeline._held
+        self._do = {
+            kinds.FORWARD: self._forward,
+            kinds.BACKWARD: self._backward,
+            kinds.INPUT: self._input_gradient,
+            kinds.WEIGHT: self._weight_gradients,
+            kinds.RECEIVE_ACTIVATION: lambda stage, number: self._receive("F", stage, number, stage - 1),
+            kinds.RECEIVE_GRADIENT: lambda stage, number: self._receive("B", stage, number, stage + 1),
+            kinds.SEND_ACTIVATION: lambda stage, number: self._send("F", stage, number, stage + 1),
+            kinds.SEND_GRADIENT: lambda stage, number: self._send("B", stage, number, stage - 1),
+        }
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """All of them; at the end nothing of it is alive."""
+        for action in actions:
+            self._transport.let_go()
+            self._do[action.kind](action.stage, action.micro_batch)
+        self._transport.finish()
+
+    def _forward(self, stage: int, number: int) -> None:
+        pipeline, batch = self._pipeline, self._batches[number]
+        received = None if stage == 0 else self._arriving.pop(("F", stage, number)).wait()
+        if received is not None and self._results is None and self._is_wanted(stage):
+            received.requires_grad_()
+        pipeline._turn = stage, batch.tokens.shape
+        try:
+            output = pipeline._model(batch.tokens if received is None else received, batch.positions, batch.attention)
+        finally:
+            pipeline._turn = None
+        if self._results is None:
+            graph = get_gradient_edge(output) if output.requires_grad else None
+            wanted = received if self._is_wanted(stage) else None
+            self._kept[stage, number] = _Kept(wanted, graph, None)
+        if stage < pipeline._stages - 1:
+            self._hand_on("F", stage, number, stage + 1, output.detach())
+        elif self._results is None:
+            self._kept[stage, number].hidden = output.detach().requires_grad_(output.requires_grad)
+        else:
+            self._results[number] = self._finished(number, output)
+
+    def _finished(self, number: int, hidden: Tensor) -> Any:
+        """What `finish` makes of a micro-batch whose last hidden states these are."""
+        pipeline = self._pipeline
+        pipeline._hidden = hidden
+        try:
+            return self._finish(number, self._batches[number])
+        finally:
+            pipeline._hidden = None
+
+    def _backward(self, stage: int, number: int) -> None:
+        """The whole backward, nothing put off."""
+        kept = self._kept.pop((stage, number))
+        gradient = self._output_gradient(stage, number, kept)
+        if kept.graph is not None:
+            torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
+        del gradient
+        received = kept.received
+        del kept
+        if received is not None:
+            found, received.grad = received.grad, None
+            assert found is not None
+            self._hand_on("B", stage, number, stage - 1, found)
+
+    def _output_gradient(self, stage: int, number: int, kept: _Kept) -> Tensor | None:
+        """The gradient of a stage's output: from the next stage, or through the head and its loss, made here."""
+        if stage < self._pipeline._stages - 1:
+            return self._arriving.pop(("B", stage, number)).wait() if kept.graph is not None else None
+        hidden, kept.hidden = kept.hidden, None
+        assert hidden is not None
+        loss = self._finished(number, hidden)
+        loss.backward()
+        return hidden.grad
+
+    def _input_gradient(self, stage: int, number: int) -> None:
+        """Backward without the weight gradients of linears, which are put off."""
+        with self._held.unreduced(), put_off() as later:
+            self._backward(stage, number)
+        self._later[stage, number] = later
+
+    def _weight_gradients(self, stage: int, number: int) -> None:
+        self._held.add(self._later.pop((stage, number)))
+
+    def _receive(self, what: str, stage: int, number: int, other: int) -> None:
+        if what == "B" and not self._is_wanted(stage + 1):
+            return
+        pipeline = self._pipeline
+        shape, dtype = self._shape(number)
+        place, tag = rank_of_stage(pipeline._parallel, other), self._tag(what, stage, number)
+        self._arriving[what, stage, number] = self._transport.receive(shape, dtype, place, tag)
+
+    def _hand_on(self, what: str, stage: int, number: int, other: int, tensor: Tensor) -> None:
+        """To a stage of this rank as it is; for another rank's it waits for its turn to be sent."""
+        if other in self._pipeline.layers:
+            self._arriving[what, other, number] = Arriving(tensor, None)
+        else:
+            self._leaving[what, stage, number] = tensor
+
+    def _send(self, what: str, stage: int, number: int, other: int) -> None:
+        tensor = self._leaving.pop((what, stage, number), None)
+        if tensor is not None:
+            place = rank_of_stage(self._pipeline._parallel, other)
+            self._transport.send(tensor, place, self._tag(what, other, number))
+
+    def _is_wanted(self, stage: int) -> bool:
+        """Whether a stage's input has a gradient: a stage before it is trained."""
+        trains = self._pipeline._trains
+        return trains is not None and any(trains[:stage])
+
+    def _shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of hidden states between stages: `[b, s, d]`, or a tensor-parallel rank's `[n, d]`."""
+        pipeline = self._pipeline
+        tensor, width = pipeline._world.tensor, pipeline._model.spec.width
+        shape = self._batches[number].tokens.shape
+        return ((*shape, width) if tensor is None else (shape.numel() // tensor.size, width)), pipeline._dtype
+
+    def _tag(self, what: str, stage: int, number: int) -> int:
+        """By the stage that receives."""
+        return (number * self._pipeline._stages + stage) * 2 + (what == "B")

@@ -1,0 +1,255 @@
+"""What each rank of a pipeline does, in which order: forwards, backwards, and what it sends and receives between them.
+
+The orders of the interleaved, zero-bubble and DualPipeV schedules are those that torch.distributed.pipelining makes;
+GPipe (arXiv 1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. ZBV and interleaved zero bubble: arXiv
+2401.10241. DualPipeV: arXiv 2412.19437 and github.com/deepseek-ai/DualPipe. A stage's backward is one action `B`, or
+two that may lie apart: `I` for the gradient of its input, `W` for those of its weights.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from recipe_lib.config.pipeline import rank_of_stage, stage_count, stages_per_rank
+from recipe_lib.config.schema import ParallelConfig
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
+# Of what a stage takes from the next one or the one before, and what it sends there.
+RECEIVE_ACTIVATION, SEND_ACTIVATION = "RF", "SF"
+RECEIVE_GRADIENT, SEND_GRADIENT = "RB", "SB"
+# How long an action takes in the order that settles when tensors are sent: a forward as long as each half of backward.
+UNITS = {FORWARD: 1, INPUT: 1, WEIGHT: 1, BACKWARD: 2}
+# torch's names of them, which stay from version to version; their values have been numbers and letters.
+_KINDS = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """What a stage does with a micro-batch. kind: one of COMPUTE, or RF, SF, RB, SB: it receives or sends."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Orders = dict[int, list[Action]]  # by the place of a rank in its pipeline
+
+
+def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
+    """The forwards and backwards of every rank of a pipeline for a training step.
+
+    Any number of micro-batches from 1 on has an order; see config.pipeline.schedule_fault for those worth having.
+    """
+    name, ranks = parallel.pipeline_schedule, parallel.pipeline
+    if name == "gpipe":
+        return {rank: _all_forward_all_backward(rank, micro_batches) for rank in range(ranks)}
+    if name == "1f1b":
+        return {rank: _one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)}
+    settings = _torch_settings(ranks, stages_per_rank(parallel), _orderly(name, ranks, micro_batches))
+    make = _torch_schedule(name)._calculate_single_rank_operations
+    orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
+    _check_complete(orders, stage_count(parallel), micro_batches)
+    return orders
+
+
+def _orderly(name: str, ranks: int, micro_batches: int) -> int:
+    """The next number of micro-batches, this one or a larger, that torch's class has a whole order for.
+
+    With any other it leaves out backwards or counts on behind the last micro-batch, without a word. What is too many
+    is left out of the larger order, which stays a legal one: micro-batches do not wait for each other.
+    """
+    if name == "dualpipev":
+        return max(micro_batches, 2 * ranks - 1)
+    while name != "zbv" and micro_batches % max(1, micro_batches // ranks):  # the interleaved ones: rounds of one size
+        micro_batches += 1
+    return micro_batches
+
+
+def _check_complete(orders: Orders, stages: int, micro_batches: int) -> None:
+    """The orders come from private methods of torch: nothing may be missing, or gradients would be wrong unnoticed."""
+    done = Counter(action for order in orders.values() for action in order)
+    for stage, number in product(range(stages), range(micro_batches)):
+        found = "".join(kind * done.pop(Action(stage, kind, number), 0) for kind in COMPUTE)
+        if found not in ("FB", "FIW"):
+            raise ValueError(f"stage {stage} does {found or 'nothing'} with micro-batch {number}, expected FB or FIW")
+    if done:
+        raise ValueError(f"the schedule does {min(done)}, which there is not")
+
+
+def forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
+    """The forwards alone, stage by stage: for a loss that is not trained on."""
+    ranks = parallel.pipeline
+    orders: Orders = {rank: [] for rank in range(ranks)}
+    for stage in range(stage_count(parallel)):
+        orders[rank_of_stage(parallel, stage)] += [Action(stage, FORWARD, number) for number in range(micro_batches)]
+    return orders
+
+
+def _all_forward_all_backward(rank: int, micro_batches: int) -> list[Action]:
+    return [Action(rank, kind, number) for kind in (FORWARD, BACKWARD) for number in range(micro_batches)]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    ahead = min(ranks - 1 - rank, micro_batches)
+    order = [Action(rank, FORWARD, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        if number + ahead < micro_batches:
+            order.append(Action(rank, FORWARD, number + ahead))
+        order.append(Action(rank, BACKWARD, number))
+    return order
+
+
+def _torch_schedule(name: str) -> Any:
+    from torch.distributed.pipelining import schedules
+
+    return {
+        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+        "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }[name]
+
+
+def _torch_settings(ranks: int, stages: int, micro_batches: int) -> Any:
+    """What those classes' methods read of themselves; the classes want stages with memory to be made."""
+    rounds = max(1, micro_batches // ranks)
+    return SimpleNamespace(
+        pp_group_size=ranks,
+        n_local_stages=stages,
+        num_stages=ranks * stages,
+        _n_microbatches=micro_batches,
+        number_of_rounds=rounds,
+        microbatches_per_round=micro_batches // rounds,
+    )
+
+
+def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
+    """torch's actions on so many micro-batches without its gaps; of a forward that overlaps a backward first the one,
+    then the other."""
+    parts = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
+    return [
+        Action(part.stage_index, _KINDS[part.computation_type.name], part.microbatch_index)
+        for part in parts
+        if part.microbatch_index < micro_batches
+    ]
+
+
+def needs_of(action: Action, stages: int) -> Action | None:
+    """The action of another stage whose result a forward or backward takes; None: its own stage is enough."""
+    if action.kind == FORWARD and action.stage > 0:
+        return Action(action.stage - 1, FORWARD, action.micro_batch)
+    if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:
+        return Action(action.stage + 1, INPUT, action.micro_batch)  # or BACKWARD, which stands for both
+    return None
+
+
+def started(orders: Orders, stages: int) -> list[tuple[int, int, int, Action]]:
+    """(start, end, rank, action) of all actions in units of time, sorted; ValueError if they wait in a circle."""
+    done: dict[Action, int] = {}
+    clock, at = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
+    found: list[tuple[int, int, int, Action]] = []
+    while len(found) < sum(map(len, orders.values())):
+        before = len(found)
+        for rank, order in orders.items():
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                need = needs_of(action, stages)
+                if need is not None and need not in done:
+                    break
+                start = max(clock[rank], done[need] if need is not None else 0)
+                end = start + UNITS[action.kind]
+                clock[rank], at[rank] = end, at[rank] + 1
+                kind = INPUT if action.kind == BACKWARD else action.kind
+                done[Action(action.stage, kind, action.micro_batch)] = end
+                found.append((start, end, rank, action))
+        if len(found) == before:
+            stuck = ", ".join(
+                f"rank {rank}: {order[at[rank]]}" for rank, order in orders.items() if at[rank] < len(order)
+            )
+            raise ValueError(f"the ranks of the pipeline wait for each other: {stuck}")
+    return sorted(found)
+
+
+def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
+    """The orders with what is sent and received.
+
+    A tensor is sent when it is made, and received as late as can be: just before it is used. Two ranks exchange all
+    their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so one that is
+    made earlier than another is also asked for before the other is sent or asked for.
+    """
+    stages = stage_count(parallel)
+    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)  # by pair of ranks: (send, receive)
+    for _, _, rank, action in sorted(started(orders, stages), key=lambda entry: (entry[1], entry[2], entry[3])):
+        exchange = exchange_of(action, stages)
+        if exchange is None:
+            continue
+        peer = rank_of_stage(parallel, exchange[1].stage)
+        if peer != rank:
+            wanted[min(rank, peer), max(rank, peer)].append(exchange)
+    found: Orders = {}
+    for rank, order in orders.items():
+        found[rank] = _transfers_of_rank(rank, order, parallel, wanted, stages)
+    return found
+
+
+def exchange_of(action: Action, stages: int) -> tuple[Action, Action] | None:
+    """What a stage sends after an action, and the other one's receiving of it."""
+    if action.kind == FORWARD and action.stage < stages - 1:
+        sent = Action(action.stage, SEND_ACTIVATION, action.micro_batch)
+        return sent, Action(action.stage + 1, RECEIVE_ACTIVATION, action.micro_batch)
+    if action.kind in (BACKWARD, INPUT) and action.stage > 0:
+        sent = Action(action.stage, SEND_GRADIENT, action.micro_batch)
+        return sent, Action(action.stage - 1, RECEIVE_GRADIENT, action.micro_batch)
+    return None
+
+
+def _transfers_of_rank(
+    rank: int,
+    order: list[Action],
+    parallel: ParallelConfig,
+    wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
+    stages: int,
+) -> list[Action]:
+    """Puts a rank's sends behind, and its receives before its actions, each pair of ranks in its one order."""
+    mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
+    place: dict[Action, tuple[int, int]] = {}
+    for pair, exchanges in wanted.items():
+        if rank not in pair:
+            continue
+        other = pair[0] if pair[1] == rank else pair[1]
+        mine[other] = [send if rank_of_stage(parallel, send.stage) == rank else receive for send, receive in exchanges]
+        place |= {action: (other, number) for number, action in enumerate(mine[other])}
+    reached = dict.fromkeys(mine, 0)
+    found: list[Action] = []
+
+    def up_to(action: Action) -> None:
+        other, number = place[action]
+        while reached[other] <= number:
+            found.append(mine[other][reached[other]])
+            reached[other] += 1
+
+    for action in order:
+        received = received_for(action, stages)
+        if received in place:
+            up_to(received)
+        found.append(action)
+        exchange = exchange_of(action, stages)
+        if exchange is not None and exchange[0] in place:
+            up_to(exchange[0])
+    return found
+
+
+def received_for(action: Action, stages: int) -> Action | None:
+    """The receive of what a forward or backward takes from another stage; None: its own stage is enough."""
+    if action.kind == FORWARD and action.stage > 0:
+        return Action(action.stage, RECEIVE_ACTIVATION, action.micro_batch)
+    if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:
+        return Action(action.stage, RECEIVE_GRADIENT, action.micro_batch)
+    return None

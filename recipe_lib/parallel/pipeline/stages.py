@@ -1,0 +1,58 @@
+"""A decoder cut down to what one rank of a pipeline has: its stages' layers, and embedding or head where they belong.
+
+The model keeps its class, and its parameters their names. What it does when it is called is the part of it whose turn
+it is, as the pipeline's driver says: the layers of a stage, or behind the last of them final norm and output head.
+"""
+
+from types import MethodType
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from recipe_lib.config.pipeline import SCHEDULES, stage_count, stages_of_rank
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.deferred import linear
+from recipe_lib.parallel.pipeline.driver import Pipeline
+from recipe_lib.parallel.pipeline.split import split_layers
+from recipe_lib.parallel.world import World
+
+
+class PipelineConfig(Protocol):
+    """What a config needs for a pipeline."""
+
+    parallel: ParallelConfig
+
+
+def split_pipeline(model: Decoder, cfg: PipelineConfig, world: World) -> None:
+    """Leaves a meta model with this rank's stages alone, in place; without a pipeline it stays as it is.
+
+    Called first of all that changes a model. A tied embedding is on the first and on the last stage; see
+    `sum_tied_gradients`. Raises ConfigError: see `split_layers`.
+    """
+    if world.pipeline is None:
+        return
+    parallel, spec = cfg.parallel, model.spec
+    layers = split_layers(spec, parallel)
+    mine = stages_of_rank(parallel, world.pipeline.rank)
+    first, last = 0 in mine, stage_count(parallel) - 1 in mine
+    whole = [name for name, _ in model.named_modules() if name]
+    kept = {str(number) for stage in mine for number in layers[stage]}
+    for name in [name for name in model.model.layers._modules if name not in kept]:
+        del model.model.layers._modules[name]
+    if not first and not (last and spec.tied):
+        model.model.embed_tokens = None  # type: ignore[assignment]
+    if not last:
+        model.model.norm = model.lm_head = None  # type: ignore[assignment]
+    there = {name for name, _ in model.named_modules()}
+    model.elsewhere = [name for name in whole if name not in there]
+    if SCHEDULES[parallel.pipeline_schedule].splits:
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
+    model.pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in mine})
+    model.forward = model.pipeline.run_part  # type: ignore[method-assign]
+
+
+def _linear(module: nn.Linear, hidden: Tensor) -> Tensor:
+    return linear(hidden, module.weight, module.bias)

@@ -1,0 +1,69 @@
+"""A step's micro-batches, one by one or through a pipeline: gradients added up, or results without gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipe_lib.data import Batch, StepBatches
+
+
+def sum_gradients(
+    model: nn.Module, summed_loss: Callable[[Batch], torch.Tensor], batches: StepBatches, device: torch.device
+) -> torch.Tensor:
+    """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, on the device.
+
+    summed_loss: the sum of the token losses of a micro-batch, by calling the model. Gradients are sums over ranks, so
+    every loss is divided by the trained tokens of the whole global step. They are reduced at every micro-batch: waiting
+    for the last would keep them whole on every rank. In a pipeline only the last stage's rank has a part of the loss.
+    """
+    loss = torch.zeros((), device=device, dtype=torch.float64)
+
+    def part_of(number: int, batch: Batch) -> torch.Tensor:
+        part = summed_loss(batch) / max(1, batches.trained_tokens)
+        loss.add_(part.detach())
+        return part
+
+    backward_each(model, part_of, batches)
+    return loss
+
+
+def backward_each(model: nn.Module, loss_of: Callable[[int, Batch], torch.Tensor], batches: StepBatches) -> None:
+    """Adds up the gradients of all micro-batches; through a pipeline if the model is a part of one.
+
+    loss_of: the number of a micro-batch of this rank's, and itself, to the loss that goes backward.
+    """
+    pipeline = getattr(model, "pipeline", None)
+    if pipeline is not None:
+        pipeline.train(batches.micro_batches, loss_of)
+        return
+    for number, batch in enumerate(batches.micro_batches):
+        loss_of(number, batch).backward()
+
+
+def result_of_each(
+    model: nn.Module,
+    result_of: Callable[[Batch], Any],
+    micro_batches: Sequence[Batch],
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[Any]:
+    """What `result_of` makes of each micro-batch by calling the model, without gradients, when it is asked for.
+
+    inside: gives what the model's calls are made inside of. In a pipeline they are made at once, `result_of` is called
+    on the last stage's rank alone, and the results of the others are None.
+    """
+    pipeline = getattr(model, "pipeline", None)
+    if pipeline is not None:
+        with inside():
+            return iter(pipeline.evaluate(micro_batches, lambda number, batch: result_of(batch)))
+    return (_result_of(batch, result_of, inside) for batch in micro_batches)
+
+
+@torch.no_grad()
+def _result_of(
+    batch: Batch, result_of: Callable[[Batch], Any], inside: Callable[[], AbstractContextManager[Any]]
+) -> Any:
+    with inside():
+        return result_of(batch)
