@@ -43,18 +43,27 @@ class HeldBack:
             entry = later.pop()
             unit = units.get(id(_parameter_of(entry.weights[0])), current)
             if current is not None and unit is not current:
-                _group(current).post_backward()
+                _reduce(current)
             current = unit
             entry.run()
         if self._root is not None:
             for unit in self._units:
-                _group(unit).post_backward()
+                _reduce(unit)
             self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def _places(self) -> dict[int, FSDPModule]:
         """The unit of each whole parameter, by its id."""
         entries = [(unit, entry) for unit in self._units for entry in _parameters(unit)]
         return {id(entry._unsharded_param): unit for unit, entry in entries if hasattr(entry, "_unsharded_param")}
+
+
+def _reduce(unit: FSDPModule) -> None:
+    """Reduces what gradients a unit has; all of one type, as those kept since backward have been turned to theirs."""
+    for entry in _parameters(unit):
+        entry.accumulate_unsharded_grad_if_needed()
+        if hasattr(entry, "_unsharded_param"):
+            entry.to_accumulated_grad_if_needed()
+    _group(unit).post_backward()
 
 
 def _group(unit: FSDPModule) -> Any:

@@ -1,0 +1,281 @@
+"""A decoder divided among the ranks of a pipeline, against the plain one in float64: losses, gradients, norms."""
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import groupby, product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipe_lib.adapters import add_adapters, init_adapters
+from recipe_lib.config.pipeline import SCHEDULES
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.data import Batch
+from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.models import DecoderSpec, build_meta, init_weights
+from recipe_lib.models.parts import local_part
+from recipe_lib.ops.attention import document_positions, make_attention_info
+from recipe_lib.parallel import (
+    World,
+    compile_layers,
+    materialize,
+    shard_model,
+    shard_tensors,
+    split_pipeline,
+    start_world,
+    sum_replicated_gradients,
+)
+from recipe_lib.training.clipping import clip_grad_norm
+from tests.distributed.ranks import import_compiler, run_ranks
+from tests.parallel.small_models import VOCABULARY, small_spec
+
+ROWS = 2
+LENGTHS = (12, 8, 16, 4)  # of the micro-batches, each padded to its own
+ALONE = SimpleNamespace(pipeline=None, device=torch.device("cpu"))
+GEMMA = {
+    "post_norms": True, "norm_offset": True, "head_norms": True, "embedding_scale": 5.5, "logit_softcap": 9.0,
+    "attention_softcap": 20.0, "activation": "gelu_tanh",
+}  # fmt: skip
+BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+FROZEN = {"early": ("embed_tokens", "layers.0.", "layers.1."), "late": ("norm.", "lm_head", "layers.2.", "layers.3.")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind: `full`, `lora`, or which half of the layers is frozen. packed: two documents in a row."""
+
+    schedule: str
+    kind: str = "full"
+    checkpointing: str = "none"
+    parallel: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    per_token: bool = False
+    compiled: bool = False
+    dtype: torch.dtype = torch.float64
+    loose: bool = False  # gradients are summed in fp32
+    size: int = 4  # layers, and micro-batches of a data rank
+
+    def keys(self) -> dict[str, Any]:
+        return {"pipeline": 2, "pipeline_schedule": self.schedule, **self.parallel}
+
+    def plain(self) -> "Case":
+        """What the model without ranks depends on."""
+        return Case(
+            "",
+            self.kind,
+            spec=self.spec,
+            packed=self.packed,
+            per_token=self.per_token,
+            dtype=self.dtype,
+            size=self.size,
+        )
+
+
+def shape_of(case: Case) -> DecoderSpec:
+    return replace(small_spec(tied=case.spec.get("tied", False), layers=case.size), **case.spec)
+
+
+def build(case: Case, world: World | None) -> nn.Module:
+    """The model as a recipe makes it; without a world, plain."""
+    spec = shape_of(case)
+    cfg = FullFinetuneConfig(
+        parallel=ParallelConfig(**case.keys()) if world else ParallelConfig(),
+        memory=MemoryConfig(activation_checkpointing=case.checkpointing),
+    )
+    model = build_meta(spec, case.dtype)
+    if world is not None:
+        split_pipeline(model, cfg, world)
+    if case.kind == "lora":
+        add_adapters(model, LoraConfig(rank=4), case.dtype)
+    for name, parameter in model.named_parameters():
+        if case.kind in FROZEN and any(part in name for part in FROZEN[case.kind]):
+            parameter.requires_grad_(False)
+    if world is None:
+        model.to_empty(device="cpu")
+    else:
+        shard_tensors(model, cfg.parallel, cfg.memory, world)
+        apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
+        if case.compiled:
+            compile_layers(model, "aot_eager")
+        shard_model(model, cfg.parallel, cfg.memory, world)
+        materialize(model, cfg.memory, world.device)
+    init_weights(model, 3, spec)
+    if case.kind == "lora":
+        init_adapters(model, 4)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zeros would hide A's gradient
+                generator = torch.Generator().manual_seed(sum(name.encode()))
+                values = torch.randn(parameter.shape, generator=generator, dtype=case.dtype)
+                local_part(parameter)[0].data.copy_(own_part(parameter, 0.1 * values))
+    return model
+
+
+def own_part(parameter: Tensor, of: Tensor) -> Tensor:
+    """What this rank holds of `of`, if it lies as the parameter does."""
+    local, offset = local_part(parameter)
+    return of[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))]
+
+
+@cache
+def batches(packed: bool) -> list[Batch]:
+    """Micro-batches of unlike lengths; of one no token is trained."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number, length in enumerate(LENGTHS * 4):
+        tokens = torch.randint(0, VOCABULARY, (ROWS, length), generator=generator)
+        labels = torch.randint(0, VOCABULARY, (ROWS, length), generator=generator)
+        labels[torch.rand(ROWS, length, generator=generator) < (1.0 if number == 3 else 0.3)] = -100
+        batch = Batch(tokens, labels)
+        if packed:
+            parts = [(length // 4, length - length // 4), (length // 2, length // 2)]
+            positions, info = document_positions(parts, length), make_attention_info(parts, length)
+            batch = replace(batch, positions=positions, attention=info)
+        found.append(batch)
+    return found
+
+
+def loss_of(case: Case, model: nn.Module, batch: Batch, count: int) -> Tensor:
+    found = model(batch.tokens, batch.positions, batch.attention, batch.labels, loss_chunks=3, per_token=case.per_token)
+    return (found.square().sum() if case.per_token else found) / count
+
+
+PLAIN: dict[str, Any] = {}
+
+
+def expected(case: Case, data_ranks: int) -> tuple[list[float], dict[str, Tensor | None], float]:
+    """Losses of the micro-batches of all data ranks, gradients, and their norm, of the plain model."""
+    key = f"{case} {data_ranks}"
+    if key in PLAIN:
+        return PLAIN[key]
+    model, used = build(case, None), batches(case.packed)[: case.size * data_ranks]
+    count = sum(int((batch.labels != -100).sum()) for batch in used)
+    losses = []
+    for batch in used:
+        loss = loss_of(case, model, batch, count)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    norm = float(clip_grad_norm(model.parameters(), None, ALONE))
+    PLAIN[key] = losses, {name: parameter.grad for name, parameter in model.named_parameters()}, norm
+    return PLAIN[key]
+
+
+def differences(case: Case, world: World) -> list[str]:
+    losses, gradients, norm = expected(case.plain(), world.data_ranks)
+    used = batches(case.packed)[: case.size * world.data_ranks]
+    count = sum(int((batch.labels != -100).sum()) for batch in used)
+    mine = used[world.data_rank :: world.data_ranks]
+    model = build(case, world)
+    tolerance = 1e-10 if case.dtype == torch.float64 and not case.loose else 1e-5
+    found = torch.zeros(len(used), dtype=torch.float64)
+    called: list[int] = []
+
+    def loss_and_note(number: int, batch: Batch) -> Tensor:
+        loss = loss_of(case, model, batch, count)
+        found[number * world.data_ranks + world.data_rank] = loss.detach()
+        called.append(number)
+        return loss
+
+    model.pipeline.train(mine, loss_and_note)
+    world.all_reduce_sum(found)
+    sum_replicated_gradients(model, world)
+    faults = [f"loss {one} for {other}" for one, other in zip(found.tolist(), losses, strict=True)
+              if abs(one - other) > tolerance]  # fmt: skip
+    if called != (list(range(case.size)) if model.pipeline.has_last else []):
+        faults.append(f"the loss was called for {called}")
+    for name, parameter in model.named_parameters():
+        gradient, wanted = parameter.grad, gradients[name]
+        if gradient is None or wanted is None:
+            if gradient is not wanted:
+                faults.append(f"{name} has a gradient, or should have one")
+            continue
+        part, right = local_part(gradient)[0], own_part(parameter, wanted)
+        if part.shape != right.shape or not bool(((part - right).abs() <= tolerance * wanted.abs().max()).all()):
+            faults.append(f"{name} is off by {float((part - right).abs().max() / wanted.abs().max()):.1e}")
+    total = float(clip_grad_norm(model.parameters(), None, world))
+    if not abs(total / norm - 1) < max(1e-9, tolerance):
+        faults.append(f"norm {total} for {norm}")
+    results = model.pipeline.evaluate(mine, lambda number, batch: float(loss_of(case, model, batch, count)))
+    for number, result in enumerate(results):
+        right_one = losses[number * world.data_ranks + world.data_rank]
+        if (result is None) == model.pipeline.has_last or (result and abs(result - right_one) > tolerance):
+            faults.append(f"evaluated {result} for {right_one}")
+    return faults
+
+
+def compare(cases: list[Case]) -> list[str]:
+    """What differs from the plain model, of each case. One world serves all cases in a row that share its mesh."""
+    faults = []
+
+    def mesh(case: Case) -> tuple[int, ...]:
+        return tuple(case.keys().get(key, 1) for key in ("pipeline", "tensor", "data_replicate"))
+
+    for _, alike in groupby(sorted(cases, key=mesh), mesh):
+        first, *others = alike
+        cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**first.keys()))
+        with start_world(cfg) as world:
+            for case in (first, *others):
+                faults += [f"{case}: {fault}" for fault in differences(case, world)]
+    return faults
+
+
+KINDS = ("full", "lora", "early", "late")
+CHECKPOINTING = ("none", "full", "selective")
+
+
+def test_every_schedule_gives_the_gradients_of_one_process_on_two_ranks() -> None:
+    cases = [Case(*each) for each in product(SCHEDULES, KINDS, CHECKPOINTING)]
+    cases += [Case("zbv", spec=GEMMA, packed=True), Case("1f1b", spec=GEMMA), Case("1f1b", spec=BIASES, packed=True)]
+    cases += [Case(schedule, spec={"tied": True}, checkpointing="full") for schedule in SCHEDULES]
+    cases += [Case("interleaved_zero_bubble", spec=BIASES), Case("zbv", per_token=True, packed=True)]
+    cases += [Case("zbv", dtype=torch.float32), Case("1f1b", dtype=torch.float32, checkpointing="full")]
+    cases += [
+        Case("1f1b", parallel={"pipeline_split": [1, 3]}),
+        Case("zbv", parallel={"pipeline_split": [1, 3, 1, 3]}, size=8),
+    ]
+    for faults in run_ranks(compare, 2, cases, timeout=300):
+        assert not faults
+
+
+def four_ranks() -> list[Case]:
+    """Pipelines of four; of two with FSDP, which frees what it has gathered or keeps it, HSDP and tensor parallel."""
+    found = []
+    for number, (schedule, kind) in enumerate(product(SCHEDULES, KINDS)):
+        modes = [CHECKPOINTING[(number + shift) % 3] for shift in range(2)]
+        for mode, reshard in zip(modes, (True, False), strict=True):
+            found.append(Case(schedule, kind, mode, {"reshard_after_forward": reshard}))
+        if number % 2:
+            found.append(Case(schedule, kind, modes[0], {"tensor": 2}))
+    found += [Case(schedule, parallel={"pipeline": 4}, size=8) for schedule in SCHEDULES]
+    tied = {"tied": True}
+    found += [Case(schedule, "full", "full", {"tensor": 2}, tied) for schedule in ("1f1b", "zbv")]
+    found += [Case(schedule, "full", "none", {}, tied) for schedule in ("1f1b", "zbv")]
+    found += [Case(schedule, "full", "selective", {"data_replicate": 2}, packed=True) for schedule in ("1f1b", "zbv")]
+    units = {"wrapping": ["model.embed_tokens", "model.layers.*.mlp", "lm_head"]}
+    found += [Case("zbv", "full", "none", units)]
+    found += [Case("zbv", "full", "full", {"reduce_dtype": "fp32"}, loose=True)]
+    return found
+
+
+def test_pipelines_around_sharding_and_tensor_parallel_on_four_ranks() -> None:
+    for faults in run_ranks(compare, 4, four_ranks(), timeout=400):
+        assert not faults
+
+
+def test_compiled_layers_run_where_backward_is_whole() -> None:
+    import_compiler()
+    cases = [Case("1f1b", "full", "full", compiled=True)]
+    for faults in run_ranks(compare, 2, cases, timeout=300):
+        assert not faults
+
+
+def test_a_gradient_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: without the weights' half of backward their gradients are missing."""
+    from recipe_lib.ops.deferred import Later
+
+    monkeypatch.setattr(Later, "run", lambda entry: None)
+    for faults in run_ranks(compare, 2, [Case("zbv")]):
+        assert any("mlp.up_proj.weight" in fault for fault in faults)
