@@ -67,9 +67,10 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
                 child,
                 adapted_linear(getattr(owner, child), settings if target in cfg.targets else None, cfg.quantize),
             )
-    if "embedding" in cfg.targets:
+    # Of the ranks of a pipeline one embeds, that with the first layer, and one has the head.
+    if "embedding" in cfg.targets and "0" in model.model.layers._modules:
         model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
-    if "head" in cfg.targets:
+    if "head" in cfg.targets and model.lm_head is not None:
         model.lm_head = AdaptedHead(model.lm_head, settings)
 
 

@@ -1,6 +1,7 @@
 """A model's adapters as a PEFT folder, which PEFT, vLLM and we ourselves read."""
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, write_fields
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE, TENSOR_FILE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
+from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
-from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_out import begin_folder, copy_tokenizer, tokenizer_files, whole
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models.build import stored_weights
@@ -51,34 +53,34 @@ def export_adapter(
 ) -> None:
     """Writes the folder `out`: adapter_config.json and adapter_model.safetensors as PEFT names them. Collective.
 
-    One parameter at a time is gathered and streamed to the disk by rank 0. base: the name or folder that loads the
-    frozen weights. base_folder: where they are here; a mark of them goes into the file, and another base is refused
-    when the adapter is read again. source_config: the base's config.json. tokenizer_folder, chat_template, stop_ids: as
-    for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the same sum, of a larger rank.
-    An `out` that is an adapter's folder already is replaced when the new one is whole.
+    One parameter at a time is gathered, by the ranks that have it, and streamed to the disk by rank 0. base: the name
+    or folder that loads the frozen weights. base_folder: where they are here; a mark of them goes into the file, and
+    another base is refused when the adapter is read again. source_config: the base's config.json. tokenizer_folder,
+    chat_template, stop_ids: as for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the
+    same sum, of a larger rank. An `out` that is an adapter's folder already is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
     multimodal = source_config is not None and source_config.get("model_type") == "gemma3"
-    dtype = next(module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule))
+    holders = find_holders(model, world)
+    dtype = _adapters_dtype(model, holders, world)
     plan = [
         PlannedTensor(tensor_name(module.name, suffix, multimodal), dtype, shape)
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
     fields = write_fields(cfg, base, ranks, cfg.modules or _target_modules(modules, multimodal))
-    fields["fan_in_fan_out"] = all(
-        isinstance(module, AdaptedForeign) and module.transposed
-        for module in model.modules()
-        if isinstance(module, AdaptedModule)
-    )
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
+    transposed = (isinstance(module, AdaptedForeign) and module.transposed for module in adapted)
+    fields["fan_in_fan_out"] = bool(adapted) and all(transposed)  # no part of a pipeline has any
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
     temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied, marker=CONFIG_FILE)))
     try:
-        _write_tensors(temporary / TENSOR_FILE, plan, _pieces(model, modules, cfg), metadata, world)
+        pieces = chain.from_iterable(_pieces(model, module, cfg, holders) for module in modules)
+        _write_tensors(temporary / TENSOR_FILE, plan, pieces, metadata, world)
 
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
@@ -90,6 +92,13 @@ def export_adapter(
         if world.rank == 0:
             files.discard(temporary)
         raise
+
+
+def _adapters_dtype(model: nn.Module, holders: Holders, world: Ranks) -> torch.dtype:
+    """The type of all adapters; a rank of a pipeline may have none. Collective."""
+    own = [module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule)]
+    found = holders.gather([DTYPE_NAMES[dtype] for dtype in own[:1]], world)
+    return DTYPES[next(name for part in found for name in part)]
 
 
 def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
@@ -133,29 +142,39 @@ def _write_tensors(
     together(world, write)
 
 
+def _pieces(model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders) -> Iterator[torch.Tensor]:
+    """On rank 0 the data of a module's planned tensors, in their order, a gathered parameter at a time. Collective."""
+    first = _names_of(module)[0]
+    names = [f"{part.module}.{first}" for part in module.parts]
+    holder = next(name for name in names if name in holders.first)  # all parts of a module are in one layer
+    return holders.relay(holder, lambda: _own_pieces(model, module, cfg))
+
+
+def _names_of(module: FileModule) -> tuple[str, str]:
+    return (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
+
+
 @torch.no_grad()
-def _pieces(model: nn.Module, modules: list[FileModule], cfg: LoraConfig) -> Iterator[torch.Tensor]:
-    """The data of all planned tensors, in their order, one gathered parameter at a time. Collective."""
-    for module in modules:
-        held = [(part, model.get_submodule(part.module)) for part in module.parts]
-        names = (EMBEDDING_FIRST, EMBEDDING_SECOND) if module.is_embedding else (FIRST, SECOND)
-        adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
-        for owner in adapted:
-            yield whole(owner.get_parameter(names[0]).detach())
-        for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
-            if len(held) == 1:
-                second = whole(owner.get_parameter(names[1]).detach())
-                yield in_file_order(model, f"{part.module}.{names[1]}", second)
-                continue
-            dtype = adapted[0].settings.dtype
-            second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)
-            if owner in adapted:
-                at = adapted.index(owner) * cfg.rank
-                second[:, at : at + cfg.rank] = whole(owner.get_parameter(names[1]).detach()).cpu()
-            yield second
-        if cfg.dora:
-            for _, owner in held:
-                yield _lengths(owner, adapted[0].settings.dtype)
+def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterator[torch.Tensor]:
+    """What `_pieces` gives, on the ranks that have the module. Collective."""
+    held = [(part, model.get_submodule(part.module)) for part in module.parts]
+    names = _names_of(module)
+    adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
+    for owner in adapted:
+        yield whole(owner.get_parameter(names[0]).detach())
+    for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
+        if len(held) == 1:
+            yield in_file_order(model, f"{part.module}.{names[1]}", whole(owner.get_parameter(names[1]).detach()))
+            continue
+        dtype = adapted[0].settings.dtype
+        second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)
+        if owner in adapted:
+            at = adapted.index(owner) * cfg.rank
+            second[:, at : at + cfg.rank] = whole(owner.get_parameter(names[1]).detach()).cpu()
+        yield second
+    if cfg.dora:
+        for _, owner in held:
+            yield _lengths(owner, adapted[0].settings.dtype)
 
 
 def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:

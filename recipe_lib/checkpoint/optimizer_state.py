@@ -4,12 +4,15 @@ Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight
 optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can read them again.
 """
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from recipe_lib.checkpoint.holders import TRAINED, Holders
+from recipe_lib.checkpoint.ranks import Ranks, together
 from recipe_lib.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -17,18 +20,23 @@ MODEL, OPTIMIZER = "model", "optimizer"
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model/NAME` -> parameter or buffer, tied ones once; where some are frozen, only the trained ones.
+def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
+    """`model/NAME` -> this rank's parameter or buffer, tied ones once; where some are frozen, only the trained ones.
 
     Sharded models are resharded first.
     """
     everything = model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    saved = set(holders.saved_names())  # of a model that is only looked at everything
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
     buffers = {name: value for name, value in everything.items() if name not in parameters.keys() | tied}
-    trained = {name: parameters[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    kept = trained or parameters  # a model that is only looked at has everything
+    kept = {name: parameter for name, parameter in parameters.items() if name in saved}
     return {f"{MODEL}/{name}": tensor for name, tensor in (kept | buffers).items()}
+
+
+def name_of(full_name: str) -> str:
+    """The parameter or buffer that a saved tensor belongs to."""
+    return full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
@@ -52,8 +60,28 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return tensors
 
 
-def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The rest as JSON: per group its parameters' names and its numbers, and states that are no tensors."""
+def optimizer_settings(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: Ranks, holders: Holders
+) -> dict[str, Any]:
+    """The rest as JSON: per group its parameters' names and its numbers, and states that are no tensors. Collective.
+
+    In a pipeline each rank's optimizer has its own parameters; groups at the same place are one.
+    """
+    parts = holders.gather(together(world, lambda: _own_settings(model, optimizer)), world)
+    if not holders.is_divided:
+        return parts[0]
+    states: dict[str, dict[str, Any]] = {}
+    for part in reversed(parts):  # of a parameter that two of them have, the first one's counts
+        states |= part["states"]
+    groups = []
+    for same in zip_longest(*(part["groups"] for part in parts)):
+        found = [group for group in same if group is not None]
+        held = {name for group in found for name in group["parameters"]}
+        groups.append({"parameters": [name for name in holders.first if name in held], "values": found[0]["values"]})
+    return {"groups": groups, "states": {name: states[name] for name in holders.first if name in states}}
+
+
+def _own_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     names = _parameter_names(model, optimizer)
     groups = [
         {
@@ -86,10 +114,12 @@ def make_optimizer_states(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     where: str,
+    holders: Holders,
 ) -> dict[str, torch.Tensor]:
     """Replaces the optimizer's states by empty tensors as they were saved, and returns them by name, to be filled.
 
-    saved: `optimizer/STATE/PARAMETER` -> type and global shape. where: the state's folder, named in errors.
+    saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters too. where: the
+    state's folder, named in errors.
     """
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -98,6 +128,8 @@ def make_optimizer_states(
     for full_name, (dtype, shape) in saved.items():
         key, name = full_name.split("/", 2)[1:]
         parameter = parameters.get(name)
+        if parameter is None and holders.kinds.get(name) == TRAINED:
+            continue  # another rank of the pipeline has it
         if parameter is None or parameter not in groups:
             raise CheckpointError(
                 f"{where}: holds optimizer state of {name}, which is not trained here; resume with the run's own config"
@@ -126,16 +158,23 @@ def _empty_state(
     return None
 
 
-def restore_settings(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str) -> None:
-    """Sets what `optimizer_settings` gave; CheckpointError if the optimizer's groups are others."""
-    names = _parameter_names(model, optimizer)
-    found = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    if found != [group["parameters"] for group in saved["groups"]]:
+def restore_settings(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    where: str,
+    found: list[dict[str, Any]],
+) -> None:
+    """Sets what `optimizer_settings` gave; CheckpointError if the optimizer's groups are others.
+
+    found: the groups that it gives now, of all ranks.
+    """
+    if [set(group["parameters"]) for group in found] != [set(group["parameters"]) for group in saved["groups"]]:
         raise CheckpointError(
             f"{where}: the optimizer has {len(saved['groups'])} groups of other parameters than this run's "
             f"{len(found)}; resume with the run's own config"
         )
-    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
+    for group, old in zip(optimizer.param_groups, saved["groups"], strict=False):  # without groups of other ranks
         for key, value in old["values"].items():
             if key not in group:
                 raise CheckpointError(
@@ -146,6 +185,7 @@ def restore_settings(model: nn.Module, optimizer: torch.optim.Optimizer, saved: 
                 current.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(current, tuple) else value
-    parameters = {name: parameter for parameter, name in names.items()}
+    parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     for name, values in saved["states"].items():
-        optimizer.state[parameters[name]].update(values)
+        if name in parameters:
+            optimizer.state[parameters[name]].update(values)

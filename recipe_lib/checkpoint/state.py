@@ -6,7 +6,8 @@
                                 manifest.json                          every file's size and SHA-256; written last
 
 The order is: files, flush each, manifest, flush the folder, rename, flush the parent, and only then remove older
-states. "Latest" is computed from the manifests, never stored. Another world size may load what one has saved.
+states. "Latest" is computed from the manifests, never stored. Another world size, or another size of a pipeline, may
+load what one has saved.
 """
 
 import json
@@ -28,7 +29,8 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.checkpoint import files, rng
 from recipe_lib.checkpoint.dcp_storage import ShardReader, ShardWriter, read_shards
 from recipe_lib.checkpoint.files import FileRecord
-from recipe_lib.checkpoint.frozen import adapter_use, check_mark, check_use, counts_here, frozen_mark
+from recipe_lib.checkpoint.frozen import adapter_use, check_mark, check_use, frozen_mark
+from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.manifest import (
     DamagedState,
     Manifest,
@@ -42,6 +44,7 @@ from recipe_lib.checkpoint.optimizer_state import (
     OPTIMIZER,
     make_optimizer_states,
     model_tensors,
+    name_of,
     optimizer_settings,
     optimizer_tensors,
     restore_settings,
@@ -74,15 +77,17 @@ def save_state(
     `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
     Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
-    tensors = together(world, lambda: model_tensors(model) | optimizer_tensors(model, optimizer))
+    holders = find_holders(model, world)
+    tensors = together(world, lambda: model_tensors(model, holders) | optimizer_tensors(model, optimizer))
+    tensors = {name: tensor for name, tensor in tensors.items() if holders.is_ours(name_of(name))}
     settings = {
         "extra": extra,
-        "optimizer": optimizer_settings(model, optimizer),
-        "adapters": adapter_use(model),
-        "frozen": frozen_mark(model, world),
-        "runs": getattr(model, "tensor_runs", {}),
+        "optimizer": optimizer_settings(model, optimizer, world, holders),
+        "adapters": adapter_use(model, world, holders),
+        "frozen": frozen_mark(model, world, holders),
+        "runs": getattr(model, "tensor_runs", {}),  # only models that are no pipeline's have any
     }
-    own_bytes = sum(_bytes_saved_here(tensor, world.rank) for tensor in tensors.values())
+    own_bytes = sum(_bytes_saved_here(name, tensor, holders) for name, tensor in tensors.items())
     needed = sum(world.gather_json(own_bytes)) + MIB * (world.size + 1)
     place = decide(world, lambda: _begin(root, step, needed))
     temporary, final = root / place["temporary"], root / place["final"]
@@ -101,10 +106,10 @@ def save_state(
     return final
 
 
-def _bytes_saved_here(tensor: torch.Tensor, rank: int) -> int:
+def _bytes_saved_here(full_name: str, tensor: torch.Tensor, holders: Holders) -> int:
     """Bytes of this rank's part, counting a part that several ranks hold (replicas) on one of them only."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size() if counts_here(tensor, rank) else 0
+    return local.numel() * local.element_size() if holders.counts_here(name_of(full_name), tensor) else 0
 
 
 def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
@@ -279,7 +284,8 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, w
     """
     manifest = together(world, lambda: _manifest_of(path))
     saved = _load_tensors(path, manifest, model, optimizer, world)
-    together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path)))
+    groups = optimizer_settings(model, optimizer, world, find_holders(model, world))["groups"]
+    together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups))
     if manifest.world_size == world.size:
         together(world, lambda: rng.load_rng(path, world.rank, world.device))
     return saved["extra"]
@@ -305,24 +311,30 @@ def _load_tensors(
     """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]
     saved = together(world, lambda: json.loads((path / STATE).read_bytes()))
-    together(world, lambda: check_use(path, saved.get("adapters"), model))
+    holders = find_holders(model, world)
+    adapters = adapter_use(model, world, holders)
+    together(world, lambda: check_use(path, saved.get("adapters"), adapters))
     metadata = together(world, lambda: read_shards(path, names))
-    targets = together(world, lambda: _targets(path, metadata, model, optimizer))
-    mark = frozen_mark(model, world)
+    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders))
+    mark = frozen_mark(model, world, holders)
     together(world, lambda: check_mark(path, saved.get("frozen"), mark))
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = ShardReader(path, metadata)
-    with _torch_faults():
-        dcp.load(targets, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+    together(world, lambda: _read_tensors(path, metadata, targets))
     _put_in_order(targets, saved.get("runs", {}), model)
     return saved
+
+
+def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tensor]) -> None:
+    """Fills this rank's tensors. It plans alone: the ranks of a pipeline have tensors of other names."""
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _torch_faults():
+        dcp.load(targets, storage_reader=ShardReader(path, metadata), planner=planner, no_dist=True)
 
 
 @torch.no_grad()
 def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model: nn.Module) -> None:
     """Where the ranks that saved held a fused matrix in another order than these do, puts it in theirs. Collective."""
     for full_name, tensor in targets.items():
-        name = full_name.split("/", 1 if full_name.startswith(f"{MODEL}/") else 2)[-1]
+        name = name_of(full_name)
         dim, runs = saved.get(name, (0, ()))
         before = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
         if not tensor.dim() or before == runs_of(model, name):
@@ -333,19 +345,20 @@ def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model
 
 
 def _targets(
-    path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None, holders: Holders
 ) -> dict[str, torch.Tensor]:
-    """The tensors to fill, after comparing names, shapes and types of the model with the saved ones."""
+    """This rank's tensors to fill, after comparing names, shapes and types of the model with the saved ones."""
     saved = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
-    own = model_tensors(model)
+    own = model_tensors(model, holders)
     saved_model = {name for name in saved if name.startswith(f"{MODEL}/")}
-    for name in sorted(saved_model ^ {name for name, tensor in own.items() if tensor.numel()}):
+    unknown = saved_model - {f"{MODEL}/{name}" for name in holders.saved_names()}
+    for name in sorted(unknown | {name for name, tensor in own.items() if tensor.numel()} - saved_model):
         holder = "the state" if name in saved_model else "the model"
         raise CheckpointError(
             f"{path}: is the state of another model: only {holder} has {name.split('/', 1)[1]}; "
             "resume with the run's own config"
         )
-    for name in sorted(saved_model):
+    for name in sorted(saved_model & own.keys()):
         dtype, shape = saved[name]
         here = (own[name].dtype, tuple(own[name].shape))
         if (dtype, shape) != here:
@@ -357,7 +370,7 @@ def _targets(
     filled = {name: tensor for name, tensor in own.items() if name in saved_model}
     if optimizer is None:
         return filled
-    return filled | make_optimizer_states(model, optimizer, states, str(path))
+    return filled | make_optimizer_states(model, optimizer, states, str(path), holders)
 
 
 def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

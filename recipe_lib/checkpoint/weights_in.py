@@ -169,6 +169,7 @@ def _plain_file(folder: Path, name: str, named_by: str) -> Path:
 def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
     """Fills the model's parameters in place; each rank reads its own slices and nothing else.
 
+    In a pipeline it reads what its stages have, and yet finds what is wrong with the tensors of all stages.
     model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
     parameter's type. Weights that are quantised are so while they are read, from the rows that hold a rank's blocks;
     no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
@@ -178,9 +179,12 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
     stored = stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
-    entries, found = _match(spec, folder, shapes)
+    divided = getattr(model, "pipeline", None) is not None
+    entries, found = _match(spec, folder, parameter_shapes(spec) | shapes if divided else shapes)
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
+        if divided and entry.our_name not in shapes:
+            continue  # of another rank's stages
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
     for path, in_file in by_file.items():
         with safe_open(str(path), framework="pt") as file:

@@ -1,7 +1,8 @@
 """A trained model as a Hugging Face folder, written tensor by tensor."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint import files
+from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
-from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import INDEX, SINGLE, file_shapes
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers
@@ -70,7 +72,8 @@ def export_model(
 ) -> None:
     """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer files. Collective.
 
-    One parameter at a time is gathered on its device and streamed to the disk by rank 0. source_config: the
+    One parameter at a time is gathered on its device, by the ranks that have it, and streamed to the disk by rank 0;
+    from other ranks of a pipeline it comes there in pieces, through the hosts. source_config: the
     config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
     copied; or a tokenizer file, which is taken with the settings beside it. chat_template, stop_ids: what the model was
     trained with, where it differs from those files, so that others prompt it and stop it as we do.
@@ -79,12 +82,16 @@ def export_model(
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
-    shards = plan_shards(spec, parameters, max_shard_bytes)
+    holders = find_holders(model, world)
+    shards = plan_shards(spec, _of_all_ranks(parameters, holders, world), max_shard_bytes)
     parts = _parts_of(spec)
     copied = tokenizer_files(tokenizer_folder)
 
-    def read(name: str) -> torch.Tensor:
-        return in_file_order(model, name, whole(parameters[name]))
+    def gather(name: str) -> Iterator[torch.Tensor]:
+        yield in_file_order(model, name, whole(parameters[name]))
+
+    def read(name: str) -> Iterator[torch.Tensor]:
+        return holders.relay(name, lambda: gather(name))
 
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
@@ -101,9 +108,23 @@ def export_model(
 
 def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
     """Raises StorageError if the disk of `out` has no room for the model even now, before it is trained. Collective."""
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    holders = find_holders(model, world)
+    own = {name: parameter for name, parameter in model.named_parameters() if holders.is_ours(name)}
+    needed = sum(holders.gather(sum(value.numel() * value.element_size() for value in own.values()), world))
     folder = next(parent for parent in out.absolute().parents if parent.is_dir())
     decide(world, lambda: files.require_space(folder, needed, "the model at the end of the run"))
+
+
+def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: Ranks) -> dict[str, torch.Tensor]:
+    """The parameters, where other ranks of a pipeline have others those too, by shape and type alone. Collective."""
+    if not holders.is_divided:
+        return parameters
+    found: dict[str, torch.Tensor] = {}
+    own = [(name, list(value.shape), DTYPE_NAMES[value.dtype]) for name, value in parameters.items()]
+    for part in holders.gather(own, world):
+        for name, shape, dtype in part:
+            found[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+    return found
 
 
 def plan_shards(
@@ -159,11 +180,12 @@ def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
     parts: dict[str, list[str]],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[[str], Iterator[torch.Tensor]],
     world: Ranks,
 ) -> None:
     """One file; every rank takes part in each `read`, even after rank 0 could not write. Collective."""
-    pieces = (read(part) for tensor in tensors for part in parts[tensor.name])
+    # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
+    pieces = chain.from_iterable(read(part) for tensor in tensors for part in parts[tensor.name])
 
     def write() -> None:
         try:

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -107,7 +107,7 @@ def _run_rank(
         os._exit(code)
 
 
-def _wait(processes: list[BaseProcess], timeout: float) -> bool:
+def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
     """Waits for all ranks, or for a short while after the first failure, then ends the rest; True: time ran out."""
     deadline = time.monotonic() + timeout
     failed = False
