@@ -1,6 +1,6 @@
 """`gpu_check.py plan`: what the planner says against what the same configs take on this machine's GPU.
 
-Peaks: each config runs as rank 0 of N in torch's fake process group, with the default allocator and with expandable
+Peaks: each config runs as one rank of N in torch's fake process group, with the default allocator and with expandable
 segments, each in a process of its own; requested, allocated and reserved bytes of the first and of later steps are
 compared with `make_plan` for this device, which runs beside it on the CPU's cores. Thresholds: some configs run under
 a cap 2 % below and above the smallest one that the plan gives. Events: the allocator's history of small configs is
@@ -180,7 +180,7 @@ def _plan_all(todo: list[tuple[PlanCase, Path]], hardware: Hardware) -> None:
 def planned_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
     """By phase `active`, `allocated`, `reserved`, `reserved_expandable`; for a threshold the smallest caps."""
     recipe_class, cfg = case.load()
-    settings = PlanSettings(hardware, case.rows, case.ranks, phases=(), timed=False)
+    settings = PlanSettings(hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False)
     plan, trace = make_plan(recipe_class, cfg, settings)
     found: dict[str, Any] = {
         peak.phase: {name: getattr(peak, name) for name in ("active", "allocated", "reserved", "reserved_expandable")}
@@ -230,7 +230,7 @@ def measure(case: PlanCase, expandable: bool, cap: int = 0, history: str = "") -
     module.init()
     if history:
         module.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=HISTORY)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     recipe_class, cfg = case.load()
     with start_world(cfg) as world:
         if cap:
@@ -296,7 +296,7 @@ def run_steps(
 
 def trace_on_cpu(case: PlanCase) -> dict[str, Any]:
     """Peaks of the tensors that a real run on the CPU holds, seen by the planner's own tracer."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     recipe_class, cfg = case.load()
     cfg.device = "cpu"
     with start_world(cfg) as world:

@@ -15,7 +15,8 @@ TINY = "demo"
 @dataclasses.dataclass(frozen=True)
 class PlanCase:
     """A config. model: family and size, or `demo`. documents: in a packed row; 0 is no packing. threshold: whether it
-    is also run at its smallest cap. The rest: settings."""
+    is also run at its smallest cap. rank: of them all, which one runs. schedule: of a pipeline through all ranks, with
+    twice as many micro-batches; empty: none. The rest: settings."""
 
     method: str
     model: str
@@ -28,6 +29,8 @@ class PlanCase:
     batch_size: int = 1
     chunks: int = 8
     threshold: bool = False
+    rank: int = 0
+    schedule: str = ""
 
     @property
     def config(self) -> str:
@@ -43,7 +46,7 @@ class PlanCase:
         return [
             f"max_seq_len={self.sequence}",
             f"batch_size={self.batch_size}",
-            "gradient_accumulation_steps=1",
+            f"gradient_accumulation_steps={2 * self.ranks if self.schedule else 1}",
             "device=auto",
             "dtype=bf16",
             f"memory.activation_checkpointing={self.checkpointing}",
@@ -52,6 +55,7 @@ class PlanCase:
             f"optimizer.implementation={kernels}",
             f"data.packing={str(self.documents > 0).lower()}",
             *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
+            *([f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"] * bool(self.schedule)),
             *(["lora.quantize=nf4"] if self.method == "qlora" and self.model == TINY else []),
         ]
 
@@ -70,8 +74,9 @@ class PlanCase:
 def describe(case: PlanCase) -> str:
     """A case in a few words."""
     packed = f", {case.documents} documents packed" if case.documents else ""
+    ranks = f"{case.rank} of {case.ranks} {case.schedule}".strip()
     return (
-        f"{case.method} {case.model}, 0 of {case.ranks}, {case.batch_size} x {case.sequence}{packed}, "
+        f"{case.method} {case.model}, {ranks}, {case.batch_size} x {case.sequence}{packed}, "
         f"{case.checkpointing}, {case.wrapping}, {case.optimizer}"
     )
 
@@ -84,8 +89,10 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("full", TINY, 1, 64, "selective", "layers", "foreach"),
             PlanCase("lora", TINY, 2, 64, "none", documents=3),
             PlanCase("qlora", TINY, 1, 64),
+            PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
+            PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
         ]
-    return [*_telling(), *_full(), *_adapters()]
+    return [*_telling(), *_pipelines(), *_full(), *_adapters()]
 
 
 def recorded() -> list[PlanCase]:
@@ -114,6 +121,15 @@ def _telling() -> list[PlanCase]:
         PlanCase("full", big, 2, 2048, "selective", optimizer="single"),
         PlanCase("full", middle, 8, 512, optimizer="sgd foreach"),
     ]
+
+
+def _pipelines() -> list[PlanCase]:
+    """Stages of pipelines, each run by itself."""
+    big, small = "llama3/8B", "llama3_2/1B"
+    stages = [PlanCase("full", big, 4, 2048, rank=rank, schedule=name) for name in ("1f1b", "zbv") for rank in (0, 3)]
+    stages += [PlanCase("full", small, 4, 2048, "none", rank=rank, schedule="zbv") for rank in range(4)]
+    stages += [PlanCase("full", small, 2, 2048, "selective", rank=1, schedule="interleaved_zero_bubble")]
+    return [*stages, PlanCase("qlora", big, 2, 2048, rank=1, schedule="1f1b")]
 
 
 def _full() -> list[PlanCase]:

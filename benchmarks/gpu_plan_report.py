@@ -11,7 +11,7 @@ from recipe_lib.units import GIB
 # The 95th percentile of the errors' sizes should be at most this.
 GOALS = {"allocated": 0.01, "reserved": 0.03}
 METRICS = ("active", "allocated", "reserved")
-HOW = """The recipe's model, optimizer and training step as rank 0 of N through torch's fake process group, random \
+HOW = """The recipe's model, optimizer and training step as one rank of N through torch's fake process group, random \
 weights, against `make_plan` for the same config and this device. Peaks in GiB (2^30) of the first step and, of the \
 second and third, the larger. Active: requested from the allocator by tensors and kernels that are alive; \
 allocated: in its blocks; reserved: taken from the device. Error: planned over measured, less one. What NCCL takes is \
@@ -122,8 +122,9 @@ def plan_markdown(report: dict[str, Any]) -> str:
 def _settings(row: dict[str, Any]) -> str:
     case = row["case"]
     packed = f" in {case['documents']} documents" if case["documents"] else ""
+    ranks = f"{case.get('rank', 0)} of {case['ranks']} {case.get('schedule', '')}".strip()
     return (
-        f"| {case['method']} {case['model']} | {case['ranks']} | {case['batch_size']} x {case['sequence']}{packed} "
+        f"| {case['method']} {case['model']} | {ranks} | {case['batch_size']} x {case['sequence']}{packed} "
         f"| {case['checkpointing']}, {case['wrapping']}, {case['optimizer']}, {case['chunks']} chunks "
         f"| {'expandable' if row['expandable'] else 'default'} "
     )

@@ -113,7 +113,7 @@ class PreferenceTraining:
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.trained, self.device)
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.trained, self.device, self.world)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; the reference is what was loaded."""

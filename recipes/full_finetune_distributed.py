@@ -12,6 +12,7 @@ what the layers keep for backward. The levers, in the order in which they are us
     memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
     parallel.wrapping=memory_efficient     gather embedding and output one at a time, not throughout the step
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
+    parallel.pipeline=4                    a quarter of the layers on each rank; only hidden states are sent
     memory.cpu_offload=true                parameters, gradients and states in host memory
 
 To change it: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.py --config ...`. A key of your own is
@@ -76,7 +77,7 @@ class FullFinetune:
 
     def setup_optimizer(self) -> None:
         """The optimizer over this rank's shards; its states appear in the first step."""
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.model.parameters(), self.device)
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.model.parameters(), self.device, self.world)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one."""

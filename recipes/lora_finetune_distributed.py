@@ -84,7 +84,7 @@ class LoraFinetune:
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.adapters.values(), self.device)
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.adapters.values(), self.device, self.world)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no frozen weights."""

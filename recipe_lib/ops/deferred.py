@@ -110,6 +110,7 @@ class _Linear(torch.autograd.Function):
         hidden_grad = gradient @ weight.detach() if ctx.needs_input_grad[0] else None
         bias_grad = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
         if puts_off():
+            hidden = hidden.detach()  # its graph would keep the stage's input until then
             note([weight], lambda: [_weight_gradient(gradient, hidden)])
             return hidden_grad, None, bias_grad
         return hidden_grad, _weight_gradient(gradient, hidden), bias_grad

@@ -172,6 +172,7 @@ class _GatherLinears(torch.autograd.Function):
         del saved
         wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
         if deferred.puts_off() and source:
+            source = [one.detach() for one in source]  # their graph would keep what came before until then
             settings = (ctx.norm, ctx.whole_kept, ctx.group)
             none = [False] * count
 
@@ -269,6 +270,7 @@ class _GatedLinear(torch.autograd.Function):
         activation = ctx.activation
         if wants_weight and deferred.puts_off():
             wants_weight = False
+            gate, up = gate.detach(), up.detach()  # their graph would keep what came before until then
             deferred.note(
                 [ctx.parameter],
                 lambda: gated_backward(gradients[0], gate, up, weight, activation, False, True)[2:],

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.layers import layer_names
 from recipe_lib.ops.device import holds_values
@@ -79,8 +80,13 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
     over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch.
     Where there is one batch at a time, and no `memory.cpu_offload`, the model is left as it is and has no units.
 
-    Raises ConfigError for a wrapping that does not fit the model.
+    Raises ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a pipeline.
     """
+    if world.pipeline is not None and not hasattr(model, "pipeline"):
+        raise ConfigError(
+            f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
+            "that divides it; call split_pipeline(model, cfg, world) behind build_meta, or set parallel.pipeline=1"
+        )
     units = resolve_wrapping(model, parallel.wrapping)
     if world.data_ranks == 1 and not memory.cpu_offload:
         return []

@@ -17,6 +17,7 @@ from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.metrics import step_metrics
 from recipe_lib.training.optimizers import set_learning_rate
+from recipe_lib.training.places import peaks_of_places
 from recipe_lib.training.resume import save_run
 from recipe_lib.training.run_log import RunLog
 from recipe_lib.training.same_rows import check_same_rows
@@ -113,6 +114,7 @@ class TrainingLoop:
         """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""
         loss, grad_norm = step.loss.item(), step.grad_norm.item()  # the one place that waits for the device
         self.step += 1
+        peak, of_places = peaks_of_places(self._peak.read(), self._world)
         line = step_metrics(
             step=self.step,
             epoch=self._epochs_done(),
@@ -123,9 +125,9 @@ class TrainingLoop:
             trained_tokens=batches.trained_tokens,
             total_tokens=batches.total_tokens,
             devices=self._world.size,
-            peak=self._peak.read(),
+            peak=peak,
         )
-        self._log.step(line | {name: value.item() for name, value in step.metrics.items()})
+        self._log.step(line | of_places | {name: value.item() for name, value in step.metrics.items()})
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
             self._log.close("diverged")
             raise DivergedError(

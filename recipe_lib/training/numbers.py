@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from recipe_lib.config.pipeline import micro_batches, stage_count
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models.build import stored_weights
 from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
@@ -21,6 +22,7 @@ def derived_numbers(
     return [
         _devices(cfg, world),
         *_batch(cfg, world, rows, plan),
+        *_pipeline(cfg, model),
         _steps(cfg, rows, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_model(cfg, model),
@@ -31,7 +33,7 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
     shape = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
-    dims = [f"{name} {size}" for name, size in shape if size > 1 or name != "tensor"]
+    dims = [f"{name} {size}" for name, size in shape if size > 1 or name.startswith("data")]
     return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}"
 
 
@@ -49,6 +51,20 @@ def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "Data
         f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} of them trained "
         f"({share:.1%}); at most {format_count(global_rows * longest)} "
         f"({global_rows} {unit} x {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})",
+    ]
+
+
+def _pipeline(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+    """How the rows go through a pipeline, and which layers this rank has of it."""
+    pipeline = getattr(model, "pipeline", None)
+    if pipeline is None:
+        return []
+    rows, count = micro_batches(cfg)
+    stages = stage_count(cfg.parallel)
+    here = ", ".join(f"{stage}: layers {of.start} to {of.stop - 1}" for stage, of in pipeline.layers.items())
+    return [
+        f"pipeline: {count} micro-batches of batch_size {rows} through {stages} stages, "
+        f"{cfg.parallel.pipeline_schedule}; here stage{'s' if len(pipeline.layers) > 1 else ''} {here}"
     ]
 
 

@@ -1,7 +1,7 @@
 """Optimizers by registered name, and the bytes their states take."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,19 +13,26 @@ from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
 Builder = Callable[[OptimizerConfig, list[nn.Parameter], dict[str, bool]], Optimizer]
 
 
-def build_optimizer(cfg: OptimizerConfig, params: Iterable[nn.Parameter], device: torch.device) -> Optimizer:
+def build_optimizer(
+    cfg: OptimizerConfig, params: Iterable[nn.Parameter], device: torch.device, world: "World | None" = None
+) -> Optimizer:
     """The optimizer `cfg.name` over the parameters that require a gradient, in one group.
 
     params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the host.
     device: the device that computes; `implementation: auto` takes fused kernels where torch has them.
     The implementations agree to rounding and differ in time and in the temporary memory of a step (`foreach` takes
     up to one more copy of the parameters, `fused` and `single` next to nothing).
-    ConfigError when there is nothing to train.
+    ConfigError when there is nothing to train. world: in a pipeline a rank may have nothing, if others do.
     """
-    trained = [parameter for parameter in params if parameter.requires_grad]
+    trained: list[Any] = [parameter for parameter in params if parameter.requires_grad]
+    if not trained and world is not None and world.pipeline is not None:
+        trained = [{"params": []}]
     if not trained:
         raise ConfigError("optimizer: found no parameter that requires a gradient; leave at least one unfrozen")
     build: Builder = registered("optimizer.name", cfg.name)

@@ -9,6 +9,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig, Mod
 from recipe_lib.models import preset_config, read_config, spec_from_config
 from recipe_lib.models.foreign import foreign_spec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.parallel.pipeline.split import split_layers
 from recipe_lib.parallel.tensor_sizes import check_tensor
 
 
@@ -42,10 +43,13 @@ def find_model(cfg: ModelConfig) -> ModelSource:
 
 
 def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
-    """Refuses a model that the ranks of `parallel.tensor` cannot share. Raises ConfigError, with the sizes that fit."""
+    """Refuses a model that the ranks of `parallel.tensor` cannot share, or whose layers are too few for the stages of
+    `parallel.pipeline` or others than `parallel.pipeline_split` lists. Raises ConfigError, with what fits."""
     if isinstance(spec, DecoderSpec):
         quantize = cfg.lora.quantize if isinstance(cfg, LoraFinetuneConfig) else "none"
         check_tensor(spec, cfg.parallel, quantize)
+        if cfg.parallel.pipeline > 1:
+            split_layers(spec, cfg)
 
 
 def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:

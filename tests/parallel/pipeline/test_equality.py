@@ -14,6 +14,7 @@ from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config.pipeline import SCHEDULES
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch
+from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.parts import local_part
@@ -279,3 +280,19 @@ def test_a_gradient_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Later, "run", lambda entry: None)
     for faults in run_ranks(compare, 2, [Case("zbv")]):
         assert any("mlp.up_proj.weight" in fault for fault in faults)
+
+
+def whole_model() -> str:
+    parallel = ParallelConfig(pipeline=2)
+    with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
+        try:
+            shard_model(build_meta(small_spec(), torch.float32), parallel, MemoryConfig(), world)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_recipe_that_leaves_its_model_whole_is_refused() -> None:
+    for line in run_ranks(whole_model, 2):
+        assert line.startswith("parallel.pipeline: found 2 for a recipe that leaves its model whole")
+        assert "call split_pipeline(model, cfg, world) behind build_meta" in line
