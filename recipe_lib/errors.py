@@ -4,6 +4,7 @@ A user error is one line: the place (file, line or key), what was found, what wa
 `exit_code_of` turns it into standard error and an exit code; anything else is our own bug and keeps its traceback.
 """
 
+import atexit
 import hashlib
 import logging
 import os
@@ -21,6 +22,7 @@ STOPPED_AND_SAVED = 3
 DIVERGED = 4
 OUT_OF_MEMORY = 5
 STORAGE = 6
+PEER_FAILED = 7  # of a rank that ends because another one has failed or stands still
 
 # What moves a terminal's cursor, changes its colours or ends a line; and halves of characters, which cannot be written.
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -93,11 +95,22 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         return STOPPED_AND_SAVED
 
 
+_at_end: list[Callable[[], None]] = []
+
+
+def at_end(callback: Callable[[], None]) -> None:
+    """Has it called when the process ends, by `end_process` or as Python does; not when it is killed."""
+    _at_end.append(callback)
+    atexit.register(callback)
+
+
 def end_process(code: int) -> NoReturn:
-    """Ends a rank at once with `code`, its output flushed.
+    """Ends a rank at once with `code`, its output flushed, what `at_end` was given called.
 
     Without Python's own shutdown, during which a thread of gloo may still drop its last tensor, and abort.
     """
+    for callback in _at_end:
+        callback()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -24,6 +24,7 @@ from recipe_lib.errors import (
     DONE,
     FOLDER_VARIABLE,
     OUT_OF_MEMORY,
+    PEER_FAILED,
     STOPPED_AND_SAVED,
     STORAGE,
     USER_ERROR,
@@ -172,8 +173,11 @@ def judge(codes: dict[int, int], stopped_by: int | None) -> tuple[int, str]:
             return code, ""
     if stopped_by is not None:
         return 128 + stopped_by, f"stopped by {signal.Signals(stopped_by).name} before a state was saved"
-    # Ranks that the agent ended with SIGTERM, because another had failed, are not the cause.
-    rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
+    # Ranks that ended, or that the agent ended with SIGTERM, because another had failed, are not the cause.
+    order = {PEER_FAILED: 1, -signal.SIGTERM: 2}
+    rank, code = min(codes.items(), key=lambda item: (order.get(item[1], 0), item[0]))
+    if code == PEER_FAILED:
+        return PEER_FAILED, ""  # told by whoever found it
     if code >= 0:
         return CRASHED, f"error: rank {rank} failed with exit code {code}; its traceback is above"
     name = signal.Signals(-code).name

@@ -19,7 +19,7 @@ def run(words: list[str]) -> int:
         load_plugin(plugin)
     recipe = recipe_for(arguments.config, arguments.recipe)
     cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
-    if cfg.parallel.tensor > 1:
+    if cfg.parallel.tensor > 1 or cfg.parallel.pipeline > 1:
         from recipe_lib.training.source import check_sharing_at_hand  # imports torch, which takes seconds
 
         check_sharing_at_hand(cfg)

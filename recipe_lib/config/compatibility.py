@@ -11,10 +11,11 @@ from recipe_lib.config.combination import Incompatible
 from recipe_lib.config.combinations_adapters import ADAPTERS
 from recipe_lib.config.combinations_data import DATA
 from recipe_lib.config.combinations_models import MODELS
+from recipe_lib.config.combinations_pipeline import PIPELINE
 from recipe_lib.config.combinations_tensor import TENSOR
 from recipe_lib.config.combinations_training import TRAINING
 
-INCOMPATIBLE: tuple[Incompatible, ...] = (*TRAINING, *MODELS, *DATA, *TENSOR, *ADAPTERS)
+INCOMPATIBLE: tuple[Incompatible, ...] = (*TRAINING, *MODELS, *DATA, *TENSOR, *PIPELINE, *ADAPTERS)
 
 
 def incompatibilities(cfg: Any, changed: Collection[str], judged: Collection[str]) -> list[Incompatible]:

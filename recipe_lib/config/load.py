@@ -85,7 +85,7 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     _check_required(checked, shown)
     cfg = _build(checked)
     for entry in incompatibilities(cfg, checked.changed(), checked.judged()):
-        checked.fault(checked.latest_place(entry.keys, shown), "", entry.line, doubt=False)
+        checked.fault(checked.latest_place(entry.keys, shown), "", entry.line(cfg), doubt=False)
     if checked.faults:
         raise ConfigError(*checked.all_faults())
     return checked, cfg

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import OutOfMemoryError
 from recipe_lib.memory.peaks import PeakMemory
@@ -18,8 +19,9 @@ def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory)
         yield
     except torch.OutOfMemoryError as error:
         held = peak.read()
+        where = ", ".join([phase, *getattr(error, "__notes__", [])])  # of a pipeline: stage, micro-batch and action
         raise OutOfMemoryError(
-            f"{phase}: out of memory on {peak.device} with {format_bytes(held['allocated'])} allocated and "
+            f"{where}: out of memory on {peak.device} with {format_bytes(held['allocated'])} allocated and "
             f"{format_bytes(held['reserved'])} reserved; next lever: {'; '.join(levers(cfg)) or 'more ranks'}"
         ) from error
 
@@ -27,7 +29,9 @@ def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory)
 def levers(cfg: FullFinetuneConfig) -> list[str]:
     """The config keys that would still lower the peak, the cheapest first."""
     memory, found = cfg.memory, []
-    if cfg.batch_size > 1:
+    if cfg.parallel.pipeline > 1:
+        found += _pipeline_levers(cfg)
+    if cfg.batch_size > 1 and cfg.parallel.pipeline_microbatches is None:
         found.append(f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2")
     if memory.activation_checkpointing != "full":
         found.append("memory.activation_checkpointing=full")
@@ -40,3 +44,16 @@ def levers(cfg: FullFinetuneConfig) -> list[str]:
     if not memory.cpu_offload:
         found.append("memory.cpu_offload=true")
     return [*found, f"max_seq_len={cfg.max_seq_len // 2}"]
+
+
+def _pipeline_levers(cfg: FullFinetuneConfig) -> list[str]:
+    """Smaller micro-batches where their number is set, a schedule that keeps fewer, layers divided by memory."""
+    rows, count = micro_batches(cfg)
+    found = []
+    if cfg.parallel.pipeline_microbatches is not None and rows > 1:
+        found.append(f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}")
+    if cfg.parallel.pipeline_schedule == "gpipe":
+        found.append("parallel.pipeline_schedule=1f1b")
+    if cfg.parallel.pipeline_split == "time":
+        found.append("parallel.pipeline_split=memory")
+    return found

@@ -61,10 +61,13 @@ def _pipeline(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         return []
     rows, count = micro_batches(cfg)
     stages = stage_count(cfg.parallel)
-    here = ", ".join(f"{stage}: layers {of.start} to {of.stop - 1}" for stage, of in pipeline.layers.items())
+    here = " and ".join(
+        f"stage {stage} (layer{f's {of.start} to {of.stop - 1}' if len(of) > 1 else f' {of.start}'})"
+        for stage, of in pipeline.layers.items()
+    )
     return [
-        f"pipeline: {count} micro-batches of batch_size {rows} through {stages} stages, "
-        f"{cfg.parallel.pipeline_schedule}; here stage{'s' if len(pipeline.layers) > 1 else ''} {here}"
+        f"pipeline: {count} micro-batches of {rows} row{'s' if rows > 1 else ''} through {stages} stages, "
+        f"{cfg.parallel.pipeline_schedule}; here {here}"
     ]
 
 
@@ -104,8 +107,9 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     where = "host memory" if cfg.memory.cpu_offload else "memory"
     known = "not known before the first step" if state is None else format_bytes(state)
     total = parameters + gradients + (state or 0)
+    here = " of this rank" if hasattr(model, "pipeline") else ""
     return [
-        f"parameters: {format_count(count)}, of them trained {format_count(trained_count)} "
+        f"parameters{here}: {format_count(count)}, of them trained {format_count(trained_count)} "
         f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
         f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",

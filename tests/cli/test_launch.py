@@ -299,6 +299,9 @@ def test_a_rank_that_has_saved_waits_for_the_others(tmp_path: Path, monkeypatch:
         ({0: -15, 1: 2}, None, (2, "")),
         ({0: 3, 1: 6}, signal.SIGTERM, (6, "")),
         ({0: -15, 1: 1}, None, (1, "error: rank 1 failed with exit code 1; its traceback is above")),
+        ({0: 7, 1: 1, 2: -15}, None, (1, "error: rank 1 failed with exit code 1; its traceback is above")),
+        ({0: 7, 1: 7}, None, (7, "")),  # a rank has told which one stands still
+        ({0: 7, 1: -15}, None, (7, "")),
         ({0: -15, 1: -11}, None, (139, "error: rank 1 was killed by SIGSEGV")),
         ({0: -2, 1: 143}, signal.SIGINT, (130, "stopped by SIGINT before a state was saved")),
     ],

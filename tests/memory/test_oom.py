@@ -34,6 +34,18 @@ def test_levers_already_pulled_are_not_named() -> None:
     assert levers(cfg)[0] == "parallel.wrapping=memory_efficient"
 
 
+def test_levers_of_a_pipeline() -> None:
+    cfg = FullFinetuneConfig(batch_size=4, gradient_accumulation_steps=4)
+    cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "gpipe"
+    expected = ["parallel.pipeline_schedule=1f1b", "parallel.pipeline_split=memory", "batch_size=2 with "]
+    assert [found.startswith(lever) for found, lever in zip(levers(cfg), expected, strict=False)] == [True] * 3
+    cfg.parallel.pipeline_schedule, cfg.parallel.pipeline_split = "1f1b", [9, 7]
+    cfg.parallel.pipeline_microbatches = 4  # of 4 rows each, whatever batch_size is
+    assert levers(cfg)[:2] == ["parallel.pipeline_microbatches=8", "memory.activation_checkpointing=full"]
+    cfg.batch_size, cfg.parallel.pipeline_microbatches = 3, 4
+    assert levers(cfg)[0] == "parallel.pipeline_microbatches=12"
+
+
 def test_other_errors_pass() -> None:
     with (
         pytest.raises(ZeroDivisionError),

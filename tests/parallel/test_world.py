@@ -1,6 +1,7 @@
 """The world: environment, mesh, and errors that all ranks end with."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError
-from recipe_lib.parallel.world import MESH_DIMS, World, communicators, mesh_shape, start_world
+from recipe_lib.parallel.world import MESH_DIMS, World, communicators, mesh_shape, start_world, world_of
 from tests.distributed.ranks import RankFailure, free_port, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def test_one_process_is_a_world_of_one_that_ends_with_its_block() -> None:
     with start_world(cpu_config()) as world:
         assert (world.rank, world.size, world.data_rank, world.data_ranks) == (0, 1, 0, 1)
         assert world.is_main and world.device == torch.device("cpu")
-        assert world.mesh.mesh_dim_names == MESH_DIMS and tuple(world.mesh.shape) == (1, 1, 1)
+        assert world.mesh.mesh_dim_names == MESH_DIMS and tuple(world.mesh.shape) == (1, 1, 1, 1)
         assert world.any(True) and not world.any(False)
         assert world.broadcast_json({"a": [1]}) == {"a": [1]} and world.gather_json(3) == [3]
         assert world.all_reduce_sum(torch.tensor(2.0)) == 2
@@ -48,22 +49,25 @@ def fail_with_row(line: str) -> None:
 
 @pytest.mark.parametrize(
     ("parallel", "size", "expected"),
-    [({}, 4, (1, 4, 1)), ({"data_replicate": 2}, 4, (2, 2, 1)), ({"data_replicate": 4}, 4, (4, 1, 1)),
-     ({"data_shard": 2, "data_replicate": 2}, 4, (2, 2, 1)), ({}, 1, (1, 1, 1)), ({"tensor": 4}, 4, (1, 1, 4)),
-     ({"tensor": 2}, 8, (1, 4, 2)), ({"tensor": 2, "data_replicate": 2}, 8, (2, 2, 2))],
+    [({}, 4, (1, 1, 4, 1)), ({"data_replicate": 2}, 4, (1, 2, 2, 1)), ({"data_replicate": 4}, 4, (1, 4, 1, 1)),
+     ({"data_shard": 2, "data_replicate": 2}, 4, (1, 2, 2, 1)), ({}, 1, (1, 1, 1, 1)),
+     ({"tensor": 4}, 4, (1, 1, 1, 4)), ({"tensor": 2}, 8, (1, 1, 4, 2)),
+     ({"tensor": 2, "data_replicate": 2}, 8, (1, 2, 2, 2)), ({"pipeline": 4}, 4, (4, 1, 1, 1)),
+     ({"pipeline": 2}, 8, (2, 1, 4, 1)), ({"pipeline": 2, "tensor": 2, "data_replicate": 2}, 16, (2, 2, 2, 2))],
 )  # fmt: skip
-def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, int, int]) -> None:
+def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, ...]) -> None:
     assert mesh_shape(ParallelConfig(**parallel), size) == expected
 
 
 def test_groups_that_communicate() -> None:
     found = [communicators(ParallelConfig(**parallel), size) for parallel, size in COMMUNICATING]
-    assert found == [[], [8], [2, 4, 8], [8], [4, 2, 8], [2, 2, 2, 4, 8]]
+    assert found == [[], [8], [2, 4, 8], [8], [4, 2, 8], [2, 2, 2, 4, 8], [8], [2, 4, 8], [2, 2, 2, 4, 8], [2, 4, 8]]
 
 
 COMMUNICATING: list[tuple[dict[str, int], int]] = [
     ({}, 1), ({}, 8), ({"data_replicate": 2}, 8), ({"tensor": 8}, 8), ({"tensor": 2}, 8),
-    ({"tensor": 2, "data_replicate": 2}, 8),
+    ({"tensor": 2, "data_replicate": 2}, 8), ({"pipeline": 8}, 8), ({"pipeline": 2}, 8),
+    ({"pipeline": 2, "tensor": 2}, 8), ({"pipeline": 2, "tensor": 4}, 8),
 ]  # fmt: skip
 
 
@@ -84,6 +88,17 @@ COMMUNICATING: list[tuple[dict[str, int], int]] = [
         ({"data_replicate": 3, "tensor": 2}, 8,
          "parallel.data_replicate: found 3 copies for 4 ranks (of 8, by parallel.tensor), expected a divisor of 4; use "
          "one of 1, 2, 4, or start a multiple of 6 ranks (--nproc_per_node)"),
+        ({"pipeline": 3}, 4, "parallel.pipeline: found 3 for 4 ranks, expected a divisor of 4; start a multiple of 3 "
+         "ranks (--nproc_per_node)"),
+        ({"pipeline": 2, "tensor": 4}, 4,
+         "parallel.pipeline x parallel.tensor: found 2 x 4 = 8 for 4 ranks, expected a divisor of 4; start a multiple "
+         "of 8 ranks (--nproc_per_node)"),
+        ({"pipeline": 2, "tensor": 2, "data_replicate": 3}, 8,
+         "parallel.data_replicate: found 3 copies for 2 ranks (of 8, by parallel.pipeline and parallel.tensor), "
+         "expected a divisor of 2; use one of 1, 2, or start a multiple of 12 ranks (--nproc_per_node)"),
+        ({"pipeline": 2, "data_shard": 4}, 4,
+         "parallel: found data_replicate 1 x data_shard 4 = 4 for 2 ranks (of 4, by parallel.pipeline); set "
+         "parallel.data_shard=2 or -1, or start 8 ranks (--nproc_per_node)"),
         ({"data_shard": 0}, 4, "parallel.data_shard: found 0, expected -1 or an integer >= 1"),
     ],
 )  # fmt: skip
@@ -167,12 +182,74 @@ def test_collectives_of_two_ranks() -> None:
 
     for values in run_ranks(work, 2):
         assert values == {
-            "mesh": [1, 2, 1],
+            "mesh": [1, 1, 2, 1],
             "sum": 3.0,
             "any": [True, False],
             "broadcast": {"from": 0, "text": "ééééé"},
             "gather": ["", "xxxxx"],
         }
+
+
+def test_places_and_sums_of_ranks_of_pipelines() -> None:
+    """Rank = (place in the pipeline, data rank, place in the tensor-parallel group), the last one fastest."""
+    shapes = [{"pipeline": 4}, {"pipeline": 2}, {"pipeline": 2, "tensor": 2}]
+
+    def work() -> list[list[object]]:
+        found = []
+        for parallel in shapes:
+            with start_world(cpu_config(**parallel)) as world:
+                assert world.pipeline is not None and world.pipeline.ranks[world.pipeline.rank] == world.rank
+                tensor = None if world.tensor is None else world.tensor.rank
+                # Of a pipeline of batch 0 or 1 the last rank alone knows a number; ranks that share matrices all do.
+                knows = world.pipeline.rank == world.pipeline.size - 1
+                known = torch.tensor(10.0 + world.data_rank if knows else 0.0)
+                place = [world.pipeline.rank, world.data_rank, tensor]
+                found.append([*place, list(world.pipeline.ranks), float(world.all_reduce_sum(known))])
+        return found
+
+    by_rank = run_ranks(work, 4)
+    every = [0, 1, 2, 3]
+    assert [found[0] for found in by_rank] == [[rank, 0, None, every, 10.0] for rank in every]
+    assert [found[1] for found in by_rank] == [
+        [0, 0, None, [0, 2], 21.0], [0, 1, None, [1, 3], 21.0],
+        [1, 0, None, [0, 2], 21.0], [1, 1, None, [1, 3], 21.0],
+    ]  # fmt: skip
+    assert [found[2] for found in by_rank] == [
+        [0, 0, 0, [0, 2], 10.0], [0, 0, 1, [1, 3], 10.0], [1, 0, 0, [0, 2], 10.0], [1, 0, 1, [1, 3], 10.0],
+    ]  # fmt: skip
+
+
+def test_the_world_of_two_pipelines_of_shared_matrices() -> None:
+    """Of every one of 8 ranks of a mesh of 2 x 2 x 1 x 2, without processes."""
+    for rank in range(8):
+        mesh = OfSizes(dict(zip(MESH_DIMS, (2, 2, 1, 2), strict=True)))
+        world = world_of(mesh, rank, 8, rank, torch.device("cpu"))  # type: ignore[arg-type]
+        stage, copy, column = rank // 4, rank // 2 % 2, rank % 2
+        assert (world.data_rank, world.data_ranks) == (copy, 2)
+        assert world.tensor is not None and (world.tensor.rank, world.tensor.size) == (column, 2)
+        assert world.pipeline is not None and world.pipeline.size == 2
+        assert (world.pipeline.rank, world.pipeline.ranks) == (stage, (rank % 4, rank % 4 + 4))
+
+
+class OfSizes:
+    """A mesh, as far as its sizes go."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self._sizes = sizes
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> "OfSizes":
+        return OfSizes({name: self._sizes[name] for name in ([names] if isinstance(names, str) else names)})
+
+    def size(self) -> int:
+        return math.prod(self._sizes.values())
+
+    def get_group(self, name: str) -> "OfSizes":
+        return self
+
+    group_name = "of these"
+
+    def _flatten(self, name: str) -> None:
+        pass
 
 
 class OwnError(OutOfMemoryError):

@@ -63,7 +63,7 @@ def test_other_settings_are_said() -> None:
     cfg = config()
     cfg.max_steps, cfg.lr_schedule.kind, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
     cfg.parallel.data_replicate = 2
-    mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 4, 1))
+    mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 4, 1))
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh)
     lines = derived_numbers(cfg, world, model(), Rows(), Plan())
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
@@ -79,6 +79,21 @@ def test_other_settings_are_said() -> None:
     assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
 
 
+def test_a_pipeline_is_said() -> None:
+    cfg, network = config(), model()
+    cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "zbv"
+    cfg.parallel.pipeline_microbatches = 8
+    network.pipeline = SimpleNamespace(layers={1: range(2, 4), 2: range(4, 5)})
+    mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 1, 2, 1))
+    lines = derived_numbers(cfg, SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh), network, Rows(), Plan())
+    assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
+    assert lines[1] == "global batch: 16 rows = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
+    assert lines[3] == (
+        "pipeline: 8 micro-batches of batch_size 1 through 4 stages, zbv; here stages 1: layers 2 to 3, 2: layers 4 to "
+        "4"
+    )
+
+
 def test_a_rank_counts_its_own_shards() -> None:
     def work() -> list[str]:
         from torch.distributed.device_mesh import init_device_mesh
@@ -86,7 +101,7 @@ def test_a_rank_counts_its_own_shards() -> None:
 
         network = nn.Linear(256, 1024, bias=False)
         fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
-        mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 1))
+        mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 1, 2, 1))
         world = SimpleNamespace(size=2, device=CPU, data_ranks=2, mesh=mesh)
         return derived_numbers(config(), world, network, Rows(), Plan())
 

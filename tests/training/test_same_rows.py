@@ -1,4 +1,5 @@
-"""The ranks that share matrices have read the same rows, or the run does not begin; neither does it when resumed."""
+"""The ranks that share matrices, or a pipeline, have read the same rows, or the run does not begin; neither does it
+when resumed."""
 
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from recipe_lib.training.same_rows import check_same_rows
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, losses, run_here
 
-MESSAGE = "data: the 2 ranks of tensor-parallel group {} found different rows for the same step"
+MESSAGE = "data: the 2 ranks {} that have data rank {} found different rows for the same step"
+SHARED = "that share matrices"
 
 
 def step(tokens: list[int], labels: list[int], positions: torch.Tensor | None = None) -> StepBatches:
@@ -21,9 +23,9 @@ def step(tokens: list[int], labels: list[int], positions: torch.Tensor | None = 
     return StepBatches([batch], len(labels), len(tokens), len(tokens), items=1)
 
 
-def check(steps: list[StepBatches]) -> str:
+def check(steps: list[StepBatches], **parallel: int) -> str:
     """What the check of this rank's rows says."""
-    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))
+    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**parallel))
     with start_world(cfg) as world:
         try:
             check_same_rows(steps[world.rank], world)
@@ -39,11 +41,17 @@ def test_rows_may_differ_between_groups_and_not_within_one() -> None:
         starts = step([1, 2], [2, 3], positions=torch.tensor([[0, 0]]))
         cases = [[first, first, second, second], [first, first, second, other_label]]
         cases += [[first, longer, second, second], [starts, first, first, first]]
-        return [check(case) for case in cases]
+        found = [check(case, tensor=2) for case in cases]
+        # The ranks of a pipeline are not neighbours.
+        found += [check([first, second, first, second], pipeline=2), check([first, second] * 2, pipeline=2, tensor=2)]
+        return [*found, check([first, second, first, other_label], pipeline=2)]
 
-    for alike, *refused in run_ranks(all_cases, 4):
-        assert alike == ""
-        assert all(told.startswith(MESSAGE.format(group)) for told, group in zip(refused, (1, 0, 0), strict=True))
+    for alike, *refused, alike_too, both, piped in run_ranks(all_cases, 4):
+        assert alike == alike_too == ""
+        told = zip(refused, (1, 0, 0), strict=True)
+        assert all(line.startswith(MESSAGE.format(SHARED, group)) for line, group in told)
+        assert both.startswith("data: the 4 ranks of a pipeline and that share matrices that have data rank 0 found")
+        assert piped.startswith(MESSAGE.format("of a pipeline", 1))
 
 
 def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> None:
@@ -71,5 +79,5 @@ def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> No
 
     for refused, resumed in run_ranks(run, 2):
         assert len(refused) == len(resumed) == 1
-        assert MESSAGE.format(0) in refused[0] and MESSAGE.format(0) in resumed[0]
+        assert MESSAGE.format(SHARED, 0) in refused[0] and MESSAGE.format(SHARED, 0) in resumed[0]
     assert len(losses(tmp_path / "run")) == 1  # of the run that was not changed

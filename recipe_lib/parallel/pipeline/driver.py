@@ -10,28 +10,37 @@ torch's own stages and their runtime are not used: in 2.13 they keep receive buf
 through a step, and their split backward leaves out gradients of stages behind frozen ones and of resharded parameters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.pipeline import SCHEDULES, rank_of_stage, stage_count
+from recipe_lib.errors import ConfigError
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import Later, put_off, splittable
 from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel.pipeline import schedules as kinds
 from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, with_transfers
-from recipe_lib.parallel.pipeline.transport import Arriving, Transport
+from recipe_lib.parallel.pipeline.theory import taken_in
+from recipe_lib.parallel.pipeline.timeline import simulate
+from recipe_lib.parallel.pipeline.transport import OnItsWay, Transport
 from recipe_lib.parallel.pipeline.units import HeldBack
+from recipe_lib.parallel.pipeline.watch import watch_over
 
 if TYPE_CHECKING:
     from recipe_lib.models.decoder import Decoder
     from recipe_lib.parallel.pipeline.stages import PipelineConfig
     from recipe_lib.parallel.world import World
+
+
+# Told of each action that begins, and by None of the end of a run of them: who simulates a step sets it.
+on_action: Callable[[Action | None], None] | None = None
 
 
 class MicroBatch(Protocol):
@@ -75,7 +84,7 @@ class Pipeline:
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
         self._trains: list[bool] | None = None
-        self._actions: dict[tuple[bool, int], list[Action]] = {}
+        self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._held: HeldBack | None = None
         self._dtype = next(model.parameters()).dtype
         self._turn: tuple[int, torch.Size] | None = None
@@ -120,14 +129,14 @@ class Pipeline:
             self._trains = self._agree_on_training()
         step = _Step(self, batches, loss_of, None)
         with splittable() if self._splits else torch.enable_grad():
-            step.run(self._orders(len(batches), training=True))
+            step.run(*self._orders(len(batches), training=True))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], result_of: Callable[[int, Any], Any]) -> list[Any]:
         """Forward alone; what `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
         results: list[Any] = [None] * len(batches)
         step = _Step(self, batches, result_of, results)
-        step.run(self._orders(len(batches), training=False))
+        step.run(*self._orders(len(batches), training=False))
         return results
 
     def sum_tied_gradients(self) -> None:
@@ -144,9 +153,9 @@ class Pipeline:
             return
         own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
         transport = self._use_transport()
-        transport.send(own, last - self._place, tag=0)
+        sent = transport.send(own, last - self._place, tag=0)
         other = transport.receive(tuple(own.shape), own.dtype, last - self._place, tag=0).wait()
-        transport.finish()
+        sent.wait()  # before it is written to
         own.add_(other)
 
     def _use_transport(self) -> Transport:
@@ -154,29 +163,50 @@ class Pipeline:
             self._transport = Transport(self._world)
         return self._transport
 
-    def _orders(self, micro_batches: int, *, training: bool) -> list[Action]:
+    def _orders(self, micro_batches: int, *, training: bool) -> tuple[list[Action], dict[int, list[Action]]]:
+        """This rank's actions, and by number of an action the sends that the others have taken when it begins.
+
+        They have if every rank is as fast as the others; where one is not, a rank waits there for those behind it.
+        Each rank waits so in an order that the simulation has shown to come to its end.
+        """
         key = (training, micro_batches)
-        if key not in self._actions:
+        if key not in self._known:
             orders = (compute_orders if training else forward_orders)(self._parallel, micro_batches)
-            self._actions[key] = with_transfers(orders, self._parallel)[self._place]
-        return self._actions[key]
+            lists = with_transfers(orders, self._parallel)
+            timeline, own = simulate(lists, self._parallel, lambda action: kinds.UNITS[action.kind]), lists[self._place]
+            taken: dict[int, list[Action]] = {}
+            for send, number in taken_in(timeline, own, self._place, self._parallel).items():
+                taken.setdefault(number, []).append(send)
+            self._known[key] = own, taken
+        return self._known[key]
 
     def _agree_on_training(self) -> list[bool]:
-        """By stage, whether any of its parameters is trained: which gradients have to be sent is known by all."""
+        """By stage, whether any of its parameters is trained: which gradients have to be sent is known by all.
+
+        The last entry is the head's. Raises ConfigError if nothing is.
+        """
         mine = {stage: self._is_trained(stage) for stage in self.layers}
-        if not holds_values(self._world.device):  # a simulation: the others' are like ours
-            return [mine.get(stage, any(mine.values())) for stage in range(self._stages)]
+        if self.has_last:
+            mine[self._stages] = _are_trained([self._model.model.norm, self._model.lm_head])
+        if not holds_values(self._world.device) or dist.get_backend() == "fake":  # alone: the others' are like ours
+            return [mine.get(stage, any(mine.values())) for stage in range(self._stages + 1)]
         found: dict[str, bool] = {}
         for told in self._world.gather_json(mine):
             found |= told
-        return [found[str(stage)] for stage in range(self._stages)]
+        if not any(found.values()):
+            raise ConfigError("optimizer: found no parameter that requires a gradient; leave at least one unfrozen")
+        return [found[str(stage)] for stage in range(self._stages + 1)]
 
     def _is_trained(self, stage: int) -> bool:
         """Of the layers, and of the embedding on the first stage: the head is behind all stages."""
         trunk = self._model.model
         modules = [trunk.layers.get_submodule(str(number)) for number in self.layers[stage]]
         modules += [trunk.embed_tokens] if stage == 0 else []
-        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        return _are_trained(modules)
+
+
+def _are_trained(modules: Sequence[nn.Module]) -> bool:
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 class _Step:
@@ -192,8 +222,10 @@ class _Step:
         """finish: what the last stage's output goes to; results: where it is put, or None: it is trained on."""
         self._pipeline, self._batches, self._finish, self._results = pipeline, batches, finish, results
         self._transport = pipeline._use_transport()
-        self._arriving: dict[tuple[str, int, int], Arriving] = {}  # by "F" or "B", stage, micro-batch
+        self._watch = watch_over(pipeline._world, pipeline._parallel)
+        self._arriving: dict[tuple[str, int, int], OnItsWay] = {}  # by "F" or "B", stage, micro-batch
         self._leaving: dict[tuple[str, int, int], Tensor] = {}
+        self._sent: dict[Action, OnItsWay] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._later: dict[tuple[int, int], list[Later]] = {}
         if pipeline._held is None:
@@ -210,16 +242,27 @@ class _Step:
             kinds.SEND_GRADIENT: lambda stage, number: self._send("B", stage, number, stage - 1),
         }
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """All of them; at the end nothing of it is alive."""
-        for action in actions:
-            self._transport.let_go()
-            self._do[action.kind](action.stage, action.micro_batch)
-        self._transport.finish()
+    def run(self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]) -> None:
+        """All actions; at the end nothing of it is alive. taken: by number of an action, the sends done before it."""
+        with self._watch.step():
+            for place, action in enumerate(actions):
+                for send in taken.get(place, ()):
+                    self._watch.at(send)
+                    self._let_go(send)
+                self._watch.at(action)
+                if on_action is not None:
+                    on_action(action)
+                self._do[action.kind](action.stage, action.micro_batch)
+            for send in list(self._sent):
+                self._watch.at(send)
+                self._let_go(send)
+        if on_action is not None:
+            on_action(None)
+        self._do.clear()  # which refers to this object: a cycle would keep the batches alive
 
     def _forward(self, stage: int, number: int) -> None:
         pipeline, batch = self._pipeline, self._batches[number]
-        received = None if stage == 0 else self._arriving.pop(("F", stage, number)).wait()
+        received = None if stage == 0 else self._take("F", stage, number)
         if received is not None and self._results is None and self._is_wanted(stage):
             received.requires_grad_()
         pipeline._turn = stage, batch.tokens.shape
@@ -264,7 +307,7 @@ class _Step:
     def _output_gradient(self, stage: int, number: int, kept: _Kept) -> Tensor | None:
         """The gradient of a stage's output: from the next stage, or through the head and its loss, made here."""
         if stage < self._pipeline._stages - 1:
-            return self._arriving.pop(("B", stage, number)).wait() if kept.graph is not None else None
+            return self._take("B", stage, number) if kept.graph is not None else None
         hidden, kept.hidden = kept.hidden, None
         assert hidden is not None
         loss = self._finished(number, hidden)
@@ -288,18 +331,36 @@ class _Step:
         place, tag = rank_of_stage(pipeline._parallel, other), self._tag(what, stage, number)
         self._arriving[what, stage, number] = self._transport.receive(shape, dtype, place, tag)
 
+    def _take(self, what: str, stage: int, number: int) -> Tensor:
+        """What the action needs of another stage, when it is there."""
+        arriving = self._arriving.pop((what, stage, number))
+        if arriving.is_here:
+            return arriving.wait()
+        self._watch.waits()
+        tensor = arriving.wait()
+        self._watch.computes()
+        return tensor
+
     def _hand_on(self, what: str, stage: int, number: int, other: int, tensor: Tensor) -> None:
         """To a stage of this rank as it is; for another rank's it waits for its turn to be sent."""
         if other in self._pipeline.layers:
-            self._arriving[what, other, number] = Arriving(tensor, None)
+            self._arriving[what, other, number] = OnItsWay(tensor, None)
         else:
             self._leaving[what, stage, number] = tensor
 
     def _send(self, what: str, stage: int, number: int, other: int) -> None:
         tensor = self._leaving.pop((what, stage, number), None)
         if tensor is not None:
-            place = rank_of_stage(self._pipeline._parallel, other)
-            self._transport.send(tensor, place, self._tag(what, other, number))
+            place, tag = rank_of_stage(self._pipeline._parallel, other), self._tag(what, other, number)
+            send = kinds.SEND_ACTIVATION if what == "F" else kinds.SEND_GRADIENT
+            self._sent[Action(stage, send, number)] = self._transport.send(tensor, place, tag)
+
+    def _let_go(self, send: Action) -> None:
+        """Drops what was sent; if the other rank has not taken it, waits until it has."""
+        sent = self._sent.pop(send, None)  # None: a gradient that nobody wants
+        if sent is not None:
+            self._watch.at(send)
+            sent.wait()
 
     def _is_wanted(self, stage: int) -> bool:
         """Whether a stage's input has a gradient: a stage before it is trained."""

@@ -133,7 +133,9 @@ def _torch_settings(ranks: int, stages: int, micro_batches: int) -> Any:
 def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
     """torch's actions on so many micro-batches without its gaps; of a forward that overlaps a backward first the one,
     then the other."""
-    parts = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
+    parts = [
+        part for action in actions if action is not None for part in getattr(action, "sub_actions", None) or (action,)
+    ]
     return [
         Action(part.stage_index, _KINDS[part.computation_type.name], part.microbatch_index)
         for part in parts

@@ -1,34 +1,224 @@
-"""Which layers each stage of a pipeline has."""
+"""Which layers each stage of a pipeline has: as even in time, or in memory, as whole layers allow. No torch.
 
-from recipe_lib.config.pipeline import stage_count
+All layers of a model count the same here, also where some see a window and others all tokens. So a split is a number of
+layers for each stage. What is made as small as possible is the largest rank: a pipeline is as slow, and needs as much
+memory, as that. A rank with several stages divides its layers among them evenly in time.
+
+Of equal items, put one after the other where the sum is then smallest, the largest sum is as small as can be, whatever
+is there before; so the splits found here are the best ones, and each rank that computes them finds the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_lib.config.pipeline import micro_batches, rank_of_stage, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.parallel.pipeline.schedules import compute_orders
+
+BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+_QUANTISED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
+# Of a token's pass through a layer's matrices: how much of it is done again in backward.
+_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
-def split_layers(spec: DecoderSpec, parallel: ParallelConfig) -> list[range]:
+def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
     """The layers of each stage, first to last.
 
-    Raises ConfigError for fewer layers than stages, and for a `parallel.pipeline_split` that does not fit the model.
+    cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
+    `parallel.pipeline_split: memory`. Raises ConfigError for fewer layers than stages, and for a
+    `parallel.pipeline_split` that does not fit the model.
     """
+    parallel: ParallelConfig = cfg.parallel
     stages, layers = stage_count(parallel), spec.num_layers
     if stages > layers:
         raise ConfigError(
             f"parallel.pipeline: found {stages} stages for {layers} layers, expected a layer for each stage at least; "
-            f"set parallel.pipeline to {layers} or fewer, or a schedule with fewer stages on a rank"
+            f"set parallel.pipeline lower ({stages // parallel.pipeline} on each rank, {layers} in all at most), or a "
+            "parallel.pipeline_schedule with fewer stages on a rank"
         )
     counts = parallel.pipeline_split
     if isinstance(counts, str):
-        counts = _even(layers, stages)
+        layer, head = time_of(spec, cfg)
+        cost = _time_cost(parallel, layer, head) if counts == "time" else memory_of(spec, cfg, shards)
+        counts = _balanced(parallel, layers, cost, head / layer)
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             f"parallel.pipeline_split: found {len(counts)} stages with {sum(counts)} layers, expected {stages} stages "
             f"(parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline} ranks) with the model's "
-            f"{layers} layers in all"
+            f"{layers} layers in all; list {stages} numbers with that sum, or set time or memory"
         )
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def _even(layers: int, stages: int) -> list[int]:
-    return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+Cost = Callable[[int, dict[int, int]], float]  # of a rank with so many layers in each of its stages
+
+
+def _balanced(parallel: ParallelConfig, layers: int, cost: Cost, head: float) -> list[int]:
+    """The layers of each stage, such that the rank with the largest cost has as little as can be.
+
+    Where ranks are equal, the one further behind gets the layer: with one stage on each it has fewer micro-batches in
+    flight. cost: may only grow with the layers. head: how many layers the last stage's head takes as long as.
+    """
+    ranks = range(parallel.pipeline)
+    stages = {rank: stages_of_rank(parallel, rank) for rank in ranks}
+    last = stage_count(parallel) - 1
+    given = {rank: dict.fromkeys(stages[rank], 1) for rank in ranks}
+    for _ in range(layers - last - 1):
+        more = {rank: _with_one_more(given[rank], last, head) for rank in ranks}
+        chosen = min(reversed(ranks), key=lambda rank: cost(rank, more[rank]))
+        given[chosen] = more[chosen]
+    counts = {stage: count for rank in ranks for stage, count in given[rank].items()}
+    return [counts[stage] for stage in range(last + 1)]
+
+
+def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, int]:
+    """A rank's layers on each of its stages with one more, on the stage that then takes the least time."""
+    chosen = min(counts, key=lambda stage: counts[stage] + (head if stage == last else 0))
+    return counts | {chosen: counts[chosen] + 1}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What of a config the costs depend on. width: bytes of a number. trained: all weights, else adapters alone.
+    adapters: of that rank. copies: of the model, a reference included. states: of the optimizer, per weight."""
+
+    tokens: int  # of a micro-batch, of one tensor-parallel rank
+    length: int
+    again: str
+    width: int
+    trained: bool
+    layer_width: float
+    adapters: int
+    copies: int
+    states: int
+    chunks: int
+
+
+def _read(cfg: Any) -> _Run:
+    """Keys that a recipe does not have are read as if they did nothing."""
+    lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
+    trained = lora is None or (dpo is not None and dpo.train == "full")
+    memory, optimizer = getattr(cfg, "memory", None), getattr(cfg, "optimizer", None)
+    width = BYTES.get(getattr(cfg, "dtype", "bf16"), 2)
+    quantised = None if trained or lora is None else _QUANTISED.get(lora.quantize)
+    length = getattr(cfg, "max_seq_len", 0)
+    rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
+    return _Run(
+        tokens=rows * length * (1 if dpo is None else 2) // cfg.parallel.tensor,
+        length=length,
+        again="none" if memory is None else memory.activation_checkpointing,
+        width=width,
+        trained=trained,
+        layer_width=width if quantised is None else quantised,
+        adapters=0 if trained or lora is None else lora.rank,
+        copies=2 if dpo is not None and dpo.train == "full" and _has_reference(dpo) else 1,
+        states=2 if optimizer is None or optimizer.name != "sgd" else int(optimizer.momentum > 0),
+        chunks=1 if memory is None else memory.loss_chunks,
+    )
+
+
+def _has_reference(dpo: Any) -> bool:
+    return dpo.loss != "simpo" and not dpo.reference_free
+
+
+def layer_weights(spec: DecoderSpec) -> int:
+    """Elements of one layer's matrices: queries and output, keys and values, MLP."""
+    heads = spec.num_heads + spec.num_kv_heads
+    return 2 * spec.width * heads * spec.head_width + 3 * spec.width * spec.mlp_width
+
+
+def time_of(spec: DecoderSpec, cfg: Any) -> tuple[float, float]:
+    """(a layer's, the head's) time for a token, forward and backward, in floating-point operations.
+
+    A layer: 2 for each weight forward, as many for the gradient of its input, and of its weights if they are trained;
+    attention 4 h e for each token that it sees, half of `max_seq_len` or the window, and 2.5 times that in backward.
+    Forward again as far as layers are checkpointed. The head: v d weights, whatever is checkpointed. Embedding: none.
+    """
+    run = _read(cfg)
+    seen = [run.length / 2 if window is None else min(run.length / 2, window) for window in spec.windows]
+    attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
+    passes = 3 if run.trained else 2
+    layer = 2 * layer_weights(spec) * (passes + _AGAIN[run.again]) + attention * (4.5 if run.again == "full" else 3.5)
+    return layer, 2.0 * spec.vocab_size * spec.width * passes
+
+
+def _time_cost(parallel: ParallelConfig, layer: float, head: float) -> Cost:
+    last = rank_of_stage(parallel, stage_count(parallel) - 1)
+    return lambda rank, counts: layer * sum(counts.values()) + (head if rank == last else 0)
+
+
+def memory_of(spec: DecoderSpec, cfg: Any, shards: int = 1) -> Cost:
+    """The bytes of a rank: parameters, gradients and optimizer states, embedding and head where they are, and what the
+    layers keep of the micro-batches in flight; the head's gradient before it is added, and one chunk of its logits.
+
+    What every rank has alike is left out, as the layer that is being computed and what is on its way.
+    """
+    run = _read(cfg)
+    parallel: ParallelConfig = cfg.parallel
+    parts = shards * parallel.tensor
+    per_weight = (run.width * ((2 + run.states) if run.trained else 1) + run.width * (run.copies - 1)) / parts
+    vocabulary = spec.vocab_size * spec.width
+    layer = layer_weights(spec) * (per_weight if run.trained else run.layer_width / parts)
+    layer += _adapter_weights(spec, run.adapters) * run.width * (2 + run.states) / parts
+    kept, put_off = kept_of_layer(spec, run.again), put_off_of_layer(spec) if run.trained else 0
+    logits = run.tokens * parallel.tensor / run.chunks * spec.vocab_size * (run.width + 8) / parallel.tensor
+    head = vocabulary * per_weight + logits + (vocabulary * run.width / parallel.tensor if run.trained else 0)
+    ends = {rank_of_stage(parallel, 0): vocabulary * per_weight}
+    last = rank_of_stage(parallel, stage_count(parallel) - 1)
+    # A tied head on the first rank, as a V has it, is the embedding itself.
+    ends[last] = ends.get(last, 0) + head - (vocabulary * per_weight if spec.tied and last in ends else 0)
+    flights = _flights(parallel, micro_batches(cfg)[1])
+
+    def cost(rank: int, counts: dict[int, int]) -> float:
+        elements = max(
+            sum(counts[stage] * (ahead * kept + later * put_off) for stage, ahead, later in moment)
+            for moment in flights[rank]
+        )
+        return layer * sum(counts.values()) + ends.get(rank, 0) + elements * run.tokens * run.width
+
+    return cost
+
+
+def _flights(parallel: ParallelConfig, count: int) -> dict[int, set[tuple[tuple[int, int, int], ...]]]:
+    """By rank, what may be there at once: of each stage how many micro-batches between F and B or I, and between I
+    and W."""
+    found: dict[int, set[tuple[tuple[int, int, int], ...]]] = {}
+    for rank, order in compute_orders(parallel, count).items():
+        ahead, later = (
+            dict.fromkeys(stages_of_rank(parallel, rank), 0),
+            dict.fromkeys(stages_of_rank(parallel, rank), 0),
+        )
+        found[rank] = set()
+        for action in order:
+            ahead[action.stage] += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+            later[action.stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+            found[rank].add(tuple((stage, ahead[stage], later[stage]) for stage in ahead))
+    return found
+
+
+def kept_of_layer(spec: DecoderSpec, checkpointing: str) -> int:
+    """Elements a token that a layer keeps from forward to backward: `memory.activation_checkpointing` none, selective
+    or full."""
+    queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
+    if checkpointing == "full":
+        return spec.width
+    if checkpointing == "selective":
+        return 2 * spec.width + queries + keys + spec.mlp_width
+    return 4 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width
+
+
+def put_off_of_layer(spec: DecoderSpec) -> int:
+    """Elements a token that a layer's weight gradients take: each linear's input, shared ones once, and its output's
+    gradient."""
+    queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
+    return 4 * spec.width + 2 * queries + 2 * keys + 3 * spec.mlp_width
+
+
+def _adapter_weights(spec: DecoderSpec, rank: int) -> int:
+    """Elements of a layer's adapters, one on each of its seven linears."""
+    queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
+    return rank * (2 * (spec.width + queries) + 2 * (spec.width + keys) + 3 * (spec.width + spec.mlp_width))

@@ -33,7 +33,7 @@ def split_pipeline(model: Decoder, cfg: PipelineConfig, world: World) -> None:
     if world.pipeline is None:
         return
     parallel, spec = cfg.parallel, model.spec
-    layers = split_layers(spec, parallel)
+    layers = split_layers(spec, cfg, world.mesh["data_shard"].size())
     mine = stages_of_rank(parallel, world.pipeline.rank)
     first, last = 0 in mine, stage_count(parallel) - 1 in mine
     whole = [name for name, _ in model.named_modules() if name]

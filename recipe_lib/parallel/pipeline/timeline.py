@@ -101,7 +101,8 @@ class _Simulation:
         self._orders, self._parallel = orders, parallel
         self._seconds, self._transfer = seconds, transfer
         self._stages = stage_count(parallel)
-        self._at, self._clock = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
+        self._at = dict.fromkeys(orders, 0)
+        self._clock: dict[int, float] = dict.fromkeys(orders, 0)
         self._across = {action for order in orders.values() for action in order if action.kind not in COMPUTE}
         # By (rank, other rank): the sends and receives that the rank has come to and the other has not, and when.
         self._waiting: dict[tuple[int, int], deque[tuple[Action, float]]] = defaultdict(deque)

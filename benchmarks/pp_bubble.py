@@ -1,0 +1,203 @@
+"""The bubble of every pipeline schedule, measured: gloo processes whose layers sleep, through the driver that trains.
+
+    python benchmarks/pp_bubble.py --output docs/measurements/pp_bubble.md
+
+Forward, input gradient and weight gradients of a layer sleep for one tick each, so that many ranks do on few cores:
+until the next tick of a clock that all processes share. So what the machine adds to an action, as long as it is less
+than half a tick, does not add up, and what is measured is who waits for whom.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks.pp_traced import Rows, config, micro_batches, small_spec  # noqa: E402
+from recipe_lib.config.pipeline import SCHEDULES, stage_count, stages_per_rank  # noqa: E402
+from recipe_lib.config.schema import ParallelConfig  # noqa: E402
+from recipe_lib.models import build_meta, init_weights  # noqa: E402
+from recipe_lib.ops import deferred  # noqa: E402
+from recipe_lib.parallel import split_pipeline, start_world  # noqa: E402
+from recipe_lib.parallel.pipeline import driver  # noqa: E402
+from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders, with_transfers  # noqa: E402
+from recipe_lib.parallel.pipeline.timeline import simulate, theoretical_bubble  # noqa: E402
+from tests.distributed.ranks import run_ranks  # noqa: E402
+
+RANKS = (2, 4)
+STEPS = 6  # the first is not counted
+ALLOWED = 0.05  # of the bubble in theory
+ONE_STAGE = "1f1b"
+
+
+def sleep_a_tick(seconds: float) -> None:
+    """Until the tick, a whole multiple of `seconds` of the machine's clock, that is nearest to `seconds` from now."""
+    begin = time.monotonic()
+    time.sleep(max(0.0, round(begin / seconds + 1) * seconds - begin))
+
+
+class _Sleeping(torch.autograd.Function):
+    """A layer that takes its time and changes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.weight, ctx.seconds = weight, seconds
+        sleep_a_tick(seconds)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, seconds = ctx.weight, ctx.seconds
+        sleep_a_tick(seconds)
+
+        def weight_gradient() -> list[Tensor | None]:
+            sleep_a_tick(seconds)
+            return [torch.zeros_like(weight)]
+
+        if deferred.puts_off():
+            deferred.note([weight], weight_gradient)
+        else:
+            weight_gradient()
+        return gradients[0].clone(), None, None
+
+
+def make_sleep(model: nn.Module, seconds: float) -> None:
+    """Every layer sleeps instead of what it did."""
+    for layer in model.model.layers.children():
+        weight = layer.input_layernorm.weight
+        layer.forward = lambda hidden, *rest, weight=weight: _Sleeping.apply(hidden, weight, seconds)
+
+
+def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) -> list[list[Any]]:
+    """Of each schedule and step: when it began and ended."""
+    found = []
+    for schedule in schedules:
+        cfg = config(schedule, ranks, count, "none")
+        stages = stage_count(cfg.parallel)
+        cfg.parallel.pipeline_split = [1] * stages
+        spec = small_spec(stages)
+        with start_world(cfg) as world:
+            model = build_meta(spec, torch.float32)
+            split_pipeline(model, cfg, world)
+            model.to_empty(device="cpu")
+            init_weights(model, 1, spec)
+            make_sleep(model, seconds)
+            found.append([_timed_step(model, micro_batches(count), seconds) for _ in range(STEPS)])
+    return found
+
+
+def _timed_step(model: nn.Module, batches: list[Rows], seconds: float) -> list[float]:
+    """When a step began, at a tick, and when this rank's last action ended."""
+    ends: list[float] = []
+    driver.on_action = lambda action: ends.append(time.monotonic())
+    begin = _agreed_begin(seconds)
+    try:
+        model.pipeline.train(batches, lambda number, batch: model(batch.tokens, None, None, batch.labels, 1) / 100)
+    finally:
+        driver.on_action = None
+    model.zero_grad(set_to_none=True)
+    return [begin, ends[-1]]
+
+
+def _agreed_begin(seconds: float) -> float:
+    """A tick that all ranks have slept until."""
+    dist.barrier()
+    begin = torch.tensor(round(time.monotonic() / seconds + 3) * seconds, dtype=torch.float64)
+    dist.broadcast(begin, src=0)
+    time.sleep(max(0.0, begin.item() - time.monotonic()))
+    return begin.item()
+
+
+def bubble_of(step: Sequence[Sequence[float]], work: float) -> float:
+    """Of one step of all ranks, each of which computes for `work` seconds: the part of their time together in which
+    they do not."""
+    return 1 - work / (max(end for _, end in step) - min(begin for begin, _ in step))
+
+
+def measure(schedules: Sequence[str], ranks: int, count: int, seconds: float) -> dict[str, float]:
+    """The least bubble of each schedule's steps but the first: what the machine does beside only adds to it."""
+    found = run_ranks(_run_rank, ranks, schedules, ranks, count, seconds, timeout=1800.0)
+    measured = {}
+    for number, schedule in enumerate(schedules):
+        own = stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
+        work = 3 * own * count * seconds
+        steps = [bubble_of([rank[number][step] for rank in found], work) for step in range(1, STEPS)]
+        measured[schedule] = min(steps)
+    return measured
+
+
+def simulated(schedule: str, ranks: int, count: int) -> float:
+    """The bubble of the lists that the ranks run, by simulation."""
+    parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
+    orders = with_transfers(compute_orders(parallel, count), parallel)
+    return simulate(orders, parallel, lambda action: UNITS[action.kind]).bubble
+
+
+PAGE = """# The bubble of each pipeline schedule
+
+Made by `python benchmarks/pp_bubble.py --output docs/measurements/pp_bubble.md`: {ranks} gloo processes run the
+driver that trains, with layers that sleep until the next tick, {milliseconds:.0f} ms apart on a clock that the
+processes share, in each of forward, input gradient and weight gradients (both in one backward where a schedule does not
+split it); {count} micro-batches a step. The bubble is the part of the ranks' time together, from the step's beginning
+to the end of its last action, that they do not sleep for a layer. Measured: the shortest of {steps} steps, since a busy
+machine only adds. Theory: the formula of `recipe_lib.parallel.pipeline.timeline.theoretical_bubble`; simulated: the
+lists that the ranks run, by `recipe_lib.parallel.pipeline.timeline.simulate`. What the machine adds to an action is
+hidden as long as it is less than half a tick: this says who waits for whom, and nothing about kernels, links, or stages
+that are not equally long.
+
+{table}
+
+{verdict}
+"""
+
+
+def page(count: int, seconds: float) -> tuple[str, bool]:
+    """The page's text, and whether everything is as it should be."""
+    lines, good = ["| ranks | schedule | stages | theory | simulated | measured | measured / theory | to 1F1B |"], True
+    lines.append("| --- " * 8 + "|")
+    for ranks in RANKS:
+        measured = measure(list(SCHEDULES), ranks, count, seconds)
+        for schedule, bubble in measured.items():
+            own = stages_per_rank(ParallelConfig(pipeline=ranks, pipeline_schedule=schedule))
+            theory = theoretical_bubble(schedule, ranks, count, own)
+            assert theory is not None
+            good &= abs(bubble / theory - 1) <= ALLOWED
+            good &= bubble < measured[ONE_STAGE] or not SCHEDULES[schedule].splits
+            cells = [str(ranks), f"`{schedule}`", str(ranks * own), f"{theory:.2%}"]
+            cells += [f"{simulated(schedule, ranks, count):.2%}", f"{bubble:.2%}", f"{bubble / theory:.3f}"]
+            lines.append(f"| {' | '.join([*cells, f'{bubble / measured[ONE_STAGE]:.2f}'])} |")
+            print(lines[-1], flush=True)
+    found = f"Every measured bubble is within {ALLOWED:.0%} of theory, and those of zero-bubble schedules below 1F1B's."
+    text = PAGE.format(
+        ranks=" and ".join(map(str, RANKS)), milliseconds=seconds * 1000, count=count, steps=STEPS - 1,
+        table="\n".join(lines), verdict=found,
+    )  # fmt: skip
+    return text, good
+
+
+def main() -> int:
+    """Writes the page, or prints it; 1 and no page if a bubble is not that of theory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="the page")
+    parser.add_argument("--seconds", type=float, default=0.06, help="of a tick")
+    parser.add_argument("--count", type=int, default=8, help="micro-batches a step")
+    arguments = parser.parse_args()
+    text, good = page(arguments.count, arguments.seconds)
+    if not good:
+        print(f"a bubble is not within {ALLOWED:.0%} of theory: sleep longer (--seconds), on a machine with less to do")
+        return 1
+    if arguments.output:
+        arguments.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Orders of a pipeline: whole, legal, free of circles, and the same for the two ranks of every exchange."""
+
+from collections import Counter, defaultdict, deque
+from itertools import pairwise
+
+import pytest
+
+from recipe_lib.config.pipeline import (
+    SCHEDULES,
+    fewest_micro_batches,
+    rank_of_stage,
+    schedule_fault,
+    stage_count,
+    stages_of_rank,
+)
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel.pipeline import schedules
+from recipe_lib.parallel.pipeline.schedules import (
+    Action,
+    compute_orders,
+    exchange_of,
+    forward_orders,
+    needs_of,
+    received_for,
+    started,
+    with_transfers,
+)
+
+SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
+KINDS_OF_BACKWARD = {False: {"FB"}, True: {"FIW", "FB"}}
+
+
+def pipeline(schedule, ranks, stages=2, **keys):
+    return ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages, **keys)
+
+
+def counts(parallel):
+    """Numbers of micro-batches: too few, as few as can be, odd ones, many."""
+    fewest = fewest_micro_batches(parallel)
+    return sorted({1, 2, fewest, fewest + 1, 5, 7, 10, 2 * fewest, 2 * fewest + 3})
+
+
+CASES = [
+    pipeline(schedule, ranks, stages)
+    for schedule, facts in SCHEDULES.items()
+    for ranks in (2, 3, 4, 8)
+    for stages in ((2, 3) if facts.stages is None else (2,))
+]
+CASES_NAMED = pytest.mark.parametrize(
+    "parallel", CASES, ids=lambda case: f"{case.pipeline_schedule}-{case.pipeline}-{case.pipeline_stages_per_rank}"
+)
+
+
+@CASES_NAMED
+def test_every_stage_takes_every_micro_batch_forward_and_backward_once(parallel):
+    for count in counts(parallel):
+        orders = compute_orders(parallel, count)
+        assert sorted(orders) == list(range(parallel.pipeline))
+        done = defaultdict(str)
+        for rank, order in orders.items():
+            for action in order:
+                assert rank_of_stage(parallel, action.stage) == rank
+                done[action.stage, action.micro_batch] += action.kind
+        wanted = KINDS_OF_BACKWARD[SCHEDULES[parallel.pipeline_schedule].splits]
+        assert set(done) == {(stage, number) for stage in range(stage_count(parallel)) for number in range(count)}
+        assert set(done.values()) <= wanted, count  # written down in the order of the rank, so F before I before W
+
+
+@CASES_NAMED
+def test_what_each_action_needs_is_there_in_time(parallel):
+    stages = stage_count(parallel)
+    for count in counts(parallel):
+        orders = compute_orders(parallel, count)
+        ends = {}
+        clock = dict.fromkeys(orders, 0)
+        found = started(orders, stages)
+        assert Counter(action for *_, action in found) == Counter(a for order in orders.values() for a in order)
+        for begin, end, rank, action in found:
+            assert begin >= clock[rank]
+            clock[rank] = end
+            ends[action] = end
+            need = needs_of(action, stages)
+            if need is not None:
+                whole = Action(need.stage, "B", need.micro_batch)
+                assert begin >= (ends[need] if need in ends else ends[whole])
+
+
+@CASES_NAMED
+def test_two_ranks_agree_on_what_they_exchange_and_in_which_order(parallel):
+    stages = stage_count(parallel)
+    for count in counts(parallel):
+        orders = compute_orders(parallel, count)
+        for forward_only in (False, True):
+            orders = forward_orders(parallel, count) if forward_only else orders
+            found = with_transfers(orders, parallel)
+            assert {rank: [a for a in order if len(a.kind) == 1] for rank, order in found.items()} == orders
+            for one in found:
+                for other in range(one):
+                    assert exchanges(parallel, found, one, other) == exchanges(parallel, found, other, one)
+            wanted = [exchange_of(action, stages) for order in orders.values() for action in order]
+            across = Counter(
+                part
+                for pair in wanted
+                if pair and rank_of_stage(parallel, pair[0].stage) != rank_of_stage(parallel, pair[1].stage)
+                for part in pair
+            )
+            assert across == Counter(a for order in found.values() for a in order if len(a.kind) == 2)
+
+
+def other_end(action):
+    """(the sending action, the receiving stage), whichever end this is."""
+    step = 1 if action.kind in ("SF", "RB") else -1
+    if action.kind in SENDS:
+        return action, action.stage + step
+    return Action(action.stage + step, "S" + action.kind[1], action.micro_batch), action.stage
+
+
+def exchanges(parallel, orders, rank, peer):
+    """What a rank sends to another and receives from it, in its order."""
+    found = []
+    for action in orders[rank]:
+        if len(action.kind) == 2:
+            send, stage = other_end(action)
+            ends = {rank_of_stage(parallel, send.stage), rank_of_stage(parallel, stage)}
+            if ends == {rank, peer}:
+                found.append((send, stage))
+    return found
+
+
+def run_in_order(parallel, orders):
+    """Runs the lists as NCCL would: the exchanges of two ranks go one after the other, in both directions, each when
+    both have reached it; a computation waits for what it receives, nothing waits for a send. Actions not reached."""
+    stages = stage_count(parallel)
+    transfers = {action for order in orders.values() for action in order if len(action.kind) == 2}
+    at = dict.fromkeys(orders, 0)
+    posted = defaultdict(deque)  # by (rank, other rank), the exchanges that wait for the other
+    taken = set()
+    while True:
+        moved = False
+        for rank, order in orders.items():
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                if len(action.kind) == 2:
+                    send, stage = other_end(action)
+                    ends = rank_of_stage(parallel, send.stage), rank_of_stage(parallel, stage)
+                    other = ends[0] if ends[1] == rank else ends[1]
+                    posted[rank, other].append((send, stage))
+                else:
+                    received = received_for(action, stages)
+                    if received in transfers and other_end(received) not in taken:
+                        break
+                at[rank] += 1
+                moved = True
+        for one, other in [pair for pair in posted if pair[0] < pair[1]]:
+            here, there = posted[one, other], posted[other, one]
+            while here and there:
+                assert here[0] == there[0], "two ranks are about to mistake one tensor for another"
+                taken.add(here.popleft())
+                there.popleft()
+                moved = True
+        if not moved:
+            left = [str(action) for rank, order in orders.items() for action in order[at[rank] :]]
+            return left + [str(entry) for queue in posted.values() for entry in queue]
+
+
+@CASES_NAMED
+def test_exchanges_in_one_order_between_two_ranks_never_come_to_a_standstill(parallel):
+    for count in counts(parallel):
+        assert run_in_order(parallel, with_transfers(compute_orders(parallel, count), parallel)) == []
+        assert run_in_order(parallel, with_transfers(forward_orders(parallel, count), parallel)) == []
+
+
+def test_a_standstill_would_be_noticed():
+    parallel = pipeline("1f1b", 2)
+    orders = with_transfers(compute_orders(parallel, 4), parallel)
+    late = orders[0].index(Action(0, "RB", 0))
+    orders[0].insert(late + 4, orders[0].pop(late))  # behind the backward that takes it
+    assert "0B0" in run_in_order(parallel, orders)
+    swapped = with_transfers(compute_orders(parallel, 4), parallel)
+    first, second = swapped[0].index(Action(0, "SF", 1)), swapped[0].index(Action(0, "RB", 0))
+    swapped[0][first], swapped[0][second] = swapped[0][second], swapped[0][first]
+    with pytest.raises(AssertionError, match="mistake one tensor for another"):
+        run_in_order(parallel, swapped)
+
+
+@CASES_NAMED
+def test_sends_follow_at_once_and_receives_come_as_late_as_the_common_order_allows(parallel):
+    stages = stage_count(parallel)
+    for count in counts(parallel):
+        for order in with_transfers(compute_orders(parallel, count), parallel).values():
+            for number, action in enumerate(order):
+                following = order[number + 1] if number + 1 < len(order) else None
+                if action.kind in RECEIVES:  # behind it its use, or what only may come after it
+                    assert following is not None
+                    uses = len(following.kind) == 1 and received_for(following, stages) == action
+                    assert uses or (len(following.kind) == 2 and peer(parallel, following) == peer(parallel, action))
+                if action.kind in SENDS:
+                    made = next(entry for entry in reversed(order[:number]) if len(entry.kind) == 1)
+                    assert exchange_of(made, stages)[0] == action
+
+
+def peer(parallel, action):
+    send, stage = other_end(action)
+    return rank_of_stage(parallel, stage if action.kind in SENDS else send.stage)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages", "count", "fault"),
+    [
+        ("gpipe", 4, 2, 1, None),
+        ("1f1b", 4, 2, 4, None),
+        ("1f1b", 4, 2, 3, ("found 3 micro-batches", "expected 4 or more", "pipeline_microbatches to 4")),
+        ("interleaved_1f1b", 4, 3, 9, None),  # rounds of unequal size
+        ("interleaved_zero_bubble", 8, 2, 7, ("found 7", "expected 8", "parallel.pipeline=8")),
+        ("zbv", 4, 2, 4, None),
+        ("zbv", 4, 2, 2, ("found 2", "expected 4", "zbv")),
+        ("dualpipev", 4, 2, 8, None),
+        ("dualpipev", 4, 2, 7, ("found 7", "expected 8", "dualpipev")),
+        ("1f1b", 1, 2, 1, None),
+    ],
+)
+def test_too_few_micro_batches_are_named_with_how_many_it_takes(schedule, ranks, stages, count, fault):
+    found = schedule_fault(pipeline(schedule, ranks, stages), count)
+    assert (found is None) == (fault is None)
+    for part in fault or ():
+        assert part in found
+
+
+def test_zbv_puts_the_last_stage_on_the_first_rank():
+    parallel = pipeline("zbv", 4)
+    assert [stages_of_rank(parallel, rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    turn = with_transfers(compute_orders(parallel, 8), parallel)[3]
+    assert not [a for a in turn if a.kind == "SF" and a.stage == 3 or a.kind == "RF" and a.stage == 4]
+
+
+def test_one_forward_one_backward_by_hand():
+    orders = with_transfers(compute_orders(pipeline("1f1b", 2), 3), pipeline("1f1b", 2))
+    assert [str(action) for action in orders[0]] == ("0F0 0SF0 0F1 0SF1 0RB0 0B0 0F2 0SF2 0RB1 0B1 0RB2 0B2".split())
+    assert [str(action) for action in orders[1]] == ("1RF0 1F0 1B0 1RF1 1SB0 1F1 1B1 1RF2 1SB1 1F2 1B2 1SB2".split())
+
+
+def test_a_forward_that_overlaps_a_backward_is_done_first():
+    orders = compute_orders(pipeline("dualpipev", 2), 4)
+    assert any((one.kind, two.kind) == ("F", "B") and one.stage != two.stage for one, two in pairwise(orders[0]))
+
+
+def test_an_order_with_a_gap_is_an_error_and_not_a_missing_gradient(monkeypatch):
+    read = schedules._read
+    monkeypatch.setattr(schedules, "_read", lambda actions, count: read(actions, count)[:-1])
+    with pytest.raises(ValueError, match="stage .* does FI with micro-batch"):
+        compute_orders(pipeline("zbv", 2), 4)
+
+
+def test_a_circle_is_named():
+    orders = compute_orders(pipeline("1f1b", 2), 2)
+    assert started(orders, 2)
+    orders[0].insert(0, orders[0].pop(2))
+    assert str(orders[0][0]) == "0B0"
+    with pytest.raises(ValueError, match="wait for each other: rank 0: 0B0, rank 1: 1F0"):
+        started(orders, 2)
