@@ -32,7 +32,7 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 }
 
 
-class _Part(nn.Module):
+class Part(nn.Module):
     """A stage as torch wants it: tokens or hidden states to hidden states, the last one's to logits."""
 
     def __init__(self, model: Decoder, layers: range, stage: int, stages: int) -> None:
@@ -87,9 +87,9 @@ def run_stock(cfg: FullFinetuneConfig, spec: DecoderSpec, count: int, rank: int)
     return found
 
 
-def _part(cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, layers: range, stages: int) -> tuple[int, _Part]:
+def _part(cfg: FullFinetuneConfig, spec: DecoderSpec, stage: int, layers: range, stages: int) -> tuple[int, Part]:
     model = build_meta(spec, torch.float32)
-    part = _Part(model, layers, stage, stages)
+    part = Part(model, layers, stage, stages)
     apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
     model.to_empty(device="cpu")
     init_weights(model, 1, spec)
