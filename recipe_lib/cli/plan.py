@@ -95,7 +95,7 @@ def parser() -> Parser:
     add("--device", metavar="NAME", help="rtx4090, h100, ... or a size as 24GB; default: this machine's GPU, else 24GB")
     add("--fit", metavar="4x24GB", help="processes and device in one word")
     add("--sequence", metavar="LENGTH", default="auto", help="tokens of a row: auto (the data's longest), max, p99, N")
-    add("--rank", metavar="R,...", default="0", help="ranks to plan; default: 0, which has the most to hold")
+    add("--rank", metavar="R,...", help="ranks to plan; default: 0, or the first rank of each place in a pipeline")
     add("--depth", type=int, default=2, metavar="N", help="levels of the tree of what is alive at the peak; default: 2")
     add("--json", metavar="FILE", help="also write the plan as JSON; -: to standard output, in place of the report")
     add("--html", metavar="FILE", help="also write a page with the memory over time")
@@ -214,7 +214,7 @@ def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tup
 
     check_choice(arguments.sequence)
     ranks, hardware, assumed = device_for(arguments)
-    traced = read_ranks(arguments.rank, ranks)
+    traced = read_ranks(arguments.rank, ranks) if arguments.rank else ()
     from recipe_lib.plan.make import PlanSettings  # torch from here on
 
     calibration = None
@@ -222,7 +222,8 @@ def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tup
         from recipe_lib.plan.calibrate import read_calibration
 
         calibration = read_calibration(arguments.calibration, hardware)
-    sequence = planned_sequence(cfg, arguments.sequence, ranks=ranks, wait=arguments.wait)
+    different = max(1, ranks // (cfg.parallel.pipeline * cfg.parallel.tensor))
+    sequence = planned_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
     settings = PlanSettings(
         hardware=hardware,
         ranks=ranks,
@@ -255,10 +256,10 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", r
     }
     if not given:
         return None
-    from recipe_lib.parallel.world import communicators
     from recipe_lib.plan.hidden import outside_torch
+    from recipe_lib.plan.levers import communicator_sizes
 
-    return dataclasses.replace(outside_torch(hardware, communicators(cfg.parallel, ranks)), **given)
+    return dataclasses.replace(outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given)
 
 
 def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
@@ -341,7 +342,7 @@ def search(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> int:
 
     with explained(recipe):
         keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}  # what was asked for stays
-        found = find_settings(recipe_class(recipe), shaped, settings, fixed=keys)
+        found = find_settings(recipe_class(recipe), shaped, settings, fixed=keys, splits=not cfg.compile)
     print(str(found).rstrip())
     return DONE if found else NO_ROOM
 

@@ -28,7 +28,7 @@ from recipe_lib.units import GIB, format_bytes, format_seconds
 if TYPE_CHECKING:
     from recipe_lib.plan.make import PlanSettings
     from recipe_lib.plan.quick import Quick
-    from recipe_lib.plan.result import Plan
+    from recipe_lib.plan.result import Plan, RankPlan
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
@@ -103,7 +103,9 @@ def _compare(figures: Path, began: float, code: int) -> None:
 
 
 def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """Lines on planned and measured peaks. planned: the figures. summary: of the run's summary.json."""
+    """Lines on planned and measured peaks. planned: the figures. summary: of the run's summary.json, which rank 0
+    writes."""
+    planned = planned | (planned.get("first") or {})
     if summary.get("memory_kind") != "device":
         active = format_bytes(planned["active"])
         return [f"planned active {active} on a GPU; the resident set that a CPU run measures is no comparison for it"]
@@ -117,16 +119,22 @@ def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
 
 
 def figures_of_plan(plan: "Plan") -> dict[str, Any]:
-    """What is shown and compared, bytes and seconds: the peaks of rank 0 in its steps."""
-    rank = min(plan.rank_plans, key=lambda rank: rank.rank)
+    """What is shown, bytes and seconds: peaks of the heaviest rank in its steps; and those of rank 0, to compare."""
+    first = min(plan.rank_plans, key=lambda rank: rank.rank)
+    return _peaks(plan.heaviest) | {
+        "first": _peaks(first),
+        "verdict": plan.verdict,
+        "usable": plan.device.usable,
+        "seconds": plan.time.step if plan.time else None,
+    }
+
+
+def _peaks(rank: "RankPlan") -> dict[str, int]:
     peaks = [peak for peak in rank.peaks if peak.phase in STEPS] or rank.peaks
     return {
         "active": max(peak.active for peak in peaks),
         "allocated": max(peak.allocated for peak in peaks),
         "reserved": max(peak.reserved_expandable if is_expandable() else peak.reserved for peak in peaks),
-        "verdict": plan.verdict,
-        "usable": plan.device.usable,
-        "seconds": plan.time.step if plan.time else None,
     }
 
 
@@ -135,11 +143,15 @@ def figures_of_quick(found: "Quick", usable: int) -> dict[str, Any]:
     from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
 
     reserved = found.reserved_expandable if is_expandable() else found.reserved
+    first = None
+    if found.first is not None:
+        first = {"active": found.first[0], "reserved": found.first[2 if is_expandable() else 1]}
     verdict = DOES_NOT_FIT if found.active > usable else FITS if reserved <= usable * (1 - DOUBT) else RISKY
     return {
         "active": found.active,
         "allocated": None,
         "reserved": reserved,
+        "first": first,
         "verdict": verdict,
         "usable": usable,
         "seconds": found.seconds,
@@ -209,17 +221,16 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
     settings, _ = settings_for(recipe, cfg, arguments)
     settings = dataclasses.replace(settings, phases=())
+    from recipe_lib.plan.actions import traced_micro_batches
     from recipe_lib.plan.levers import usable_bytes
     from recipe_lib.plan.make import make_plan
     from recipe_lib.plan.model import layer_count, plannable
     from recipe_lib.plan.quick import quick
-    from recipe_lib.plan.simulate import TRACED_MICRO_BATCHES
 
     shaped, _ = plannable(cfg)
     with explained(recipe):
         planned = recipe_class(recipe)
-        micro_batches = min(shaped.gradient_accumulation_steps, TRACED_MICRO_BATCHES)
-        if layer_count(shaped) * micro_batches <= MOST_LAYERS:
+        if layer_count(shaped) * traced_micro_batches(shaped) <= MOST_LAYERS:
             figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
         else:
             figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))

@@ -220,7 +220,7 @@ class ParallelConfig:
         minimum=1,
     )
     pipeline_timeout: float = key(
-        600.0,
+        300.0,
         "Seconds without progress of a pipeline after which all its ranks end, naming who stands still.",
         minimum=1.0,
     )

@@ -221,14 +221,15 @@ def _dividing(parallel: ParallelConfig) -> list[str]:
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
     """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh, and all ranks.
 
-    With tensor parallel the ranks of its data dimensions together, if these are several, have one too.
+    With tensor parallel the ranks of its other dimensions together, if these are several, have one too. The ranks of a
+    pipeline have none of their own: they exchange by twos, and sum over all ranks.
     """
     shape = mesh_shape(parallel, size)
-    groups = [ranks for ranks in shape if ranks > 1]
-    if len(groups) < 2:
+    groups = [ranks for ranks in shape[1:] if ranks > 1]
+    if parallel.pipeline == 1 and len(groups) < 2:
         return groups
-    several = parallel.tensor > 1 and sum(ranks > 1 for ranks in shape[:3]) > 1
-    return [*groups, *([size // parallel.tensor] if several else []), size]
+    together = parallel.tensor > 1 and (parallel.pipeline > 1 or shape[1] > 1 < shape[2])
+    return [*groups, *([size // parallel.tensor] if together else []), size]
 
 
 def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:

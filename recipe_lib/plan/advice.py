@@ -7,6 +7,7 @@ from recipe_lib.plan.levers import Changes, changed, in_processes, override_text
 from recipe_lib.plan.make import PlanSettings
 from recipe_lib.plan.quick import Quick
 from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
+from recipe_lib.plan.search_space import data_ranks
 from recipe_lib.plan.simulate import FIRST, STEADY
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -156,7 +157,7 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
         found.append(Lever({"parallel.reshard_after_forward": not parallel.reshard_after_forward}))
         if parallel.data_replicate > 1:
             found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
-        if parallel.data_shard == -1 and ranks % (2 * parallel.data_replicate * parallel.tensor) == 0:
+        if parallel.data_shard == -1 and data_ranks(cfg, ranks) % (2 * parallel.data_replicate) == 0:
             found.append(Lever({"parallel.data_replicate": 2 * parallel.data_replicate}, "copies of the sharded model"))
         if parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16":
             found.append(Lever({"parallel.reduce_dtype": None}, "gradients are summed in bf16: less exact"))

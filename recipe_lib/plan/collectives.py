@@ -44,13 +44,22 @@ def read_collective(name: str, args: Sequence[Any], groups: Mapping[str, str]) -
         process_group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
         tensors = tensors_in(args[whole])
         flags = [value for value in args if isinstance(value, bool)]
-        return _collective(operation, process_group, tensors, 1, groups, waits=not (flags and flags[-1]))
+        found = _collective(operation, process_group, tensors, 1, groups, waits=not (flags and flags[-1]))
+        if operation in ("send", "recv"):
+            found.ranks = _the_two(process_group, args)
+        return found
     if name in _FUNCTIONAL:
         operation, grows = _FUNCTIONAL[name]
         process_group = torch._C._distributed_c10d._resolve_process_group(args[-1])
         factor = process_group.size() if grows else 1
         return _collective(operation, process_group, tensors_in(args[0]), factor, groups, waits=False)
     return None
+
+
+def _the_two(group: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """This rank and the one that it exchanges with, whose place in the group is the operator's first number."""
+    place = next(value for value in args if type(value) is int)
+    return tuple(sorted((dist.get_rank(), dist.get_global_rank(group, place))))
 
 
 def _collective(

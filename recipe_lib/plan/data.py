@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.data.batches import make_step
@@ -51,7 +52,7 @@ class PlannedData:
 
     def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
         """One step of this rank."""
-        yield self._step(self._cfg.batch_size, self._cfg.gradient_accumulation_steps)
+        yield self._step(*micro_batches(self._cfg))
 
     def validation_batches(self) -> Iterator[StepBatches]:
         """One validation batch of this rank."""
@@ -83,7 +84,7 @@ class PlannedData:
 
 
 class _FirstOnes(list[Batch]):
-    """A list of which only the first elements are gone through."""
+    """A list that holds all of its elements, and is as long as the first of them that are gone through."""
 
     def __init__(self, batches: list[Batch], count: int) -> None:
         super().__init__(batches)
@@ -91,6 +92,9 @@ class _FirstOnes(list[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         return islice(super().__iter__(), self._count)
+
+    def __len__(self) -> int:
+        return min(super().__len__(), self._count)
 
 
 def _without_bytes(step: StepBatches) -> StepBatches:

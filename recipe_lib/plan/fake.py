@@ -6,7 +6,7 @@ Everything that touches torch's private parts for this is in here, in `device`, 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ def simulated_world(parallel: ParallelConfig, rank: int, ranks: int, *, like_cpu
     pin_kernels(like_cpu)
     with ExitStack() as stack:
         stack.enter_context(_fake_group(rank, ranks))
+        stack.enter_context(_meshes_are_told_apart(hash((rank, shape))))
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
         stack.enter_context(_meshes_are_real())
         stack.enter_context(_streams_are_ours())
@@ -62,6 +63,25 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _meshes_are_told_apart(world: int) -> Iterator[None]:
+    """What DTensor remembers of a mesh holds for the equal mesh of another world too, whose groups have other names.
+
+    world: a number that no other rank and shape has. A mesh compares its thread's, which torch sets for tests alone.
+    """
+    original = DeviceMesh.__init__
+
+    def begin(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        original(mesh, *args, **kwargs)
+        mesh._thread_id, mesh._hash = world, None
+
+    cast(Any, DeviceMesh).__init__ = begin
+    try:
+        yield
+    finally:
+        cast(Any, DeviceMesh).__init__ = original
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from html import escape
 
 from recipe_lib.plan.html_template import PAGE
+from recipe_lib.plan.pipeline_picture import draw_pipeline
+from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
     Table,
@@ -38,12 +40,15 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     """The page. trace: of the heaviest rank, for the memory timeline; without it the page has none."""
     outside = [(name, f"{format_bytes(size)} ({option} X replaces it)") for name, size, option in outside_rows(plan)]
     outside.append(("host memory", host_line(plan)))
-    tables = (phase_table(plan), rank_table(plan), layer_table(plan), communication_table(plan), advice_table(plan))
-    phases, ranks, layers, communication, advice = (_table(table) if table else "" for table in tables)
+    makers = (phase_table, stage_table, rank_table, layer_table, communication_table, advice_table)
+    tables = (_table(table) if (table := make(plan)) else "" for make in makers)
+    phases, stages, ranks, layers, communication, advice = tables
     parts = [
         _facts("Run", [*run_lines(plan), *([("next", after)] if (after := next_step(plan)) else [])]),
         phases,
         _section("Memory of one rank", draw_timeline(plan, trace)) if trace is not None else "",
+        _section("Schedule of the pipeline", draw_pipeline(plan.pipeline)) if plan.pipeline is not None else "",
+        stages,
         ranks,
         _tree(plan),
         _facts("Device memory outside torch, and host memory", outside),

@@ -42,6 +42,9 @@ svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .phase { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 3 3; }
 svg .limit { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 6 4; }
 svg .peak { fill: var(--ink); }
+svg .idle { fill: var(--line); }
+svg .box { stroke: var(--card); stroke-width: .5; }
+svg text.mark { fill: var(--page); font-size: 10px; text-anchor: middle; }
 .k0 { fill: var(--k0); } .k1 { fill: var(--k1); } .k2 { fill: var(--k2); } .k3 { fill: var(--k3); }
 .k4 { fill: var(--k4); } .k5 { fill: var(--k5); } .k6 { fill: var(--k6); } .k7 { fill: var(--k7); }
 .k8 { fill: var(--k8); } .k9 { fill: var(--k9); }

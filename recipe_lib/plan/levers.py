@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 from recipe_lib.config.compatibility import incompatibilities
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
+from recipe_lib.plan.actions import peers_of
 from recipe_lib.plan.hidden import outside_torch
 from recipe_lib.plan.make import PlanSettings
 from recipe_lib.plan.quick import Quick, quick
@@ -64,8 +66,17 @@ def _written(value: Any) -> str:
 
 def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
     """What the allocator may take on the device."""
-    outside = settings.outside or outside_torch(settings.hardware, communicators(cfg.parallel, settings.ranks))
+    outside = settings.outside or outside_torch(settings.hardware, communicator_sizes(cfg.parallel, settings.ranks))
     return settings.hardware.memory - outside.total
+
+
+def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
+    """The ranks of each communicator that a rank has, of the ranks of a pipeline the one with the most.
+
+    NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a communicator of their own.
+    """
+    pairs = max(len(peers_of(parallel, place)) for place in range(parallel.pipeline))
+    return [*communicators(parallel, ranks), *[2] * pairs]
 
 
 def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick | None:
@@ -80,7 +91,7 @@ def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick | N
 
 def with_ranks(settings: PlanSettings, ranks: int) -> PlanSettings:
     """The settings for another number of ranks."""
-    return replace(settings, ranks=ranks, traced_ranks=(0,))
+    return replace(settings, ranks=ranks, traced_ranks=())
 
 
 def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:

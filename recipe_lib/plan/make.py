@@ -13,6 +13,7 @@ import recipe_lib
 from recipe_lib.plan.allocator import AllocatorSettings
 from recipe_lib.plan.cost import (
     Calibration,
+    collective_seconds,
     error_text,
     model_flops,
     model_flops_utilization,
@@ -21,6 +22,7 @@ from recipe_lib.plan.cost import (
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.hidden import attention_backend, outside_torch
 from recipe_lib.plan.lengths import Sequence
+from recipe_lib.plan.pipeline_time import Sums
 from recipe_lib.plan.replay import replay
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
@@ -39,6 +41,7 @@ from recipe_lib.plan.result import (
 from recipe_lib.plan.schedule import StepTime, schedule
 from recipe_lib.plan.scratch import kernel_memory
 from recipe_lib.plan.simulate import FIRST, STEADY, Simulated, simulate
+from recipe_lib.plan.stages import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
@@ -48,7 +51,8 @@ PHASES = ("load", "validation", "save")
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated. steps: of the whole run.
+    """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none: the first of each
+    place in a pipeline, or rank 0. steps: of the whole run.
 
     recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced beside
     set-up and steps. assumptions: what was assumed on the way here. timed: whether operators
@@ -58,7 +62,7 @@ class PlanSettings:
     hardware: Hardware
     sequence: Sequence
     ranks: int = 1
-    traced_ranks: tuple[int, ...] = (0,)
+    traced_ranks: tuple[int, ...] = ()
     recipe: str = ""
     config: str = ""
     overrides: tuple[str, ...] = ()
@@ -74,15 +78,22 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
     """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
     began = time.process_time()
     hardware = settings.hardware
-    simulated = {rank: simulate_rank(recipe_class, cfg, settings, rank) for rank in settings.traced_ranks}
-    first = simulated[settings.traced_ranks[0]]
-    outside = settings.outside or outside_torch(hardware, _communicators(first.trace))
+    traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    simulated = {rank: simulate_rank(recipe_class, cfg, settings, rank) for rank in traced}
+    outside = settings.outside or max(
+        (outside_torch(hardware, _communicators(found.trace)) for found in simulated.values()),
+        key=lambda one: one.total,
+    )
     usable = hardware.memory - outside.total
     ranks = [_rank_plan(rank, found) for rank, found in simulated.items()]
     heaviest = max(ranks, key=lambda rank: rank.reserved)
     found = simulated[heaviest.rank]
     verdict = _verdict(found.trace, heaviest, usable, hardware)
-    timing = schedule(found.trace, STEADY, hardware, settings.calibration) if settings.timed else None
+    timings = None
+    if settings.timed:
+        wanted = simulated if cfg.parallel.pipeline > 1 else {heaviest.rank: found}
+        timings = {rank: schedule(one.trace, STEADY, hardware, settings.calibration) for rank, one in wanted.items()}
+    pipeline = staged(cfg, simulated, timings, hardware, settings.calibration)
     plan = Plan(
         recipe=settings.recipe,
         config=settings.config,
@@ -96,9 +107,10 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         margin=usable - heaviest.reserved,
         rank_plans=ranks,
         outside=outside,
-        layers=_layers(found),
-        communication=_communication(found.trace, timing),
-        time=_time(found, timing, settings, cfg.dtype) if timing else None,
+        layers=rows_of_all([_layers(simulated[rank]) for rank in traced]) if pipeline else _layers(found),
+        communication=_communication(found.trace, settings),
+        time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
+        pipeline=pipeline.plan if pipeline else None,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
         not_modelled=_not_modelled(cfg, hardware, settings.ranks),
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
@@ -108,9 +120,15 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
 
 
 def simulate_rank(
-    recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, steps: tuple[str, ...] = (FIRST, STEADY)
+    recipe_class: type,
+    cfg: Any,
+    settings: PlanSettings,
+    rank: int,
+    steps: tuple[str, ...] = (FIRST, STEADY),
+    traced: int | None = None,
 ) -> Simulated:
-    """One rank's trace, with the kernels and the scratch of the planned device. steps: as `simulate` takes them."""
+    """One rank's trace, with the kernels and the scratch of the planned device. steps, traced: as `simulate` takes
+    them."""
     like_cpu = settings.hardware.architecture == "cpu"
     return simulate(
         recipe_class,
@@ -122,6 +140,7 @@ def simulate_rank(
         steps=steps,
         like_cpu=like_cpu,
         kernel_memory=kernel_memory(settings.hardware.architecture),
+        traced=traced,
     )
 
 
@@ -183,7 +202,8 @@ def _layers(found: Simulated) -> list[LayerRow]:
 
 
 def _kept_for_backward(trace: Trace) -> dict[str, int]:
-    """By module the bytes of activations that are alive when the steady step's last backward begins."""
+    """By module the bytes of activations that are alive when a backward of the steady step begins, where the most are;
+    of equal ones the last."""
     alive: dict[int, None] = {}
     before = ""
     found: dict[str, int] = {}
@@ -198,10 +218,11 @@ def _kept_for_backward(trace: Trace) -> dict[str, int]:
         elif kind == OP and current == STEADY:
             part = trace.ops[number].part
             if part == "backward" and before == "forward":
-                found = defaultdict(int)
+                kept: dict[str, int] = defaultdict(int)
                 for storage in map(trace.storages.__getitem__, alive):
                     if storage.kind == "activations" and storage.device:
-                        found[storage.module] += storage.bytes
+                        kept[storage.module] += storage.bytes
+                found = kept if sum(kept.values()) >= sum(found.values()) else found
             before = part if part in ("forward", "backward") else before
     return found
 
@@ -209,7 +230,7 @@ def _kept_for_backward(trace: Trace) -> dict[str, int]:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def _communication(trace: Trace, timing: StepTime | None) -> list[CommunicationRow]:
+def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRow]:
     """Alike collectives of the steady step as one row each; numbers of layers become `*`."""
     rows: dict[tuple[Any, ...], CommunicationRow] = {}
     for kind, number in trace.phase_events(STEADY):
@@ -232,7 +253,7 @@ def _communication(trace: Trace, timing: StepTime | None) -> list[CommunicationR
             bytes=collective.bytes,
             wire_bytes=wire_bytes(collective.operation, collective.bytes, len(collective.ranks)),
             count=op.repeats,
-            seconds=timing.collectives.get(number, 0.0) / op.repeats if timing else 0.0,
+            seconds=collective_seconds(collective, settings.hardware, settings.calibration) if settings.timed else 0.0,
         )
     return [row for row in rows.values() if len(row.ranks) > 1]
 
@@ -242,18 +263,28 @@ def _communicators(trace: Trace) -> list[int]:
     return [len(ranks) for ranks in sorted({op.collective.ranks for op in trace.ops if op.collective})]
 
 
-def _time(found: Simulated, timing: StepTime, settings: PlanSettings, dtype: str) -> TimePlan:
+def _time(
+    simulated: dict[int, Simulated], timing: StepTime, pipeline: Staged | None, settings: PlanSettings, dtype: str
+) -> TimePlan | None:
+    """timing: of the heaviest rank. None where the places of a pipeline are not all known."""
     steps = settings.steps or settings.sequence.steps
-    seconds = timing.step
-    mfu = model_flops_utilization(model_flops(found.trace, STEADY), seconds, settings.hardware, dtype)
+    sums: StepTime | Sums | None = timing
+    seconds: float | None = timing.step
+    if pipeline is not None:
+        sums, seconds = pipeline.sums, pipeline.step
+    if sums is None or seconds is None:
+        return None
+    flops = [model_flops(found.trace, STEADY) for found in simulated.values()]  # each place has as many ranks
+    mfu = model_flops_utilization(sum(flops) / len(flops), seconds, settings.hardware, dtype)
+    tokens = next(iter(simulated.values())).tokens
     return TimePlan(
-        compute=timing.compute,
-        communication=timing.communication,
-        exposed=timing.exposed,
-        launch=timing.launch,
+        compute=sums.compute,
+        communication=sums.communication,
+        exposed=sums.exposed,
+        launch=sums.launch,
         step=seconds,
-        tokens_per_step=found.tokens,
-        tokens_per_second=found.tokens / seconds if seconds else 0.0,
+        tokens_per_step=tokens,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
         mfu=mfu,
         steps=steps,
         total=steps * seconds if steps else None,
@@ -300,11 +331,12 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
         "allocator: torch's default settings; `expandable` with PYTORCH_ALLOC_CONF=expandable_segments:True",
     ]
     if settings.ranks > 1:
-        traced = settings.traced_ranks
+        traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
         found_ranks = f"rank {traced[0]}" if len(traced) == 1 else f"ranks {', '.join(map(str, traced))}"
         lines.append(
             f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part of uneven shards"
         )
+    lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
     if not found.repeats:
         lines.append("the second step left more or less memory than the first: later steps may differ from it")
     return lines + found.notes

@@ -13,41 +13,16 @@ from typing import Any, TypeVar
 from recipe_lib.plan.allocator import AllocatorSettings
 from recipe_lib.plan.make import PlanSettings, simulate_rank
 from recipe_lib.plan.model import layer_count, layer_period, with_layers
+from recipe_lib.plan.quick_facts import Quick, parameter_bytes, trained_bytes
+from recipe_lib.plan.quick_pipeline import quick_pipeline
 from recipe_lib.plan.replay import replay
 from recipe_lib.plan.schedule import schedule
-from recipe_lib.plan.simulate import FIRST, STEADY, Simulated
-from recipe_lib.plan.tables import outermost
+from recipe_lib.plan.simulate import FIRST, STEADY
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 
 # Fewest layers of the short simulation: a first, a last, and one between them that has neighbours on both sides.
 SHORTEST = 3
 Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True)
-class Quick:
-    """What a run takes on one rank, per device.
-
-    active: most bytes in tensors, as `PhasePeak.active`; phase, part, module: where, with `*` for a number of an inner
-    layer. reserved, reserved_expandable: active, and what the allocator held beyond it in the short simulations, where
-    less or more of it can lie idle than in the whole run: up to a tenth of the peak off, either way. host: most
-    bytes of host memory. seconds: of a steady step. tokens: of a step, all ranks. held: bytes that are alive between
-    two steps. parameters, trained: bytes of the whole model's. `active` is off by 0.5 % at most, and mostly
-    by a few bytes.
-    """
-
-    active: int
-    reserved: int
-    reserved_expandable: int
-    host: int
-    seconds: float
-    tokens: int
-    held: int
-    parameters: int
-    trained: int
-    phase: str
-    part: str
-    module: str
 
 
 @dataclass(frozen=True)
@@ -67,12 +42,15 @@ class _Short:
 
 
 def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
-    """The estimate for a plannable config, of the first of `settings.traced_ranks`, without load, validation and save.
+    """The estimate for a plannable config, of the first of `settings.traced_ranks` or rank 0, without load, validation
+    and save.
 
     settings.timed False: of the active bytes of a steady step alone; reserved is not more, and the time is 0.
 
     Raises UserErrors of recipe and config.
     """
+    if cfg.parallel.pipeline > 1:
+        return quick_pipeline(recipe_class, cfg, settings)
     layers = layer_count(cfg)
     short, long = short_depths(layers, layer_period(cfg))
     if long >= layers or _names_layers(cfg.parallel.wrapping):
@@ -95,7 +73,7 @@ def _names_layers(wrapping: str | list[str]) -> bool:
 
 def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int) -> _Short:
     steps = (FIRST, STEADY) if settings.timed else (STEADY,)
-    found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), settings.traced_ranks[0], steps)
+    found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), next(iter(settings.traced_ranks), 0), steps)
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
     active = max(peaks.values())
@@ -111,8 +89,8 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
         seconds=seconds,
         tokens=found.tokens,
         held=held,
-        parameters=_parameter_bytes(found),
-        trained=_trained_bytes(found),
+        parameters=parameter_bytes(found),
+        trained=trained_bytes(found),
     )
 
 
@@ -142,15 +120,6 @@ def place_of(module: str, layers: int) -> str:
     """A module's path with `first`, `last` or `*` for the number of its layer: `model.layers.*.mlp`."""
     names = {0: "first", layers - 1: "last"}
     return ".".join(names.get(int(piece), "*") if piece.isdigit() else piece for piece in module.split("."))
-
-
-def _parameter_bytes(found: Simulated) -> int:
-    return sum(facts.bytes for facts in outermost(found.modules))
-
-
-def _trained_bytes(found: Simulated) -> int:
-    """By the share of a module's parameters that are trained; roughly, where some of its weights are packed."""
-    return sum(facts.bytes * facts.trained // max(facts.parameters, 1) for facts in outermost(found.modules))
 
 
 def _continue(short: _Short, long: _Short, layers: int) -> Quick:

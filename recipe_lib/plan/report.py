@@ -6,6 +6,7 @@ import textwrap
 from typing import TextIO
 
 from recipe_lib.errors import visible
+from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
     Table,
@@ -50,6 +51,7 @@ def render(plan: Plan, *, depth: int = 2, width: int | None = None, color: bool 
     lines = [*headline(plan, columns), ("", "")]
     lines += _pairs(run_lines(plan), columns)
     lines += _table(phase_table(plan), columns)
+    lines += _table(stage_table(plan), columns)
     lines += _table(rank_table(plan), columns)
     lines += _tree_lines(plan, depth, columns)
     lines += _outside_lines(plan)

@@ -134,10 +134,11 @@ class CommunicationRow:
 
 @dataclass
 class TimePlan:
-    """A steady step, seconds. compute: kernels; communication: collectives, alone; exposed: the part of it that no
-    kernel hides; step: all of it; launch: what the host needs to issue it. tokens_per_step, tokens_per_second: of all
-    ranks. mfu: share of the device's dense rate. steps: of the run, None where they are not known. total: of the run,
-    None likewise. calibrated: the rates are measured ones. error: how far off the times may be, in words."""
+    """A steady step, seconds, of the heaviest rank, or of the rank of a pipeline that computes the longest. compute:
+    kernels; communication: collectives, alone; exposed: the part of it that no kernel hides; step: all of it, with
+    waiting for other ranks of a pipeline; launch: what the host needs to issue it. tokens_per_step, tokens_per_second:
+    of all ranks. mfu: share of the devices' dense rate. steps: of the run, None where they are not known. total: of the
+    run, None likewise. calibrated: the rates are measured ones. error: how far off the times may be, in words."""
 
     compute: float
     communication: float
@@ -151,6 +152,65 @@ class TimePlan:
     total: float | None
     calibrated: bool
     error: str
+
+
+@dataclass
+class ActionSpan:
+    """What a rank of a pipeline computes. place: of the rank in its pipeline. stage: whose turn it is. kind: `F`
+    forward, `B` backward, or its halves: `I` gradient of the input, `W` gradients of the weights. micro_batch: of the
+    step. start, end: seconds since the first one began."""
+
+    place: int
+    stage: int
+    kind: str
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass
+class StagePlan:
+    """The stages of one place in a pipeline; its memory is in the rank plan of `rank`. place: in the pipeline. rank:
+    that was planned for it. stages: their numbers. layers: first and last layer of each. parameters, trained: elements
+    of them, without other parallelism. in_flight: the most micro-batches between forward and backward at a time, each
+    stage counted; put_off: the most that wait for their weight gradients. compute: seconds of a step that it computes.
+    idle: share of the pipeline's time that it does not. sends, receives: tensors of a step; sent, received: their
+    bytes."""
+
+    place: int
+    rank: int
+    stages: list[int]
+    layers: list[list[int]]
+    parameters: int
+    trained: int
+    in_flight: int
+    put_off: int
+    compute: float
+    idle: float
+    sends: int
+    receives: int
+    sent: int
+    received: int
+
+
+@dataclass
+class PipelinePlan:
+    """A step of a pipeline. schedule: the order of its micro-batches. stages_per_rank: as it says. micro_batches: of a
+    step. rows: of each. traced: micro-batches that were simulated at each place; the others are like the last of them.
+    places: first to last. seconds: from the first forward to the last backward; bubble: share of all ranks' time in it
+    in which they do not compute; spans: what they do; None, None and empty where places or times were left out. ideal:
+    the bubble of equal stages whose tensors arrive at once, None where no formula is known."""
+
+    schedule: str
+    stages_per_rank: int
+    micro_batches: int
+    rows: int
+    traced: list[int]
+    places: list[StagePlan]
+    seconds: float | None = None
+    bubble: float | None = None
+    ideal: float | None = None
+    spans: list[ActionSpan] = field(default_factory=list)
 
 
 @dataclass
@@ -190,9 +250,9 @@ class Plan:
     device: planned for. sequence: {"tokens": row length planned, "source": where it is from, "histogram": ...}.
     verdict: `fits`, `risky` or `does not fit`. margin: usable memory left at the heaviest rank, bytes; negative: short
     of. rank_plans: of the ranks traced. outside: memory that torch does not hand out. layers: of the model.
-    communication: of a steady step, one rank. time: None where it was not planned. advice: levers, each tried alone.
-    assumptions, not_modelled: one sentence each. versions: program to version. seconds: of CPU time that
-    planning took; in no file, so that a plan is the same bytes every time.
+    communication: of a steady step, the heaviest rank. time: None where it was not planned. pipeline: None without one.
+    advice: levers, each tried alone. assumptions, not_modelled: one sentence each. versions: program to version.
+    seconds: of CPU time that planning took; in no file, so that a plan is the same bytes every time.
     """
 
     recipe: str
@@ -210,6 +270,7 @@ class Plan:
     layers: list[LayerRow]
     communication: list[CommunicationRow]
     time: TimePlan | None
+    pipeline: PipelinePlan | None = None
     advice: list[Advice] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     not_modelled: list[str] = field(default_factory=list)

@@ -2,15 +2,16 @@
 
 No torch in here. The host issues operators one after the other; an operator starts when it has been issued, when its
 stream is free and, for a collective, when its link is. Kernels on different streams do not slow each other, and the
-other ranks are taken to be as fast as this one: a stage of a pipeline never waits for its neighbour here.
+other ranks are taken to be as fast as this one: a stage of a pipeline never waits for its neighbour here, and what they
+exchange is left out; `pipeline_time` puts the ranks together.
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recipe_lib.plan.cost import HOST_SECONDS, Calibration, is_wait, op_seconds
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.trace import OP, RECORD, WAIT, Collective, Trace
+from recipe_lib.plan.trace import ACTION, OP, RECORD, WAIT, ActionMark, Collective, Op, Trace
 
 
 @dataclass
@@ -18,7 +19,9 @@ class StepTime:
     """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all collectives, alone;
     exposed: while a collective runs and no kernel does; launch: the host's; step: from the first operator issued to the
     last one done. collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as
-    issued."""
+    issued. actions: of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was done with
+    all before it); what is in one is here as often as it was traced, and what ranks exchange in it is not here.
+    """
 
     compute: float
     communication: float
@@ -27,6 +30,7 @@ class StepTime:
     step: float
     collectives: dict[int, float]
     timeline: list[tuple[int, float, float]]
+    actions: list[tuple[int, float]] = field(default_factory=list)
 
 
 def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None) -> StepTime:
@@ -43,16 +47,21 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
     recorded: dict[int, float] = defaultdict(float)
     pending: dict[int, deque[float]] = defaultdict(deque)  # by stream, ends of collectives that it has not waited for
     timeline: list[tuple[int, float, float]] = []
+    actions: list[tuple[int, float]] = []
+    action = ActionMark()
     for kind, number in trace.phase_events(phase):
         if kind == OP:
             op = trace.ops[number]
-            host += host_seconds * op.repeats
+            if action.kind and is_transfer(op):
+                continue
+            repeats = op.repeats // action.repeats
+            host += host_seconds * repeats
             start = max(host, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
             if op.collective:
                 start = max(start, links[_link(op.collective, hardware)])
-            end = start + op.repeats * op_seconds(op, hardware, calibration)
+            end = start + repeats * op_seconds(op, hardware, calibration)
             timeline.append((number, start, end))
             if op.collective:
                 links[_link(op.collective, hardware)] = end
@@ -67,7 +76,15 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
         elif kind == WAIT:
             sync = trace.syncs[number]
             streams[sync.stream] = max(streams[sync.stream], recorded[sync.event])
-    return _sum_up(trace, timeline, host)
+        elif kind == ACTION:
+            action = trace.actions[number]
+            actions.append((number, streams[0]))
+    return _sum_up(trace, timeline, host, actions)
+
+
+def is_transfer(op: Op) -> bool:
+    """Whether it sends to or receives from another rank."""
+    return op.collective is not None and op.collective.operation in ("send", "recv")
 
 
 def _link(collective: Collective, hardware: Hardware) -> str:
@@ -76,7 +93,9 @@ def _link(collective: Collective, hardware: Hardware) -> str:
     return "network" if len(machines) > 1 else "machine"
 
 
-def _sum_up(trace: Trace, timeline: list[tuple[int, float, float]], host: float) -> StepTime:
+def _sum_up(
+    trace: Trace, timeline: list[tuple[int, float, float]], host: float, actions: list[tuple[int, float]]
+) -> StepTime:
     collectives = {number: end - start for number, start, end in timeline if trace.ops[number].collective}
     kernels = [(start, end) for number, start, end in timeline if number not in collectives]
     moving = _merged([(start, end) for number, start, end in timeline if number in collectives])
@@ -89,6 +108,7 @@ def _sum_up(trace: Trace, timeline: list[tuple[int, float, float]], host: float)
         step=max([host, *(end for _, _, end in timeline)]),
         collectives=collectives,
         timeline=timeline,
+        actions=actions,
     )
 
 

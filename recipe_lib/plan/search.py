@@ -1,14 +1,15 @@
 """The fastest settings of a config that fit a device: estimated by `quick`, the first of them confirmed by whole plans.
 
-For each way to share the model between ranks and each kind of activation checkpointing, the largest micro-batch that
-fits is looked for; it divides the rows of a step, which stay as many as the config asks for. What one setting rules
-out is not tried with another: if a micro-batch does not fit, a larger one does not, nor does the same with less
-checkpointing; and what parameters, gradients and states alone take decides without a simulation.
+For each way to share the model between ranks (pipelines too, where their link is slow) and each kind of activation
+checkpointing, the largest micro-batch that fits is looked for; it divides the rows of a step, which stay as many as the
+config asks for. What one setting rules out is not tried with another: if a micro-batch does not fit, a larger one does
+not, nor does the same with less checkpointing; and what parameters, gradients and states alone take decides without a
+simulation.
 """
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,17 +26,20 @@ from recipe_lib.plan.levers import (
 from recipe_lib.plan.make import PlanSettings, make_plan
 from recipe_lib.plan.quick import Quick
 from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.search_space import (
+    SIZE_KEYS,
+    data_ranks,
+    micro_batch,
+    pipelines,
+    rows_of,
+    rows_with,
+    sharings,
+    sizes,
+    variants,
+)
 from recipe_lib.plan.tables import Table, duration
 from recipe_lib.units import format_bytes, format_count
 
-# What is looked for beside the micro-batch: key -> its values for a config and so many ranks, least memory first.
-SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
-    "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks // cfg.parallel.tensor),
-    "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
-    "optimizer.implementation": lambda cfg, ranks: ("auto",),
-}
-# The micro-batch, with as many of them as make up the rows of a step.
-_SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
 CHECKPOINTING_KEY = "memory.activation_checkpointing"
 CHECKPOINTING = ("full", "selective", "none")
 # Settings that cost little time, and are tried together where the peak is outside of the layers.
@@ -105,11 +109,18 @@ class _Candidate:
 
 
 def search(
-    recipe_class: type, cfg: Any, settings: PlanSettings, *, want: int = 3, fixed: Collection[str] = ()
+    recipe_class: type,
+    cfg: Any,
+    settings: PlanSettings,
+    *,
+    want: int = 3,
+    fixed: Collection[str] = (),
+    splits: bool = True,
 ) -> Search:
     """The fastest settings of a plannable config that fit `settings.hardware` on `settings.ranks` ranks.
 
     want: as many as are confirmed by a whole plan, fastest first. fixed: dotted keys that stay as the config has them.
+    splits: whether a pipeline's backward may be cut in two, which compiled layers cannot.
     Frozen weights are only rounded more, and parameters only kept in host memory, where nothing fits without. It works
     in several processes if nothing has been simulated in this one yet. Raises UserErrors of recipe and config.
     """
@@ -117,8 +128,8 @@ def search(
     tried: list[_Candidate] = []
     found: list[Found] = []
     refused: list[Found] = []
-    for variants in _variants(cfg, fixed):
-        estimated = _estimate(recipe_class, cfg, settings, variants, fixed)
+    for group in variants(cfg, fixed):
+        estimated = _estimate(recipe_class, cfg, settings, group, fixed, splits)
         tried += estimated
         found, too_large = _confirm(recipe_class, cfg, settings, estimated, want)
         refused += too_large
@@ -136,48 +147,31 @@ def search(
         closest=None if found else closest,
         device=settings.hardware.name,
         ranks=settings.ranks,
-        rows=_rows(cfg) * (settings.ranks // cfg.parallel.tensor),
+        rows=rows_of(cfg) * data_ranks(cfg, settings.ranks),
         tried=len(tried),
         planned=len(found) + len(refused),
         took=time.monotonic() - began,
     )
 
 
-def _rows(cfg: Any) -> int:
-    """Rows of a step on one rank that has rows of its own."""
-    return int(cfg.batch_size * cfg.gradient_accumulation_steps)
-
-
-def _variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
-    """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
-    quantize = value_of(cfg, "lora.quantize")
-    free = quantize is not None and "lora.quantize" not in fixed
-    stays = {} if "memory.cpu_offload" in fixed else {"memory.cpu_offload": False}
-    yield [stays, *([stays | {"lora.quantize": "none"}] if free and quantize != "none" else [])]
-    rounded: list[Changes] = []
-    if free:
-        rounded = [
-            {"lora.quantize": kind}
-            for kind in ("int8", "nf4")
-            if quantize == "none" or (quantize, kind) == ("int8", "nf4")
-        ]
-        yield [stays | one for one in rounded]
-    if stays:
-        yield [{"memory.cpu_offload": True} | one for one in (rounded or [{}])]
-
-
 def _estimate(
-    recipe_class: type, cfg: Any, settings: PlanSettings, variants: list[Changes], fixed: Collection[str]
+    recipe_class: type,
+    cfg: Any,
+    settings: PlanSettings,
+    group: list[Changes],
+    fixed: Collection[str],
+    splits: bool,
 ) -> list[_Candidate]:
     """Estimates of a group of variants, each with every way of sharing that could fit."""
-    leanest = [variant | next(_sharings(cfg, settings.ranks, fixed)) for variant in variants]
+    leanest = [variant | next(sharings(cfg, settings.ranks, fixed)) for variant in group]
+    ways = [*sharings(cfg, settings.ranks, fixed), *pipelines(cfg, settings, fixed, splits=splits)]
     # One estimate of each decides which of its ways of sharing are worth more.
     begun = in_processes(lambda one: _first(recipe_class, cfg, settings, one, fixed), leanest)
     jobs = [
         (variant | sharing, known)
-        for variant, known in zip(variants, begun, strict=True)
+        for variant, known in zip(group, begun, strict=True)
         if known is not None
-        for sharing in _sharings(cfg, settings.ranks, fixed)
+        for sharing in ways
         if _could_fit(cfg, settings, variant | sharing, known)
     ]
     results = in_processes(lambda job: _micro_batches(recipe_class, cfg, settings, job[0], fixed), jobs)
@@ -185,41 +179,12 @@ def _estimate(
     return _without_twins([*first, *(one for result in results for one in result)])
 
 
-def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[dict[str, Any]]:
-    """All combinations of SHARING, least memory first."""
-    combinations: list[dict[str, Any]] = [{}]
-    for key, values in SHARING.items():
-        if key not in fixed and value_of(cfg, key) is not None:
-            combinations = [one | {key: value} for one in combinations for value in values(cfg, ranks)]
-    copies = ranks // cfg.parallel.tensor  # a copy on each rank has nothing to gather again
-    yield from (
-        one
-        for one in combinations
-        if one.get("parallel.data_replicate") != copies or one.get("parallel.reshard_after_forward", True) or ranks == 1
-    )
-
-
-def _copies(cfg: Any, ranks: int) -> list[int]:
-    """Numbers of copies of the model: few, and one for each rank; as the config says where it fixes the shards."""
-    if cfg.parallel.data_shard != -1:
-        return [cfg.parallel.data_replicate]
-    return sorted({copies for copies in (1, 2, ranks // 8, ranks) if copies and ranks % copies == 0})
-
-
-def _own_reshard(cfg: Any) -> bool:
-    return bool(cfg.parallel.reshard_after_forward)
-
-
-def _micro_batch(cfg: Any, rows: int) -> dict[str, int]:
-    return {"batch_size": rows, "gradient_accumulation_steps": _rows(cfg) // rows}
-
-
 def _first(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
 ) -> _Candidate | None:
     """The leanest settings: one row at a time, everything computed again."""
     kind = {} if CHECKPOINTING_KEY in fixed else {CHECKPOINTING_KEY: CHECKPOINTING[0]}
-    size = {} if _SIZE_KEYS & set(fixed) else _micro_batch(cfg, 1)
+    size = {} if SIZE_KEYS & set(fixed) else micro_batch(cfg, changes, min(sizes(cfg, changes), default=1))
     return _try(recipe_class, cfg, settings, changes | kind | size, fixed)
 
 
@@ -250,10 +215,12 @@ def _could_fit(cfg: Any, settings: PlanSettings, changes: Changes, known: _Candi
     before, after = changed(cfg, known.changes), changed(cfg, changes)
     if before is None or after is None:
         return False
-    shards_before, shards = (mesh_shape(one.parallel, settings.ranks)[1] for one in (before, after))
-    held = known.quick.held * shards_before // shards if not after.memory.cpu_offload else 0
-    gradients = known.quick.trained // shards if not after.memory.cpu_offload else 0
-    whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * (shards - 1) // shards
+    meshes = [mesh_shape(one.parallel, settings.ranks) for one in (before, after)]
+    parts_before, parts = (pipeline * shards for pipeline, _, shards, _ in meshes)
+    held = known.quick.held * parts_before // parts if not after.memory.cpu_offload else 0
+    gradients = known.quick.trained // parts if not after.memory.cpu_offload else 0
+    shards = meshes[1][2]
+    whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * (shards - 1) // parts
     return held + max(gradients, whole) <= usable_bytes(after, settings) + _doubt(settings)
 
 
@@ -268,8 +235,8 @@ def _micro_batches(
 
     Begins with the kind that computes least again; one that computes more is of use for larger micro-batches only.
     """
-    rows = _rows(cfg)
-    sizes = [cfg.batch_size] if _SIZE_KEYS & set(fixed) else [size for size in range(1, rows + 1) if rows % size == 0]
+    rows = rows_with(cfg, changes)
+    left = [cfg.batch_size] if SIZE_KEYS & set(fixed) else sizes(cfg, changes)
     kinds: Iterable[str] = reversed(CHECKPOINTING)
     if CHECKPOINTING_KEY in fixed:
         kinds = (cfg.memory.activation_checkpointing,)
@@ -278,10 +245,10 @@ def _micro_batches(
         run = functools.partial(
             _with_micro_batch, recipe_class, cfg, settings, changes | {CHECKPOINTING_KEY: kind}, fixed
         )
-        found += _largest(run, sizes, settings)
+        found += _largest(run, left, settings)
         fitting = [one.changes.get("batch_size", rows) for one in found if one.short <= _doubt(settings)]
-        sizes = [size for size in sizes if size > max(fitting, default=0)]
-        if not sizes:
+        left = [size for size in left if size > max(fitting, default=0)]
+        if not left:
             break
     return found
 
@@ -289,7 +256,7 @@ def _micro_batches(
 def _with_micro_batch(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str], size: int
 ) -> _Candidate | None:
-    size_changes = {} if _SIZE_KEYS & set(fixed) else _micro_batch(cfg, size)
+    size_changes = {} if SIZE_KEYS & set(fixed) else micro_batch(cfg, changes, size)
     return _try(recipe_class, cfg, settings, changes | size_changes, fixed)
 
 

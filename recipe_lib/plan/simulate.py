@@ -15,11 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters import nf4, quantised
 from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.build import stored_weights
 from recipe_lib.ops import cross_entropy
 from recipe_lib.parallel import World
+from recipe_lib.plan.actions import ALIKE_FROM, following_actions, name_parts, repeat_actions, traced_micro_batches
 from recipe_lib.plan.data import PlannedData, RowShape, batch_tensors
 from recipe_lib.plan.device import NAME
 from recipe_lib.plan.fake import connect_streams, simulated_world, tensors_without_bytes
@@ -30,8 +32,6 @@ from recipe_lib.plan.tracer import KernelMemory, Tracer, plain_parts
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
-# The first micro-batch finds no gradients and the second does; all later ones are like the second.
-TRACED_MICRO_BATCHES = 2
 _MANY_OBJECTS = 2_000_000
 _left_objects = 0  # that the collector has not looked at, of this process's simulations
 _known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this process
@@ -41,7 +41,7 @@ _known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this pr
 class Simulated:
     """What a simulation leaves. modules: of which none is said to keep anything yet. coordinates: mesh dimension ->
     place of the rank. tokens: of a step, all ranks. repeats: the second step left the memory as the first did, so that
-    all later ones are like it."""
+    all later ones are like it. stages: of a rank of a pipeline, their layers."""
 
     trace: Trace
     modules: list[LayerRow]
@@ -49,6 +49,7 @@ class Simulated:
     mesh: dict[str, int]
     tokens: int
     repeats: bool
+    stages: dict[int, range] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,10 +64,12 @@ def simulate(
     steps: Sequence[str] = (FIRST, STEADY),
     like_cpu: bool = False,
     kernel_memory: KernelMemory | None = None,
+    traced: int | None = None,
 ) -> Simulated:
     """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
 
-    steps: (STEADY,) for one step alone, before which the optimizer is given its states.
+    steps: (STEADY,) for one step alone, before which the optimizer is given its states. traced: so many micro-batches
+    of a step run, and stand for themselves alone; None: as many as can stand for all of them.
     The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
     PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
     """
@@ -76,11 +79,12 @@ def simulate(
         with (
             _quiet_collector(),
             tracer.running(),
+            following_actions(tracer.trace),
             tracer.remembering(quantised, "_dequantise"),
             tracer.remembering(cross_entropy, "_sum_over_chunks"),
             _scales_without_values(),
         ):
-            return _run(recipe_class, cfg, world, shape, tracer, phases, steps)
+            return _run(recipe_class, cfg, world, shape, tracer, phases, steps, traced)
 
 
 def trace_real_run(
@@ -100,6 +104,7 @@ def _run(
     tracer: Tracer,
     phases: Sequence[str],
     steps: Sequence[str] = (FIRST, STEADY),
+    wanted: int | None = None,
 ) -> Simulated:
     notes: list[str] = []
     for dim in world.mesh.mesh_dim_names or ():
@@ -115,7 +120,8 @@ def _run(
     recipe.setup_optimizer()
     if FIRST not in steps:
         _make_states(recipe)
-    traced = None if tracer.fast is None else TRACED_MICRO_BATCHES
+    stage = world.pipeline.rank if world.pipeline else 0
+    traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
     recipe.data = PlannedData(cfg, world, shape, traced)
     left: list[int] = []
     tokens = 0
@@ -138,14 +144,21 @@ def _run(
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
+    name_parts(tracer.trace)
     classify(tracer.trace)
-    if traced is not None:
-        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps)
+    if traced is None or wanted is not None:
+        pass  # each stands for itself
+    elif world.pipeline is not None:
+        repeat_actions(tracer.trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
+    else:
+        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps, traced)
     names = world.mesh.mesh_dim_names or ()
     mesh = dict(zip(names, world.mesh.shape, strict=True))
     place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
     modules = [facts for name, model in models.items() for facts in _module_facts(name, model)]
-    return Simulated(tracer.trace, modules, place, mesh, tokens, left[0] == left[-1], notes)
+    pipeline = next((model.pipeline for model in models.values() if hasattr(model, "pipeline")), None)
+    stages = cast(Any, pipeline).layers if pipeline is not None else {}
+    return Simulated(tracer.trace, modules, place, mesh, tokens, left[0] == left[-1], stages, notes)
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
@@ -251,9 +264,9 @@ def classify(trace: Trace) -> None:
             waiting.clear()
 
 
-def stand_for_all(trace: Trace, micro_batches: int) -> None:
-    """The operators of a step's last traced micro-batch count for all of its later ones too."""
-    if micro_batches <= TRACED_MICRO_BATCHES:
+def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
+    """The operators of a step's last traced micro-batch count for all of its later ones too, `count` in all."""
+    if count <= traced:
         return
     for phase in {FIRST, STEADY} & set(trace.phases):
         ops = [trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP]
@@ -264,7 +277,7 @@ def stand_for_all(trace: Trace, micro_batches: int) -> None:
         begin = next((index for index in range(backwards[0], len(ops)) if parts[index] == "forward"), None)
         if begin is not None:
             for op in ops[begin : backwards[-1] + 1]:
-                op.repeats *= micro_batches - 1
+                op.repeats *= count - traced + 1
 
 
 def _module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, Plan, RankPlan
+from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, PipelinePlan, Plan, RankPlan
 from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares, split_number
 from recipe_lib.plan.verdict import reason_text
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_seconds
@@ -185,6 +185,8 @@ def layer_table(plan: Plan) -> Table | None:
     rows.append(["total", "", "", *_layer_sums(outermost(plan.layers))])
     header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
     note = "Kept: activations that wait for backward, of this rank."
+    if plan.pipeline:
+        note += " Of a pipeline this rank is for each module one that has it."
     return Table("layers: the full model without parallelism beside one rank", header, rows, ("module", "type"),
                  ("type", "modules"), (note,))  # fmt: skip
 
@@ -265,10 +267,12 @@ def communication_table(plan: Plan) -> Table | None:
             rows.append([f"  {operation}", where, *cells, modules, _shapes_text(found)])
     whole = traffic(plan.communication)
     rows.append(["one rank", "", *_traffic_cells(whole), "", ""])
-    rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", format_bytes(whole.wire * plan.ranks), "", "", ""])
+    if plan.pipeline is None:  # whose ranks are not alike
+        rows.append([f"all {plan.ranks} ranks", "", "", "", "", "", format_bytes(whole.wire * plan.ranks), "", "", ""])
     header = ["operation", "where", "count", "each", "dtype", "together", "on the wire", "alone", "module", "shape"]
     note = "On the wire: what a rank sends. Alone: the time if nothing else ran."
-    return Table("communication of a step", header, rows, ("operation", "where", "module", "shape"),
+    title = "communication of a step" + (f", {rank_name(plan, plan.heaviest)}" if plan.pipeline else "")
+    return Table(title, header, rows, ("operation", "where", "module", "shape"),
                  ("shape", "module", "dtype", "together"), (note,))  # fmt: skip
 
 
@@ -298,10 +302,23 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
         ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
                    f"all ranks; {time.mfu:.1%} of the device's dense rate"),
     ]  # fmt: skip
+    if plan.pipeline is not None:
+        lines.insert(1, ("pipeline", _pipeline_text(plan.pipeline)))
     if time.steps is not None:
         lasts = f", {format_seconds(time.total)}" if time.total is not None else ""
         lines.append(("run", f"{time.steps:,} steps{lasts}"))
     return lines
+
+
+def _pipeline_text(pipeline: PipelinePlan) -> str:
+    """Its schedule, and how much of it is waiting."""
+    rows = f"{pipeline.micro_batches} micro-batches of {pipeline.rows} row{'s' if pipeline.rows != 1 else ''}"
+    text = f"{pipeline.schedule}, {rows}"
+    if pipeline.bubble is not None and pipeline.seconds is not None:
+        text += f"; bubble {pipeline.bubble:.1%} of {duration(pipeline.seconds)} on {len(pipeline.places)} places"
+    if pipeline.ideal is not None:
+        text += f" (equal stages that exchange in no time: {pipeline.ideal:.1%})"
+    return text
 
 
 def bound_by(plan: Plan) -> str:

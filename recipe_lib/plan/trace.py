@@ -25,8 +25,9 @@ KINDS = (
 PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 
 # Kinds of events: (kind, number). ALLOC, FREE: of a storage. OP: an operator was issued. RECORD, WAIT: an
-# event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`). PHASE: a phase began.
-ALLOC, FREE, OP, RECORD, WAIT, PHASE = range(6)
+# event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`). PHASE: a phase began. ACTION:
+# what a rank of a pipeline does next began, or all of it ended (numbers of `Trace.actions`).
+ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION = range(7)
 
 
 @dataclass(slots=True)
@@ -54,9 +55,10 @@ class Collective:
     """One communication of a group of ranks.
 
     operation: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`, `recv`. dim: the mesh
-    dimension of the group, such as `data_shard`; `world` for all ranks. ranks: the group's members. bytes: of the whole
-    tensor: the gathered one, the one before it is scattered, the reduced one, the message. shapes: of the tensors of
-    this rank. dtype: such as `bf16`. waits: the stream that issued it waits for it at once.
+    dimension of the group, such as `data_shard`; `world` for all ranks. ranks: the group's members; of `send` and
+    `recv` the two that exchange. bytes: of the whole tensor: the gathered one, the one before it is scattered, the
+    reduced one, the message. shapes: of the tensors of this rank. dtype: such as `bf16`. waits: the stream that issued
+    it waits for it at once.
     """
 
     operation: str
@@ -97,6 +99,18 @@ class Sync:
     stream: int
 
 
+@dataclass(slots=True)
+class ActionMark:
+    """What a rank of a pipeline does next. kind: F, B, I, W, or SF, RF, SB, RB: as the pipeline's schedule has it; "":
+    the end of all of it. repeats: this one stands for as many, of later micro-batches; the operators in it say so too.
+    """
+
+    stage: int = -1
+    kind: str = ""
+    micro_batch: int = -1
+    repeats: int = 1
+
+
 @dataclass
 class Trace:
     """Everything one rank did, phase by phase."""
@@ -105,6 +119,7 @@ class Trace:
     ops: list[Op] = field(default_factory=list)
     syncs: list[Sync] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
+    actions: list[ActionMark] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
 
     def phase_events(self, phase: str) -> Iterator[tuple[int, int]]:

@@ -79,8 +79,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None, w
     for group in groups:
         total += group.squared_norm(dtype).to(total.device)
     if world.pipeline is not None:  # each stage has parameters of its own
-        total = total.to(world.device)
-        dist.all_reduce(total, group=world.mesh.get_group("pipeline"))
+        total = world.all_reduce_sum(total.to(world.device)) / world.data_ranks  # by a group that there is anyway
     norm = total.sqrt_().to(dtype)
     if max_norm is not None:
         factor = (max_norm / (norm + _TINY)).clamp_(max=1.0)

@@ -53,9 +53,12 @@ def test_steps_of_rank_0_are_compared(monkeypatch: pytest.MonkeyPatch):
     other = dataclasses.replace(first, rank=3, peaks=[PhasePeak("step", 99, 99, 99, 99, 0)])
     plan = hand_made(rank_plans=[other, first])
     found = run_plan.figures_of_plan(plan)
-    assert (found["active"], found["allocated"], found["reserved"]) == (40, 41, 42)
+    assert found["first"] == {"active": 40, "allocated": 41, "reserved": 42}
+    assert (found["active"], found["allocated"], found["reserved"]) == (99, 99, 99)  # shown: the heaviest
+    (line,) = run_plan.comparison(found, {"memory_kind": "device", "peak_memory_active_gib": 50 / GIB})
+    assert line == "planned / measured: active 40 B / 50 B (-20.0%)"
     monkeypatch.setenv(ALLOCATORS[0], "max_split_size_mb:64, expandable_segments: True")
-    assert run_plan.figures_of_plan(plan)["reserved"] == 36
+    assert run_plan.figures_of_plan(plan)["first"]["reserved"] == 36
 
 
 def test_the_comparison_is_signed():

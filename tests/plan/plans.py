@@ -2,6 +2,7 @@
 
 from recipe_lib.plan.result import (
     FITS,
+    ActionSpan,
     Advice,
     Alive,
     CommunicationRow,
@@ -9,8 +10,10 @@ from recipe_lib.plan.result import (
     LayerRow,
     OutsideTorch,
     PhasePeak,
+    PipelinePlan,
     Plan,
     RankPlan,
+    StagePlan,
     TimePlan,
 )
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Storage, Trace
@@ -60,6 +63,23 @@ def hand_made(**changed: object) -> Plan:
         "seconds": 19.2,
     }
     return Plan(**(fields | changed))  # type: ignore[arg-type]
+
+
+def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
+    """GPipe, of which a forward takes 1 s and a backward 2 s."""
+    spans, places = [], []
+    end = 3.0 * (micro_batches + ranks - 1)
+    for place in range(ranks):
+        for number in range(micro_batches):
+            forward, backward = place + number, end - 2 * (place + micro_batches - number)
+            spans.append(ActionSpan(place, place, "F", number, float(forward), forward + 1.0))
+            spans.append(ActionSpan(place, place, "B", number, backward, backward + 2.0))
+        idle = 1 - 3 * micro_batches / end
+        places.append(StagePlan(place, place, [place], [[16 * place, 16 * place + 15]], 3_490_000_000, 3_490_000_000,
+                                micro_batches, 0, 3.0 * micro_batches, idle, micro_batches, micro_batches,
+                                micro_batches * MIB, micro_batches * MIB))  # fmt: skip
+    bubble = 1 - 3 * micro_batches / end
+    return PipelinePlan("gpipe", 1, micro_batches, 4, [micro_batches] * ranks, places, end, bubble, bubble, spans)
 
 
 def alive_storages() -> list[Alive]:

@@ -9,11 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from recipe_lib.plan.html import render_html
+from recipe_lib.plan.pipeline_picture import draw_pipeline
 from recipe_lib.plan.result import DOES_NOT_FIT, Plan
 from recipe_lib.plan.timeline import MOST_POINTS, draw_timeline, points
 from recipe_lib.plan.trace import ALLOC, FREE, KINDS, PHASE, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
-from tests.plan.plans import LAYER, hand_made, hand_made_trace
+from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace
 
 EVIL = "<script>alert('a') & \"b\"</script>"
 
@@ -54,7 +55,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_stands_alone_and_is_well_formed():
-    text = render_html(hand_made(), hand_made_trace())
+    text = render_html(hand_made(pipeline=hand_made_pipeline()), hand_made_trace())
     page = Page(text)
     assert not {"script", "link", "iframe", "img"} & set(page.tags)
     assert not {"src", "href", "xlink:href", "onclick", "onload"} & page.attributes
@@ -65,7 +66,7 @@ def test_the_page_stands_alone_and_is_well_formed():
 
 
 def test_every_text_is_escaped():
-    plan = spoilt(hand_made())
+    plan = spoilt(hand_made(pipeline=hand_made_pipeline()))
     trace = hand_made_trace()
     trace.phases[1] = EVIL
     text = render_html(plan, trace)
@@ -112,6 +113,37 @@ def test_numbers_of_the_plan_are_shown():
         "Row length 512.",
     ):
         assert shown in text
+
+
+def boxes(chart: str) -> list[tuple[float, float, float]]:
+    """(x, y, width) of each box of a schedule."""
+    found = [element for element in ElementTree.fromstring(chart) if element.get("class", "").startswith("box")]
+    return [tuple(float(element.attrib[name]) for name in ("x", "y", "width")) for element in found]  # type: ignore[misc]
+
+
+def test_the_schedule_of_a_pipeline_is_drawn_to_scale():
+    """A row for each rank, a box for each action, as wide as it is long, and the rank's wait left open."""
+    pipeline = hand_made_pipeline(ranks=2, micro_batches=3)
+    text = render_html(hand_made(pipeline=pipeline))
+    assert "Schedule of the pipeline" in text and "idle 25.0%" in text and "layers 16-31" in text
+    chart = re.findall(r"<svg.*?</svg>", draw_pipeline(pipeline), re.DOTALL)[0]
+    shown = boxes(chart)
+    rows = sorted({y for _, y, _ in shown})
+    assert [sum(y == row for _, y, _ in shown) for row in rows] == [6, 6]
+    by_width = sorted(width for _, _, width in shown)
+    assert by_width[-1] == pytest.approx(2 * by_width[0], rel=0.01)
+    for row, wait in zip(rows, (0, 1), strict=True):
+        first = min(x for x, y, _ in shown if y == row)
+        assert first == pytest.approx(min(x for x, _, _ in shown) + wait * by_width[0], abs=0.1)
+    assert chart.count('class="mark"') == 12
+    assert chart.count("micro-batch 2, stage 1, backward, 2.00 s") == 1
+
+
+def test_numbers_are_left_out_where_boxes_are_narrow():
+    chart = draw_pipeline(hand_made_pipeline(ranks=4, micro_batches=64))
+    assert chart.count('class="box') == 4 * 2 * 64
+    assert 0 < chart.count('class="mark"') < 4 * 64
+    assert draw_pipeline(dataclasses.replace(hand_made_pipeline(), seconds=None, spans=[])) == ""
 
 
 @pytest.mark.parametrize("extra", [0, 3 * GIB])

@@ -74,6 +74,7 @@ LEVERS = [
     _same("shards", "parallel.data_shard=2"),
     _same("replicas", "parallel.data_replicate=2", ranks=4),
     _same("tensor", "parallel.tensor=2", ranks=4),
+    _same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
     _same("reduction", "parallel.reduce_dtype=fp32"),
     _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
     _same("checkpointing", "memory.activation_checkpointing=full"),
@@ -113,6 +114,10 @@ NOT_LEVERS = {
     "data.*": "which rows there are",
     "parallel.tensor_recompute_gather": "both values with every kind of model; tests/parallel/test_tensor",
     "parallel.tensor_copy_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
+    "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
+    "parallel.pipeline_stages_per_rank": "of two schedules; tests/parallel/pipeline",
+    "parallel.pipeline_split": "which rank has which layers; tests/parallel/pipeline",
+    "parallel.pipeline_timeout": "when a run ends; tests/parallel/pipeline/test_watch",
     "lr_schedule.*": "one number a step, a function of the step alone",
     "optimizer.lr": "a number of the optimizer's formula",
     "optimizer.betas": "a number of the optimizer's formula",
@@ -134,6 +139,7 @@ NOT_LEVERS = {
 # What is refused: levers' settings -> words of the line. Everything else must run.
 OFFLOAD = "on a CPU everything is in host memory already"
 SGD_KERNEL = "sharded parameters, for which torch has no such kernel"
+HALVING = {"parallel.tensor=2", "parallel.pipeline=2", "parallel.data_replicate=2", "parallel.data_shard=2"}
 OWN_LOSS = "it is called with the logits of the whole vocabulary, which no rank has"
 
 
@@ -146,7 +152,7 @@ def refusal(settings: "Settings") -> str | None:
         return SGD_KERNEL
     if {"parallel.tensor=2", f"loss={LOSS}"} <= overrides:
         return OWN_LOSS
-    if {"parallel.tensor=2", "parallel.data_replicate=2", "parallel.data_shard=2"} <= overrides:
+    if len(overrides & HALVING) > 2:
         return "start 8 ranks"
     return None
 
@@ -240,7 +246,7 @@ def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) 
     output = folder / f"run{ranks}"
     overrides = [override.format(folder=folder) for setting in settings for override in setting.overrides]
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
-    batches = ranks // (2 if "parallel.tensor=2" in overrides else 1) * accumulation
+    batches = ranks // 2 ** len({"parallel.tensor=2", "parallel.pipeline=2"} & set(overrides)) * accumulation
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
     argv = [
         *arguments(output),

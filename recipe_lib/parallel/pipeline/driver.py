@@ -154,7 +154,7 @@ class Pipeline:
         own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
         transport = self._use_transport()
         sent = transport.send(own, last - self._place, tag=0)
-        other = transport.receive(tuple(own.shape), own.dtype, last - self._place, tag=0).wait()
+        other = transport.receive(tuple(own.shape), own.dtype, last - self._place, 0, own.device).wait()
         sent.wait()  # before it is written to
         own.add_(other)
 

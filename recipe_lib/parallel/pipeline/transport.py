@@ -40,9 +40,11 @@ class Transport:
         self._ranks = world.pipeline.ranks
         self._device = world.device
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, place: int, tag: int) -> OnItsWay:
-        """Asks the rank at `place` of the pipeline for a tensor."""
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, place: int, tag: int, device: torch.device | None = None
+    ) -> OnItsWay:
+        """Asks the rank at `place` of the pipeline for a tensor, on the rank's device or the one where it was sent."""
+        tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
         return OnItsWay(tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag))
 
     def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:

@@ -1,0 +1,157 @@
+"""What a plan says of a pipeline: the stages of each place, what they exchange, and when they do what."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_lib.config.pipeline import micro_batches, stages_per_rank
+from recipe_lib.parallel.pipeline.theory import counted_in_flight
+from recipe_lib.parallel.pipeline.timeline import theoretical_bubble
+from recipe_lib.plan.actions import orders_of, traced_micro_batches
+from recipe_lib.plan.cost import Calibration
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.pipeline_time import PipelineTime, Sums, pipeline_time, whole_step
+from recipe_lib.plan.result import ActionSpan, LayerRow, PipelinePlan, StagePlan
+from recipe_lib.plan.schedule import StepTime, is_transfer
+from recipe_lib.plan.simulate import STEADY, Simulated
+from recipe_lib.plan.tables import outermost
+from recipe_lib.plan.trace import ACTION, OP, Trace
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A pipeline and its time. sums: of the step of the rank that computes the longest; step: seconds; None both where
+    not every place was simulated."""
+
+    plan: PipelinePlan
+    sums: Sums | None = None
+    step: float | None = None
+
+
+def first_of_each_place(parallel: Any, ranks: int) -> tuple[int, ...]:
+    """The first rank of each place in the pipeline; without one rank 0. The shards of the first are the largest."""
+    return tuple(place * (ranks // parallel.pipeline) for place in range(parallel.pipeline))
+
+
+def staged(
+    cfg: Any,
+    simulated: Mapping[int, Simulated],
+    timings: Mapping[int, StepTime] | None,
+    hardware: Hardware,
+    calibration: Calibration | None,
+) -> Staged | None:
+    """The pipeline of a plan; None without one. simulated, timings: by rank; timings: None where none are wanted."""
+    if cfg.parallel.pipeline == 1:
+        return None
+    rows, count = micro_batches(cfg)
+    firsts: dict[int, int] = {}  # by place, the first rank simulated
+    for rank, found in simulated.items():
+        firsts.setdefault(found.coordinates["pipeline"], rank)
+    firsts = dict(sorted(firsts.items()))
+    places = [_stage_plan(cfg, place, rank, simulated[rank], count) for place, rank in firsts.items()]
+    plan = PipelinePlan(
+        schedule=cfg.parallel.pipeline_schedule,
+        stages_per_rank=stages_per_rank(cfg.parallel),
+        micro_batches=count,
+        rows=rows,
+        traced=[traced_micro_batches(cfg, place) for place in firsts],
+        places=places,
+        ideal=theoretical_bubble(
+            cfg.parallel.pipeline_schedule, cfg.parallel.pipeline, count, stages_per_rank(cfg.parallel)
+        ),
+    )
+    if timings is None or len(firsts) < cfg.parallel.pipeline:
+        return Staged(plan)
+    traces = {place: simulated[rank].trace for place, rank in firsts.items()}
+    own = {place: timings[rank] for place, rank in firsts.items()}
+    time = pipeline_time(cfg.parallel, count, traces, own, STEADY, hardware, calibration)
+    _with_times(plan, time)
+    busiest = max(firsts, key=lambda place: places[place].compute)
+    return Staged(plan, whole_step(traces[busiest], own[busiest], STEADY, hardware, calibration), time.step)
+
+
+def _with_times(plan: PipelinePlan, time: PipelineTime) -> None:
+    """Puts the time line into the plan."""
+    line = time.timeline
+    plan.seconds, plan.bubble = float(line.total), float(line.bubble)
+    for place in plan.places:
+        place.compute, place.idle = float(line.busy(place.place)), float(line.idle_share(place.place))
+    plan.spans = [
+        ActionSpan(
+            span.rank,
+            span.action.stage,
+            span.action.kind,
+            span.action.micro_batch,
+            float(span.start),
+            float(span.end),
+        )
+        for span in line.spans
+    ]
+
+
+def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
+    in_flight, put_off = counted_in_flight(orders_of(cfg.parallel, count)[place])
+    modules = outermost(found.modules)
+    sends, sent = _exchanged(found.trace, "send")
+    receives, received = _exchanged(found.trace, "recv")
+    return StagePlan(
+        place=place,
+        rank=rank,
+        stages=list(found.stages),
+        layers=[[layers[0], layers[-1]] for layers in found.stages.values()],
+        parameters=sum(row.parameters for row in modules),
+        trained=sum(row.trained for row in modules),
+        in_flight=in_flight,
+        put_off=put_off,
+        compute=0.0,
+        idle=0.0,
+        sends=sends,
+        receives=receives,
+        sent=sent,
+        received=received,
+    )
+
+
+def _exchanged(trace: Trace, operation: str) -> tuple[int, int]:
+    """(tensors, bytes) that a steady step's actions send or receive."""
+    tensors = num_bytes = 0
+    inside = False
+    for kind, number in trace.phase_events(STEADY):
+        if kind == ACTION:
+            inside = bool(trace.actions[number].kind)
+        elif kind == OP and inside and is_transfer(trace.ops[number]):
+            op = trace.ops[number]
+            if op.collective is not None and op.collective.operation == operation:
+                tensors, num_bytes = tensors + op.repeats, num_bytes + op.repeats * op.collective.bytes
+    return tensors, num_bytes
+
+
+def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
+    """What the figures of a pipeline rest on. ranks: simulated."""
+    count = micro_batches(cfg)[1]
+    traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
+    lines = [
+        "pipeline: every place computes as fast as its own trace says; a transfer begins when both ranks are there"
+    ]
+    if traced < count:
+        lines.append(
+            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a rank, with which it "
+            "comes to hold whatever it holds with all of them; what the others do takes as long as what is like it"
+        )
+    if len(ranks) < cfg.parallel.pipeline:
+        lines.append("pipeline: --rank leaves places out, so that neither the heaviest is known for sure nor the time")
+    return lines
+
+
+def rows_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
+    """The table of modules of a whole model from those of its places, each module once, in the model's order."""
+    found: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
+    for rows in places:
+        behind = False
+        for at, row in enumerate(rows):
+            number = next((int(piece) for piece in row.module.split(".") if piece.isdigit()), None)
+            behind = behind or number is not None
+            place = (1, number, at) if number is not None else (2 if behind else 0, 0, at)
+            if row.module not in found or not row.module:
+                found[row.module] = (place, row)
+    return [row for _, row in sorted(found.values(), key=lambda entry: entry[0])]

@@ -1,0 +1,126 @@
+"""The search among pipelines: what it tries, what it finds where ranks cannot reach each other, how it estimates."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.apart import apart, settings
+from tests.plan.configs import load
+
+# Of Llama 3 8B the width and four layers: gathering them takes long over PCIe.
+WIDE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.02,
+}  # fmt: skip
+ROWS = 64  # of a step, as the config has them on four ranks
+FIXED = ("memory.cpu_offload", "lora.quantize", "parallel.reshard_after_forward", "memory.activation_checkpointing",
+         "parallel.data_replicate", "parallel.pipeline_schedule")  # fmt: skip
+
+
+def typed(folder: Path, *more: str) -> tuple[str, ...]:
+    """Overrides of the wide model."""
+    (folder / "wide.json").write_text(json.dumps(WIDE))
+    model = (f"model.preset={folder / 'wide.json'}", "~model.path", "tokenizer.path=unread")
+    return (*model, "max_seq_len=512", "~validation.source", *more)
+
+
+def searched(folder: Path) -> dict[str, Any]:
+    """What is found for four cards on which the model does not fit whole, what is typed for it; and an estimate."""
+    from recipe_lib.plan.levers import override_text
+    from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.quick import quick
+    from recipe_lib.plan.result import OutsideTorch
+    from recipe_lib.plan.search import search
+
+    recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *typed(folder), device="rtx4090")
+    hardware = dataclasses.replace(plain.hardware, memory=int(1.6 * 2**30))
+    wanted = dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
+    result = search(recipe_class, cfg, wanted, want=1, fixed=FIXED)
+    more = ("parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "gradient_accumulation_steps=8")
+    recipe_class, cfg, plain = settings("llama3/8B_lora", 2, *typed(folder, *more), device="rtx4090")
+    plan, estimate = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
+    assert plan.time is not None
+    return {
+        "changes": [one.changes for one in result.found],
+        "typed": [override_text(one.changes) for one in result.found],
+        "rows": result.rows,
+        "active": estimate.active / plan.heaviest.peak.active,
+        "seconds": estimate.seconds / plan.time.step,
+        "tokens": (estimate.tokens, plan.time.tokens_per_step),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return apart(searched, tmp_path_factory.mktemp("wide"))
+
+
+def test_a_pipeline_wins_where_gathering_is_slow(found: dict[str, Any], tmp_path: Path):
+    """It is a run that `tune run` takes, with as many rows a step."""
+    (changes,), (text,) = found["changes"], found["typed"]
+    assert changes["parallel.pipeline"] in (2, 4)
+    assert found["rows"] == ROWS
+    cfg = load("llama3/8B_lora", *typed(tmp_path), *text.split())
+    different = 4 // cfg.parallel.pipeline
+    assert cfg.batch_size * cfg.gradient_accumulation_steps * different == ROWS
+
+
+def test_the_estimate_of_a_pipeline(found: dict[str, Any]):
+    assert found["active"] == pytest.approx(1, abs=0.005)
+    assert found["seconds"] == pytest.approx(1, abs=0.02)
+    assert found["tokens"][0] == found["tokens"][1]
+
+
+def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (), **more: bool) -> list[dict[str, Any]]:
+    """The pipelines that are looked at, each checked to keep the rows of a step with every size of micro-batch."""
+    from recipe_lib.parallel.world import mesh_shape
+    from recipe_lib.plan.hardware import find_hardware
+    from recipe_lib.plan.lengths import Sequence
+    from recipe_lib.plan.levers import changed
+    from recipe_lib.plan.make import PlanSettings
+    from recipe_lib.plan.search_space import data_ranks, micro_batch, pipelines, rows_of, sizes
+
+    cfg = load("demo/full", "device=auto", *overrides)
+    wanted = PlanSettings(hardware=find_hardware(device), sequence=Sequence(8, ""), ranks=ranks)
+    every = list(pipelines(cfg, wanted, fixed, **more))
+    for changes in every:
+        for size in sizes(cfg, changes):
+            other = changed(cfg, changes | micro_batch(cfg, changes, size))
+            assert other is not None
+            assert rows_of(other) * data_ranks(other, ranks) == rows_of(cfg) * data_ranks(cfg, ranks)
+            assert other.gradient_accumulation_steps >= other.parallel.pipeline
+            assert mesh_shape(other.parallel, ranks)[0] == changes["parallel.pipeline"]
+    return every
+
+
+def test_which_pipelines_are_tried():
+    """The demo has four layers: ZBV, with two stages on a rank, can be at most two ranks long."""
+    key, schedule, copies = "parallel.pipeline", "parallel.pipeline_schedule", "parallel.data_replicate"
+    found = tried(4, "rtx4090")
+    assert [(one[key], one[schedule], one[copies]) for one in found] == [
+        (2, "1f1b", 1),
+        (2, "1f1b", 2),
+        (2, "zbv", 1),
+        (2, "zbv", 2),
+        (4, "1f1b", 1),
+    ]
+    assert {one[schedule] for one in tried(4, "rtx4090", splits=False)} == {"1f1b"}
+    assert {one[copies] for one in tried(4, "rtx4090", fixed=(copies,))} == {1}
+    begun = tried(
+        4, "rtx4090", "parallel.pipeline=4", "gradient_accumulation_steps=8", "parallel.pipeline_microbatches=8"
+    )
+    assert {one[key] for one in begun} == {2, 4}
+    assert all(one["parallel.pipeline_microbatches"] is None for one in begun)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "fixed"),
+    [(4, "h100", ()), (1, "rtx4090", ()), (4, "rtx4090", ("parallel.pipeline",)), (4, "rtx4090", ("batch_size",))],
+)
+def test_where_no_pipeline_is_tried(ranks: int, device: str, fixed: tuple[str, ...]):
+    assert tried(ranks, device, fixed=fixed) == []

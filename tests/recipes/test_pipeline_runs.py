@@ -1,0 +1,232 @@
+"""Whole runs whose layers are divided among ranks: the losses of one process, folders that others open, states that
+pipelines of any size, and none, go on from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+
+from recipe_lib.cli.main import main as tune
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import DPO, FULL, LORA, ROOT, furthest, metrics, run_here, steps, stories, whole
+from tests.recipes.test_dpo import arguments as preference_arguments
+from tests.recipes.test_dpo import write_pairs
+
+MICRO_BATCHES, ROWS = 4, 8  # of a step, over all data ranks
+STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
+PIPELINE = "parallel.pipeline=2"
+ZBV, ZERO_BUBBLE = "parallel.pipeline_schedule=zbv", "parallel.pipeline_schedule=interleaved_zero_bubble"
+
+
+class Runs:
+    """The runs of this file: each kind by one process, by a pipeline of two, and by four ranks."""
+
+    def __init__(self, realdata: Path, folder: Path) -> None:
+        self.realdata, self.folder = realdata, folder
+        preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {"num_hidden_layers": 4}
+        (folder / "deep.json").write_text(json.dumps(preset))
+        wide = preset | {"hidden_size": 128, "intermediate_size": 256}  # matrices of whole blocks of 64
+        (folder / "wide.json").write_text(json.dumps(wide))
+        text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
+        for name, part in {"text": text[:15_000], "validation": text[-3_000:]}.items():
+            (folder / f"{name}.txt").write_text(part)
+        self.pairs = write_pairs(folder)
+
+    def text(self, data_ranks: int) -> list[str]:
+        return [
+            f"data.source={self.folder / 'text.txt'}",
+            "data.format=text",
+            f"batch_size={ROWS // MICRO_BATCHES // data_ranks}",
+            f"gradient_accumulation_steps={MICRO_BATCHES}",
+            f"max_steps={STEPS}",
+            "lr_schedule.kind=constant",
+        ]
+
+    def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
+        argv = stories(
+            self.realdata,
+            self.folder / name,
+            *self.text(data_ranks),
+            f"validation.source={self.folder / 'validation.txt'}",
+            f"validation.every_steps={SAVED}",
+            f"checkpoint.save_every_steps={SAVED}",
+            *overrides,
+        )
+        return done(run_here(argv, recipe=FULL))
+
+    def packed(self, name: str, *overrides: str) -> Any:
+        rows = (f"data.source={ROOT / 'examples' / 'demo' / 'heldout.jsonl'}", "data.format=alpaca")
+        packing = ("data.packing=true", "checkpoint.save_model=false", "max_seq_len=64")
+        argv = stories(self.realdata, self.folder / name, *self.text(1), *rows, *packing, *overrides)
+        return done(run_here(argv, recipe=FULL))
+
+    def adapters(self, name: str, *overrides: str) -> Any:
+        argv = stories(self.realdata, self.folder / name, *self.text(1), "optimizer.lr=1e-2", *overrides)
+        argv[1] = str(Path(__file__).parent / "adapters.yaml")
+        return done(run_here(argv, recipe=LORA))
+
+    def quantised(self, name: str, *overrides: str) -> Any:
+        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize=nf4")
+        return self.adapters(name, *model, f"tokenizer.path={self.realdata / 'stories260K-hf'}", *overrides)
+
+    def preference(self, name: str, *overrides: str) -> Any:
+        argv = preference_arguments(self.pairs, self.folder / name, "batch_size=4", *overrides)
+        argv += [f"model.preset={self.folder / 'deep.json'}", "max_steps=2"]
+        return done(run_here(argv, recipe=DPO))
+
+    def state(self, name: str) -> str:
+        return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
+
+
+def done(run: Any) -> Any:
+    assert run.code == 0, run.said
+    if dist.is_initialized():
+        dist.barrier()  # a rank that is there first would not find what the others still write
+    return run
+
+
+def probe() -> torch.Tensor:
+    """Tokens `[2, 24]` to compare logits on."""
+    return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def alone(runs: Runs) -> torch.Tensor:
+    runs.packed("packed 1")
+    runs.adapters("lora 1")
+    runs.quantised("nf4 1")
+    runs.preference("preference 1")
+    runs.preference("preference full 1", "dpo.train=full")
+    model = runs.full("full 1", 1).recipe.model
+    with torch.no_grad():
+        return whole(model(probe()))
+
+
+def pipeline_of_two(runs: Runs) -> None:
+    runs.full("1 to 2", 1, PIPELINE, runs.state("full 1"))
+    runs.full("full 2", 1, PIPELINE, ZBV)
+    runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
+    runs.adapters("lora 2", PIPELINE, ZERO_BUBBLE)
+    runs.quantised("nf4 2", PIPELINE, ZBV)
+    runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
+    runs.preference("preference full 2", PIPELINE, "dpo.train=full", "parallel.pipeline_microbatches=2")
+
+
+def four_ranks(runs: Runs) -> None:
+    runs.full("full 4", 2, PIPELINE, ZBV)
+    runs.full("2 to 4", 1, PIPELINE, "parallel.tensor=2", runs.state("full 2"))
+
+
+def alone_again(runs: Runs) -> None:
+    runs.full("2 to 1", 1, runs.state("full 2"))
+
+
+@pytest.fixture(scope="module")
+def found(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """The folder of all runs, and logits of the model that one process has trained."""
+    runs = Runs(realdata, tmp_path_factory.mktemp("pipeline"))
+    logits = run_ranks(alone, 1, runs)[0]
+    for ranks, part in ((2, pipeline_of_two), (4, four_ranks), (1, alone_again)):
+        run_ranks(part, ranks, runs)
+    return runs.folder, logits
+
+
+@pytest.mark.parametrize("name", ["full 2", "full 4", "1 to 2", "2 to 4", "2 to 1"])
+def test_a_pipeline_records_what_one_process_does(found: tuple[Path, Any], name: str) -> None:
+    folder, _ = found
+    alone = steps(folder / "full 1")
+    assert len(alone) == STEPS and alone[-1][1] < alone[0][1] - 0.3
+    divided = steps(folder / name)
+    wanted = alone if name.startswith("full") else alone[SAVED:]
+    assert [step for step, _, _ in divided] == [step for step, _, _ in wanted]
+    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in wanted]) <= 1e-5
+    assert furthest([norm for _, _, norm in divided], [norm for _, _, norm in wanted]) <= 1e-4
+    found_later = validated(folder / name)
+    assert furthest(found_later, validated(folder / "full 1")[-len(found_later) :]) <= 1e-5
+
+
+def test_a_pipeline_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
+    folder, _ = found
+    for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
+        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "trained_tokens", "tokens"))
+
+
+def validated(output: Path) -> list[float]:
+    return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
+
+
+@pytest.mark.parametrize("name", ["full 2", "full 4", "2 to 4", "2 to 1"])
+def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], name: str) -> None:
+    folder, logits = found
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder / name / "model", output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        torch.testing.assert_close(model(probe()).logits, logits, rtol=1e-3, atol=1e-3)
+    names = [set(load_file(folder / of / "model" / "model.safetensors")) for of in (name, "full 1")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("kind", ["lora", "nf4"])
+def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
+    folder, _ = found
+    alone, divided = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
+    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
+    assert furthest([norm for _, _, norm in divided], [norm for _, _, norm in alone]) <= 1e-4
+    wanted, found_there = (load_file(folder / f"{kind} {n}" / "adapter" / "adapter_model.safetensors") for n in (1, 2))
+    assert wanted.keys() == found_there.keys()
+    for tensor in wanted:
+        difference = torch.linalg.vector_norm(found_there[tensor] - wanted[tensor])
+        assert difference <= 1e-3 * torch.linalg.vector_norm(wanted[tensor]), tensor
+
+
+def test_packed_rows_go_through_a_pipeline(found: tuple[Path, Any]) -> None:
+    folder, _ = found
+    alone, divided = steps(folder / "packed 1"), steps(folder / "packed 2")
+    assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["preference", "preference full"])
+def test_a_pipeline_prefers_what_one_process_does(found: tuple[Path, Any], kind: str) -> None:
+    """With the reference in the pipeline too: the model without its adapters, or a copy."""
+    folder, _ = found
+    alone, divided = (metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
+    assert len(alone) == len(divided) > 0
+    for line, wanted in zip(divided, alone, strict=True):
+        for key in ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"):
+            assert line[key] == pytest.approx(wanted[key], rel=1e-8, abs=1e-12), key
+
+
+def test_what_stages_cannot_share_is_refused_before_anything_is_read(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    runs = Runs(realdata, tmp_path)
+    cases = {
+        ("parallel.pipeline=6", "gradient_accumulation_steps=6"): (
+            "parallel.pipeline: found 6 stages for 5 layers, expected a layer for each stage at least; set "
+        ),
+        ("parallel.pipeline=2", "parallel.pipeline_split=[2, 2]"): (
+            "parallel.pipeline_split: found 2 stages with 4 layers, expected 2 stages "
+            "(parallel.pipeline_schedule=1f1b on 2 ranks) with the model's 5 layers in all"
+        ),
+        ("parallel.pipeline=2", "gradient_accumulation_steps=1"): (
+            "parallel.pipeline_microbatches: found 1 micro-batches a step, expected 2 or more for parallel.pipeline=2"
+        ),
+        ("parallel.pipeline=2", "parallel.pipeline_microbatches=3"): (
+            "found 3 micro-batches for the 8 rows of a step (batch_size 2 x gradient_accumulation_steps 4), expected a "
+            "divisor of them; choose one of 2, 4, 8"
+        ),
+    }
+    for overrides, message in cases.items():
+        argv = stories(realdata, tmp_path / "refused", *runs.text(1), *overrides)
+        assert tune(["validate", *argv[1:]]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line, line
+        if "pipeline_split" in str(overrides) or "pipeline=6" in str(overrides):  # what only the model's shape tells
+            read: list[Any] = []
+            assert run_here(argv, before_model=read.append, recipe=FULL).code == 2
+            assert read == []
+    assert tune(["validate", *argv[1:-1], "parallel.pipeline_split=[2, 3]"]) == 0
