@@ -12,6 +12,7 @@ _IDLE = {
     "pipeline_schedule": "zbv",
     "pipeline_microbatches": "4",
     "pipeline_stages_per_rank": "3",
+    "pipeline_put_off": "1",
     "pipeline_split": "memory",
     "pipeline_timeout": "60",
 }
@@ -86,6 +87,16 @@ PIPELINE: tuple[Incompatible, ...] = (
         "remove parallel.pipeline_stages_per_rank, or choose interleaved_1f1b or interleaved_zero_bubble",
         (*_PIPELINE, "parallel.pipeline_stages_per_rank=4"),
         unread="parallel.pipeline_stages_per_rank",
+        reads=("parallel.pipeline",),
+    ),
+    Incompatible(
+        "weight gradients that no schedule puts off",
+        lambda cfg: cfg.parallel.pipeline > 1 and not SCHEDULES[cfg.parallel.pipeline_schedule].splits,
+        ("parallel.pipeline_schedule", "parallel.pipeline_put_off"),
+        f"only {_HAVE_WEIGHTS_LATER} put weight gradients off",
+        "remove parallel.pipeline_put_off, or choose one of these",
+        (*_PIPELINE, "parallel.pipeline_put_off=2"),
+        unread="parallel.pipeline_put_off",
         reads=("parallel.pipeline",),
     ),
     Incompatible(

@@ -212,6 +212,12 @@ class ParallelConfig:
     pipeline_stages_per_rank: int = key(
         2, "Stages on each rank of an interleaved schedule; `zbv` and `dualpipev` have 2, the others 1.", minimum=2
     )
+    pipeline_put_off: int | None = key(
+        None,
+        "Most micro-batches of a rank (each of its stages counted) that wait for their weight gradients at a time, in "
+        "schedules that put these off; fewer take less memory, the bubble is longer; null: as the schedule has it.",
+        minimum=1,
+    )
     pipeline_split: str | list[int] = key(
         "time",
         "Layers of each stage: even in `time`, or in `memory` of parameters and states, embedding and head counted; "

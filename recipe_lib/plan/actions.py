@@ -93,7 +93,7 @@ def stand_ins(
 
 def orders_of(parallel: ParallelConfig, count: int, *, training: bool = True) -> Orders:
     """The actions of all ranks, transfers included; not to be changed."""
-    return _orders(*_key(parallel), count, training)
+    return _orders(_key(parallel), count, training)
 
 
 def taken_of(parallel: ParallelConfig, place: int, count: int, *, training: bool = True) -> dict[Action, int]:
@@ -109,22 +109,24 @@ def peers_of(parallel: ParallelConfig, place: int) -> set[int]:
     return {other for edge in edges if place in edge for other in edge} - {place}
 
 
-def _key(parallel: ParallelConfig) -> tuple[int, str, int]:
-    """What of it an order depends on."""
-    return parallel.pipeline, parallel.pipeline_schedule, parallel.pipeline_stages_per_rank
+_Key = tuple[tuple[str, Any], ...]
+
+
+def _key(parallel: ParallelConfig) -> _Key:
+    """What of it an order depends on, by name."""
+    names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_put_off")
+    return tuple((name, getattr(parallel, name)) for name in names)
 
 
 @cache
-def _orders(ranks: int, schedule: str, stages: int, count: int, training: bool) -> Orders:
-    parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages)
+def _orders(key: _Key, count: int, training: bool) -> Orders:
+    parallel = ParallelConfig(**dict(key))
     return with_transfers((compute_orders if training else forward_orders)(parallel, count), parallel)
 
 
 @cache
-def _states(
-    ranks: int, schedule: str, stages: int, place: int, count: int, training: bool
-) -> dict[_State, list[Action]]:
-    parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages)
+def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
+    parallel = ParallelConfig(**dict(key))
     order = orders_of(parallel, count, training=training)[place]
     # Each stage counts in digits of its own, so that the sums tell how many of each are alive.
     sizes = {
@@ -147,7 +149,7 @@ def _states(
 
 def _by_state(parallel: ParallelConfig, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
     """A rank's actions by the states in which it comes to them."""
-    return _states(*_key(parallel), place, count, training)
+    return _states(_key(parallel), place, count, training)
 
 
 def name_parts(trace: Trace) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.plan.actions import enough_micro_batches, peers_of, stand_ins
+from recipe_lib.parallel.pipeline.schedules import compute_orders, with_transfers
+from recipe_lib.plan.actions import enough_micro_batches, orders_of, peers_of, stand_ins
 from recipe_lib.plan.result import Plan
 from tests.plan.apart import apart, settings
 
@@ -205,3 +206,10 @@ def command(overrides: tuple[str, ...], page: str) -> int:
     code = run(["--nproc_per_node", "4", "--config", "demo/full", "--device", "rtx4090", *overrides, *more])
     sys.stdout.flush()
     return code
+
+
+def test_an_order_is_that_of_all_its_settings() -> None:
+    """Orders are kept: two settings that differ in anything must not share one."""
+    for change in ({}, {"pipeline_put_off": 1}, {"pipeline_put_off": 2}, {"pipeline_schedule": "dualpipev"}):
+        parallel = ParallelConfig(**{"pipeline": 4, "pipeline_schedule": "zbv"} | change)
+        assert orders_of(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)

@@ -117,6 +117,7 @@ NOT_LEVERS = {
     "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
     "parallel.pipeline_stages_per_rank": "of two schedules; tests/parallel/pipeline",
     "parallel.pipeline_split": "which rank has which layers; tests/parallel/pipeline",
+    "parallel.pipeline_put_off": "the order of a step's work; tests/parallel/pipeline",
     "parallel.pipeline_timeout": "when a run ends; tests/parallel/pipeline/test_watch",
     "lr_schedule.*": "one number a step, a function of the step alone",
     "optimizer.lr": "a number of the optimizer's formula",

@@ -55,8 +55,27 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     settings = _torch_settings(ranks, stages_per_rank(parallel), _orderly(name, ranks, micro_batches))
     make = _torch_schedule(name)._calculate_single_rank_operations
     orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
+    if parallel.pipeline_put_off is not None:
+        orders = {rank: _sooner(order, parallel.pipeline_put_off) for rank, order in orders.items()}
     _check_complete(orders, stage_count(parallel), micro_batches)
     return orders
+
+
+def _sooner(order: list[Action], most: int) -> list[Action]:
+    """The order with weight gradients made sooner where more than `most` would wait: before another input gradient."""
+    found: list[Action] = []
+    waiting: list[Action] = []  # in the order in which they began to
+    for action in order:
+        if action.kind == INPUT:
+            while len(waiting) >= most:
+                found.append(waiting.pop(0))
+            waiting.append(Action(action.stage, WEIGHT, action.micro_batch))
+        if action.kind != WEIGHT:
+            found.append(action)
+        elif action in waiting:
+            waiting.remove(action)
+            found.append(action)
+    return found
 
 
 def _orderly(name: str, ranks: int, micro_batches: int) -> int:

@@ -235,6 +235,7 @@ def test_every_schedule_gives_the_gradients_of_one_process_on_two_ranks() -> Non
     cases += [Case("zbv", dtype=torch.float32), Case("1f1b", dtype=torch.float32, checkpointing="full")]
     cases += [
         Case("1f1b", parallel={"pipeline_split": [1, 3]}),
+        Case("zbv", checkpointing="full", parallel={"pipeline_put_off": 1}),
         Case("zbv", parallel={"pipeline_split": [1, 3, 1, 3]}, size=8),
     ]
     for faults in run_ranks(compare, 2, cases, timeout=300):

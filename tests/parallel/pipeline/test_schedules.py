@@ -1,7 +1,8 @@
 """Orders of a pipeline: whole, legal, free of circles, and the same for the two ranks of every exchange."""
 
 from collections import Counter, defaultdict, deque
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 
@@ -16,6 +17,7 @@ from recipe_lib.config.pipeline import (
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline import schedules
 from recipe_lib.parallel.pipeline.schedules import (
+    UNITS,
     Action,
     compute_orders,
     exchange_of,
@@ -25,6 +27,8 @@ from recipe_lib.parallel.pipeline.schedules import (
     started,
     with_transfers,
 )
+from recipe_lib.parallel.pipeline.theory import counted_in_flight
+from recipe_lib.parallel.pipeline.timeline import simulate
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 KINDS_OF_BACKWARD = {False: {"FB"}, True: {"FIW", "FB"}}
@@ -258,3 +262,22 @@ def test_a_circle_is_named():
     assert str(orders[0][0]) == "0B0"
     with pytest.raises(ValueError, match="wait for each other: rank 0: 0B0, rank 1: 1F0"):
         started(orders, 2)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule):
+    for ranks, count, most in product((2, 4, 8), (8, 16), (1, 2, 4)):
+        free = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
+        limited = replace(free, pipeline_put_off=most)
+        plain = ParallelConfig(pipeline=ranks, pipeline_schedule="1f1b")
+        orders = compute_orders(limited, count)
+        for rank, order in compute_orders(free, count).items():
+            assert sorted(orders[rank]) == sorted(order)
+            others = [[action for action in one if action.kind != "W"] for one in (order, orders[rank])]
+            assert others[0] == others[1]
+            assert counted_in_flight(orders[rank])[1] == min(most, counted_in_flight(order)[1])
+        bubbles = [
+            simulate(with_transfers(compute_orders(one, count), one), one, lambda action: UNITS[action.kind]).bubble
+            for one in (free, limited, plain)
+        ]
+        assert bubbles[0] <= bubbles[1] < bubbles[2]
