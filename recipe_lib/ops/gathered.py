@@ -173,6 +173,8 @@ class _GatherLinears(torch.autograd.Function):
         wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
         if deferred.puts_off() and source:
             source = [one.detach() for one in source]  # their graph would keep what came before until then
+            if ctx.norm is not None:  # FSDP frees the norm's weight with the layer, before that is read
+                source[1] = source[1].clone()
             settings = (ctx.norm, ctx.whole_kept, ctx.group)
             none = [False] * count
 

@@ -209,7 +209,7 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
             "parallel.pipeline: found 6 stages for 5 layers, expected a layer for each stage at least; set "
         ),
         ("parallel.pipeline=2", "parallel.pipeline_split=[2, 2]"): (
-            "parallel.pipeline_split: found 2 stages with 4 layers, expected 2 stages "
+            "parallel.pipeline_split: found 2 stages with 4 layers, expected 2 stages of one layer or more "
             "(parallel.pipeline_schedule=1f1b on 2 ranks) with the model's 5 layers in all"
         ),
         ("parallel.pipeline=2", "gradient_accumulation_steps=1"): (

@@ -85,7 +85,6 @@ class Pipeline:
         self._transport: Transport | None = None
         self._trains: list[bool] | None = None
         self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
-        self._held: HeldBack | None = None
         self._dtype = next(model.parameters()).dtype
         self._turn: tuple[int, torch.Size] | None = None
         self._hidden: Tensor | None = None
@@ -125,8 +124,7 @@ class Pipeline:
         loss_of: the number of a micro-batch and itself, to the loss that goes backward, by calling the model; it is
         called on the last stage's rank alone.
         """
-        if self._trains is None:
-            self._trains = self._agree_on_training()
+        self._trains = self._agree_on_training()  # each step: a recipe may freeze or thaw between them
         step = _Step(self, batches, loss_of, None)
         with splittable() if self._splits else torch.enable_grad():
             step.run(*self._orders(len(batches), training=True))
@@ -152,11 +150,13 @@ class Pipeline:
         if weight.grad is None:
             return
         own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-        transport = self._use_transport()
-        sent = transport.send(own, last - self._place, tag=0)
-        other = transport.receive(tuple(own.shape), own.dtype, last - self._place, 0, own.device).wait()
-        sent.wait()  # before it is written to
-        own.add_(other)
+        transport, other = self._use_transport(), last - self._place
+        shape, dtype = tuple(own.shape), own.dtype
+        # In one order for the two, as everywhere: first the first rank's, then the last one's.
+        sent = transport.send(own, other, tag=0) if self._place == 0 else None
+        received = transport.receive(shape, dtype, other, 0, own.device).wait()
+        (sent or transport.send(own, other, tag=0)).wait()  # before it is written to
+        own.add_(received)
 
     def _use_transport(self) -> Transport:
         if self._transport is None:
@@ -228,9 +228,7 @@ class _Step:
         self._sent: dict[Action, OnItsWay] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._later: dict[tuple[int, int], list[Later]] = {}
-        if pipeline._held is None:
-            pipeline._held = HeldBack(pipeline._model)
-        self._held = pipeline._held
+        self._held = HeldBack(pipeline._model)
         self._do = {
             kinds.FORWARD: self._forward,
             kinds.BACKWARD: self._backward,

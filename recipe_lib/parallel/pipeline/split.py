@@ -44,9 +44,11 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
         layer, head = time_of(spec, cfg)
         cost = _time_cost(parallel, layer, head) if counts == "time" else memory_of(spec, cfg, shards)
         counts = _balanced(parallel, layers, cost, head / layer)
-    if len(counts) != stages or sum(counts) != layers:
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        none = next((f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), "")
         raise ConfigError(
-            f"parallel.pipeline_split: found {len(counts)} stages with {sum(counts)} layers, expected {stages} stages "
+            f"parallel.pipeline_split: found {len(counts)} stages with {sum(counts)} layers{none}, expected {stages} "
+            "stages of one layer or more "
             f"(parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline} ranks) with the model's "
             f"{layers} layers in all; list {stages} numbers with that sum, or set time or memory"
         )

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -79,7 +79,7 @@ class Watch:
         self._rank, self._ranks = world.rank, Ranks(parallel, world.size)
         self._timeout, self._store = parallel.pipeline_timeout, store
         self._members = world.pipeline.ranks if world.pipeline is not None else (world.rank,)
-        self._on_device = world.device.type == "cuda"
+        self._device, self._on_device = world.device, world.device.type == "cuda"
         self._done, self._own_failure, self._is_leaving = 0, False, False
         self._crashed = False
         self._host = self._reached = (Stand(), time.monotonic())  # of the host, and of the work that it has queued
@@ -139,17 +139,21 @@ class Watch:
         stand = replace(stand, done=self._done)
         self._host = stand, time.monotonic()
         if self._on_device and self._store is not None:
-            event = torch.cuda.Event()
-            event.record()
-            self._marks.append((event, stand))
+            with suppress(RuntimeError):  # a device that has failed takes no more marks, and says so by itself
+                event = torch.cuda.Event()
+                event.record()
+                self._marks.append((event, stand))
 
     def _where(self) -> tuple[Stand, float]:
         """What the work is at, and since when; on a GPU as far as it has been seen."""
         if not self._on_device:
             return self._host
         with self._lock:
-            while self._marks and self._marks[0][0].query():
-                self._reached = self._marks.popleft()[1], time.monotonic()
+            try:
+                while self._marks and self._marks[0][0].query():
+                    self._reached = self._marks.popleft()[1], time.monotonic()
+            except RuntimeError:  # the device has failed: its error comes to the host by itself
+                return self._host
             return self._reached
 
     def _start(self) -> None:
@@ -168,8 +172,14 @@ class Watch:
         thread.start()  # apart: the store may be gone, and must not hold up the end
         thread.join(timeout=EVERY)
 
+    def _choose_device(self) -> None:
+        """So that a thread which looks at a mark takes nothing of the first GPU."""
+        if self._on_device and torch.cuda.is_available():
+            torch.cuda.set_device(self._device)
+
     def _look_out(self) -> None:
         """The thread that talks with the store."""
+        self._choose_device()
         while not self._stopped.wait(EVERY):
             try:
                 failure = self._failure()
@@ -186,6 +196,7 @@ class Watch:
 
     def _look_after(self) -> None:
         """The thread that ends the process if the store does not answer, as of a machine that is gone."""
+        self._choose_device()
         while not self._stopped.wait(EVERY):
             (stand, since), now = self._where(), time.monotonic()
             if stand.what == BETWEEN or now - since < self._timeout + 2 * ANSWERING:
@@ -280,6 +291,8 @@ class Watch:
                 self._await(self._heeded, HEEDING)
         except RuntimeError:
             pass  # the store is gone
+        if isinstance(error, Exception):
+            _end(1)  # not through Python's shutdown, in which these threads and gloo's may abort
 
     def _explain(self, error: Exception, who: str, action: str) -> None:
         """Says where it was: in the lines of a user's error, in a note for whoever explains it, or at once."""

@@ -267,6 +267,33 @@ def test_pipelines_around_sharding_and_tensor_parallel_on_four_ranks() -> None:
         assert not faults
 
 
+def test_a_norm_that_fsdp_frees_is_there_when_weight_gradients_need_it() -> None:
+    """Tensor parallel's linears gather again, from the stream and the norm's weight; here also sharded by FSDP."""
+    for faults in run_ranks(compare, 8, [Case("zbv", parallel={"tensor": 2})], timeout=120):
+        assert not faults
+
+
+def thawed_gradients() -> list[str]:
+    """Names with gradients after a step with the first layers frozen, and after one with all thawed."""
+    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2, pipeline_schedule="zbv"))
+    with start_world(cfg) as world:
+        model = build(Case("zbv", "early"), world)
+        found = []
+        for _ in range(2):
+            model.pipeline.train(batches(False)[:4], lambda number, batch: loss_of(Case("zbv"), model, batch, 1))
+            found += [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+            model.zero_grad()
+            model.requires_grad_(True)
+        return found
+
+
+def test_a_recipe_may_thaw_layers_between_two_steps() -> None:
+    found = [name for names in run_ranks(thawed_gradients, 2) for name in names]
+    whole = {name for name, _ in build_meta(shape_of(Case("zbv")), torch.float32).named_parameters()}
+    early = {name for name in whole if any(part in name for part in FROZEN["early"])}
+    assert {name: found.count(name) for name in whole} == {name: 1 + (name not in early) for name in whole}
+
+
 def test_compiled_layers_run_where_backward_is_whole() -> None:
     import_compiler()
     cases = [Case("1f1b", "full", "full", compiled=True)]

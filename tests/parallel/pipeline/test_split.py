@@ -159,6 +159,7 @@ def test_a_list_is_taken_as_it_is():
         (4, config("zbv"), r"parallel.pipeline: found 8 stages for 4 layers, expected .*; set parallel.pipeline lower"),
         (3, config(), "found 4 stages for 3 layers"),
         (8, config(split=[2, 2, 4]), "found 3 stages with 8 layers, expected 4 stages .* list 4 numbers"),
+        (8, config(split=[4, 0, 2, 2]), "found 4 stages with 8 layers, stage 1 with 0, expected .* one layer or more"),
         (8, config(split=[2, 2, 2, 3]), "found 4 stages with 9 layers, expected 4 stages .* 8 layers in all"),
     ],
 )
