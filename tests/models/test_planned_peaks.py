@@ -1,6 +1,6 @@
-"""Every family with every recipe has a plan, and the peak in the config's header is that plan's.
+"""Every family, and every recipe, has a plan, and the peak in the config's header is that plan's.
 
-Of the sizes of a family the one whose plan is quickest, that of the fewest parameters; a change of all of them shows in
+Of the configs of a family, or recipe, the one whose plan is quickest, that of the lowest peak; a change of all shows in
 `python benchmarks/planned_peaks.py`, which writes the headers anew.
 """
 
@@ -37,15 +37,15 @@ def estimate(name):
 
 
 def smallest() -> list[str]:
-    """One config of each family and recipe: that of the lowest peak."""
-    found: dict[tuple[str, str], tuple[float, str]] = {}
+    """The config of the lowest peak of each family, and of each recipe."""
+    found: dict[str, tuple[float, str]] = {}
     for name in names():
         family, _, rest = name.partition("/")
         peak = PEAK.search((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
         size = float(peak[1]) * {"GiB": GIB, "MiB": MIB}[peak[2]] if peak else 0.0
-        kind = (family, rest.rpartition("_")[2])
-        found[kind] = min(found.get(kind, (size, name)), (size, name))
-    return sorted(name for _, name in found.values())
+        for kind in (family, rest.rpartition("_")[2]):
+            found[kind] = min(found.get(kind, (size, name)), (size, name))
+    return sorted({name for _, name in found.values()})
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ def cases(tensor: int, **parallel: Any) -> list[Case]:
     for number, kind in enumerate(KINDS):
         for recompute in ("true", "false"):
             shared = {"tensor": tensor, "tensor_recompute_gather": recompute, **parallel}
-            modes = MEMORY if number == 1 else [MEMORY[number % 3]]
+            modes = MEMORY if number == 1 else [MEMORY[(number + (recompute == "false")) % 3]]
             found += [Case(**kind, parallel=shared, memory=memory) for memory in modes]
     return found
 
