@@ -93,6 +93,9 @@ def stage_bytes(spec: DecoderSpec, layers: int, checkpointing: str, *, last: boo
     return StageBytes(kept, layers * put_off_of_layer(spec) * tokens * _FP32 if splits else 0)
 
 
+_TOLD = 256  # bytes of a message, at most
+
+
 class Storages(TorchDispatchMode):
     """While entered, follows the storages that operators make. peaks: looks at every operator how much is alive."""
 
@@ -108,7 +111,9 @@ class Storages(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        made = [leaf.untyped_storage() for leaf in _tensors(result)]
+        # What the host tells other ranks as JSON, whole numbers all of it, gloo's threads may hold a moment longer.
+        counted = (leaf for leaf in _tensors(result) if leaf.is_floating_point() or leaf.nbytes > _TOLD)
+        made = [leaf.untyped_storage() for leaf in counted]
         if made:
             given = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
             for storage in made:

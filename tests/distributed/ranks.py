@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # so that no rank pays for the import
+from torch.distributed.device_mesh import DeviceMesh
 
 _GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
 
@@ -90,6 +91,7 @@ def _run_rank(
             MASTER_PORT=str(port),
         )
         torch.set_num_threads(1)
+        _tell_meshes_apart()
         if process_group:
             store = dist.FileStore(str(folder / "store"), world_size)
             dist.init_process_group(
@@ -105,6 +107,18 @@ def _run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _tell_meshes_apart() -> None:
+    """DTensor remembers an operator's result by equal meshes, with its mesh: of one that the test process has made, as
+    some rank of a simulated world, a rank here would take over that one's place. Equal takes an equal thread."""
+    original = DeviceMesh.__init__
+
+    def begin(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        original(mesh, *args, **kwargs)
+        mesh._thread_id, mesh._hash = os.getpid(), None
+
+    DeviceMesh.__init__ = begin  # type: ignore[method-assign]
 
 
 def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
