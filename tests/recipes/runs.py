@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import STOPPED_AND_SAVED, StoppedAndSaved, UserError
@@ -188,3 +189,16 @@ def furthest(found: list[float], expected: list[float]) -> float:
 def tree(folder: Path) -> dict[str, bytes]:
     """Relative path -> contents of every file under the folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def done(run: Any) -> Any:
+    """A run of `run_here` that has to have ended well on every rank."""
+    assert run.code == 0, run.said
+    if dist.is_initialized():
+        dist.barrier()  # a rank that is there first would not find what the others still write
+    return run
+
+
+def probe() -> torch.Tensor:
+    """Tokens `[2, 24]` to compare logits on."""
+    return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
@@ -16,7 +15,21 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.cli.main import main as tune
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import DPO, FULL, LORA, ROOT, furthest, losses, metrics, run_here, steps, stories, whole
+from tests.recipes.runs import (
+    DPO,
+    FULL,
+    LORA,
+    ROOT,
+    done,
+    furthest,
+    losses,
+    metrics,
+    probe,
+    run_here,
+    steps,
+    stories,
+    whole,
+)
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
 
@@ -70,18 +83,6 @@ class Runs:
 
     def state(self, name: str) -> str:
         return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
-
-
-def done(run: Any) -> Any:
-    assert run.code == 0, run.said
-    if dist.is_initialized():
-        dist.barrier()  # a rank that is there first would not find what the others still write
-    return run
-
-
-def probe() -> torch.Tensor:
-    """Tokens `[2, 24]` to compare logits on."""
-    return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def logits_of(run: Any) -> torch.Tensor:

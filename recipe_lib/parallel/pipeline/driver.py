@@ -83,7 +83,7 @@ class Pipeline:
         self._place, self._stages = world.pipeline.rank, stage_count(cfg.parallel)
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
-        self._trains: list[bool] | None = None
+        self._trains: list[bool] = []  # by stage; nothing is known before the first training step
         self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = next(model.parameters()).dtype
         self._turn: tuple[int, torch.Size] | None = None
@@ -245,14 +245,12 @@ class _Step:
         with self._watch.step():
             for place, action in enumerate(actions):
                 for send in taken.get(place, ()):
-                    self._watch.at(send)
                     self._let_go(send)
                 self._watch.at(action)
                 if on_action is not None:
                     on_action(action)
                 self._do[action.kind](action.stage, action.micro_batch)
             for send in list(self._sent):
-                self._watch.at(send)
                 self._let_go(send)
         if on_action is not None:
             on_action(None)
@@ -362,8 +360,7 @@ class _Step:
 
     def _is_wanted(self, stage: int) -> bool:
         """Whether a stage's input has a gradient: a stage before it is trained."""
-        trains = self._pipeline._trains
-        return trains is not None and any(trains[:stage])
+        return any(self._pipeline._trains[:stage])
 
     def _shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of hidden states between stages: `[b, s, d]`, or a tensor-parallel rank's `[n, d]`."""

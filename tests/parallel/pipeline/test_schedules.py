@@ -281,3 +281,13 @@ def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule
             for one in (free, limited, plain)
         ]
         assert bubbles[0] <= bubbles[1] < bubbles[2]
+
+
+def test_what_the_page_says_of_zbv_on_four_ranks_with_sixteen_micro_batches():
+    """docs/pipeline.md: its bubble, and how many micro-batches wait for their weight gradients at most."""
+    for most, idle, waiting in ((None, 3, 7), (1, 6, 1)):
+        parallel = ParallelConfig(pipeline=4, pipeline_schedule="zbv", pipeline_put_off=most)
+        orders = compute_orders(parallel, 16)
+        timeline = simulate(with_transfers(orders, parallel), parallel, lambda action: UNITS[action.kind])
+        assert timeline.bubble == idle / (96 + idle)
+        assert max(counted_in_flight(order)[1] for order in orders.values()) == waiting
