@@ -4,6 +4,7 @@
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
     python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
     python benchmarks/gpu_check.py tensor             tensor parallel beside torch's own styles (gpu_tensor.py)
+    python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, disks (gpu_doctor.py)
 
 Full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
 
@@ -81,6 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks import gpu_tensor
 
         return gpu_tensor.main(words[1:])
+    if words[:1] == ["doctor"]:
+        from benchmarks import gpu_doctor
+
+        return gpu_doctor.main(words[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"

@@ -10,13 +10,21 @@ from recipe_lib.plan.model import plannable
 
 RECIPE_CLASSES = {"full": "FullFinetune", "lora": "LoraFinetune", "qlora": "LoraFinetune"}
 TINY = "demo"
+IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
+# With what is on the host only where it is a GPU that computes; a CPU changes nothing then.
+STEPPING = (
+    ("memory.optimizer_offload=true",),
+    (*IN_BACKWARD, "memory.optimizer_offload=true"),
+    (*IN_BACKWARD, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
+)
+STATES = (("optimizer.state_bits=8",), ("optimizer.state_bits=4",), ("optimizer.master_weights=true",))
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase:
     """A config. model: family and size, or `demo`. documents: in a packed row; 0 is no packing. threshold: whether it
     is also run at its smallest cap. rank: of them all, which one runs. schedule: of a pipeline through all ranks, with
-    twice as many micro-batches; empty: none. The rest: settings."""
+    twice as many micro-batches; empty: none. levers: further overrides. The rest: settings."""
 
     method: str
     model: str
@@ -31,6 +39,7 @@ class PlanCase:
     threshold: bool = False
     rank: int = 0
     schedule: str = ""
+    levers: tuple[str, ...] = ()
 
     @property
     def config(self) -> str:
@@ -57,6 +66,7 @@ class PlanCase:
             *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
             *([f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"] * bool(self.schedule)),
             *(["lora.quantize=nf4"] if self.method == "qlora" and self.model == TINY else []),
+            *self.levers,
         ]
 
     @property
@@ -77,7 +87,7 @@ def describe(case: PlanCase) -> str:
     ranks = f"{case.rank} of {case.ranks} {case.schedule}".strip()
     return (
         f"{case.method} {case.model}, {ranks}, {case.batch_size} x {case.sequence}{packed}, "
-        f"{case.checkpointing}, {case.wrapping}, {case.optimizer}"
+        f"{case.checkpointing}, {case.wrapping}, {', '.join((case.optimizer, *case.levers))}"
     )
 
 
@@ -91,8 +101,9 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("qlora", TINY, 1, 64),
             PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
             PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
+            *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES)),
         ]
-    return [*_telling(), *_pipelines(), *_full(), *_adapters()]
+    return [*_telling(), *_levers(), *_pipelines(), *_full(), *_adapters()]
 
 
 def recorded() -> list[PlanCase]:
@@ -120,6 +131,23 @@ def _telling() -> list[PlanCase]:
         PlanCase("qlora", small, 2, 512, "none", "layers"),
         PlanCase("full", big, 2, 2048, "selective", optimizer="single"),
         PlanCase("full", middle, 8, 512, optimizer="sgd foreach"),
+    ]
+
+
+def _levers() -> list[PlanCase]:
+    """What is freed sooner, rounded, made again or kept on the host."""
+    big, small = "llama3/8B", "llama3_2/1B"
+    return [
+        *(PlanCase("full", big, 1, 2048, levers=levers) for levers in STEPPING[1:]),
+        PlanCase("full", big, 2, 8192, levers=("memory.optimizer_offload=true",)),
+        *(PlanCase("full", small, 1, 2048, levers=levers) for levers in (*STEPPING, *STATES)),
+        PlanCase("full", small, 1, 8192, "none", levers=("memory.activation_offload=true",)),
+        PlanCase("full", big, 2, 8192, levers=("memory.activation_offload=true", "memory.optimizer_offload=true")),
+        PlanCase("full", small, 1, 8192, "budget", levers=("memory.activation_budget=4",)),
+        PlanCase("qlora", big, 1, 32768, levers=("memory.mlp_chunks=8",)),
+        PlanCase("full", small, 1, 2048, levers=("matmul_dtype=int8",)),
+        PlanCase("full", small, 1, 2048, levers=("matmul_dtype=fp8",)),
+        PlanCase("lora", small, 2, 2048, levers=("parallel.strategy=ddp",)),
     ]
 
 

@@ -34,7 +34,7 @@ from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import DpoFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps, offload_activations, use_low_precision
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
@@ -87,11 +87,16 @@ class PreferenceTraining:
         elif self.adapts:
             add_adapters(model, cfg.lora, dtype)
         shard_tensors(model, cfg.parallel, cfg.memory, self.world)
+        use_low_precision(model, cfg.matmul_dtype, self.device)
+        chunk_mlps(model, cfg.memory.mlp_chunks)
         if trained:  # nothing of the reference is kept for a backward
-            apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
+            apply_activation_checkpointing(model, cfg.memory.activation_checkpointing, cfg, self.device)
         if cfg.compile:
             compile_layers(model)
+        if trained:
+            offload_activations(model, cfg.memory, self.device)
         self.units = shard_model(model, cfg.parallel, cfg.memory, self.world)
+        training.check_host_memory(model, cfg, self.world, beside=self.reference if trained else None)
         materialize(model, cfg.memory, self.device)
         return model
 
@@ -113,7 +118,9 @@ class PreferenceTraining:
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.trained, self.device, self.world)
+        named = self.model.named_parameters()
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, named, self.device, self.world, self.cfg.seed)
+        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; the reference is what was loaded."""
@@ -163,7 +170,7 @@ class PreferenceTraining:
         training.backward_each(self.model, loss_of, batches)
         means = self.world.all_reduce_sum(sums) / batches.items
         sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world)
+        grad_norm = training.clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world, self.earlier)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(means[0], grad_norm, preference_metrics(means))

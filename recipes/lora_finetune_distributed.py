@@ -28,7 +28,13 @@ from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import (
+    apply_activation_checkpointing,
+    choose_loss_kernel,
+    chunk_mlps,
+    offload_activations,
+    use_low_precision,
+)
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
@@ -62,10 +68,15 @@ class LoraFinetune:
         split_pipeline(self.model, cfg, self.world)
         add_adapters(self.model, cfg.lora, dtype)
         shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
-        apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
+        use_low_precision(self.model, cfg.matmul_dtype, self.device)
+        chunk_mlps(self.model, cfg.memory.mlp_chunks)
+        choose_loss_kernel(self.model, cfg.memory.loss_kernel, self.device)
+        apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing, cfg, self.device)
         if cfg.compile:
             compile_layers(self.model)
+        offload_activations(self.model, cfg.memory, self.device)
         self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
+        training.check_host_memory(self.model, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)
         self.adapters = adapter_parameters(self.model)
 
@@ -84,7 +95,9 @@ class LoraFinetune:
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, self.adapters.values(), self.device, self.world)
+        named = self.adapters.items()
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, named, self.device, self.world, self.cfg.seed)
+        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no frozen weights."""
@@ -109,7 +122,7 @@ class LoraFinetune:
         """One optimizer step over the adapters."""
         loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
         sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world)
+        grad_norm = training.clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world, self.earlier)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(self.world.all_reduce_sum(loss), grad_norm)

@@ -19,6 +19,8 @@ MODEL, OPTIMIZER = "model", "optimizer"
 # How a step is computed belongs to the machine it runs on, not to the state.
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
 
+_OWN_KEYS = {"state_bits", "master_weights"}  # of optimizers that make their states themselves
+
 
 def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
     """`model/NAME` -> this rank's parameter or buffer, tied ones once; where some are frozen, only the trained ones.
@@ -122,6 +124,7 @@ def make_optimizer_states(
     state's folder, named in errors.
     """
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
+    made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
     targets: dict[str, torch.Tensor] = {}
@@ -134,15 +137,56 @@ def make_optimizer_states(
             raise CheckpointError(
                 f"{where}: holds optimizer state of {name}, which is not trained here; resume with the run's own config"
             )
-        value = _empty_state(parameter, groups[parameter], dtype, shape)
-        if value is None:
+        if hasattr(optimizer, "new_states"):
+            if parameter not in made:
+                made[parameter] = optimizer.new_states(parameter)
+            value = _own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)
+        else:
+            value = _empty_state(parameter, groups[parameter], dtype, shape)
+        if value is None or (_is_torchs(optimizer) and shape and dtype != parameter.dtype):
             raise CheckpointError(
-                f"{where}: optimizer state {key} of {name} has shape {list(shape)}, its parameter "
-                f"{list(parameter.shape)}; resume with the run's own config"
+                f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
+                f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; resume with the run's own optimizer.name "
+                "and optimizer.state_bits"
             )
         optimizer.state[parameter][key] = value
         targets[full_name] = value
+    missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)
+    if missing is not None:
+        name = next(name for name, parameter in parameters.items() if parameter is missing[1])
+        raise _other_states(f"holds no optimizer state {missing[0]} of {name}", where)
     return targets
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the states are what torch makes: of their parameters' type."""
+    return type(optimizer).__module__.startswith("torch.")
+
+
+def _own_state(
+    value: torch.Tensor | None, full_name: str, dtype: torch.dtype, shape: tuple[int, ...], where: str
+) -> torch.Tensor:
+    """The state that an optimizer has made, which must be as the saved one."""
+    key, name = full_name.split("/", 2)[1:]
+    if value is None:
+        raise _other_states(f"holds optimizer state {key} of {name}, which this run's optimizer does not keep", where)
+    if (value.dtype, tuple(value.shape)) != (dtype, shape):
+        here = describe_tensor(value.dtype, tuple(value.shape))
+        raise _other_states(
+            f"optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, this run's is {here}", where
+        )
+    return value
+
+
+def _other_states(what: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {what}; resume with the run's own optimizer.name, optimizer.state_bits and optimizer.master_weights"
+    )
+
+
+def describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """`bfloat16 [4, 8]`."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _empty_state(
@@ -177,8 +221,10 @@ def restore_settings(
     for group, old in zip(optimizer.param_groups, saved["groups"], strict=False):  # without groups of other ranks
         for key, value in old["values"].items():
             if key not in group:
+                ours = key in _OWN_KEYS or _OWN_KEYS & group.keys()
                 raise CheckpointError(
                     f"{where}: was saved by another optimizer (it has {key}); resume with the run's own optimizer.name"
+                    f"{', state_bits, master_weights and stochastic_rounding' if ours else ''}"
                 )
             current = group[key]
             if isinstance(current, torch.Tensor):

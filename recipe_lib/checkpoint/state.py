@@ -42,6 +42,7 @@ from recipe_lib.checkpoint.manifest import (
 from recipe_lib.checkpoint.optimizer_state import (
     MODEL,
     OPTIMIZER,
+    describe_tensor,
     make_optimizer_states,
     model_tensors,
     name_of,
@@ -337,8 +338,15 @@ def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model
         name = name_of(full_name)
         dim, runs = saved.get(name, (0, ()))
         before = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
-        if not tensor.dim() or before == runs_of(model, name):
+        now = runs_of(model, name)
+        if not tensor.dim() or before == now:
             continue
+        dim = dim if now is None else now[0]
+        if tensor.shape[dim] != model.get_parameter(name).shape[dim]:
+            raise CheckpointError(
+                f"optimizer.state_bits: found states of {name} in blocks that another parallel.tensor has in another "
+                "order; resume with the run's own parallel.tensor"
+            )
         in_file = ordered(whole(tensor), before)
         for part, offset in own_parts(model, name, tensor):
             part.copy_(in_file[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))])
@@ -363,15 +371,11 @@ def _targets(
         here = (own[name].dtype, tuple(own[name].shape))
         if (dtype, shape) != here:
             raise CheckpointError(
-                f"{path}: {name.split('/', 1)[1]} is {_describe(dtype, shape)}, this run's model has "
-                f"{_describe(*here)}; resume with the run's own config"
+                f"{path}: {name.split('/', 1)[1]} is {describe_tensor(dtype, shape)}, this run's model has "
+                f"{describe_tensor(*here)}; resume with the run's own config"
             )
     states = {name: entry for name, entry in saved.items() if name.startswith(f"{OPTIMIZER}/")}
     filled = {name: tensor for name, tensor in own.items() if name in saved_model}
     if optimizer is None:
         return filled
     return filled | make_optimizer_states(model, optimizer, states, str(path), holders)
-
-
-def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -47,7 +47,7 @@ class Rank:
         self.pid_file = self.folder / "pids" / str(os.getpid())
 
     def __enter__(self) -> "Rank":
-        _end_with_parent()
+        end_with_parent(int(os.environ[PARENT_VARIABLE]))
         self.pid_file.touch()
         return self
 
@@ -73,15 +73,18 @@ class Rank:
         return code
 
 
-def _end_with_parent() -> None:
-    # A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to the run's folder.
+def end_with_parent(parent: int) -> None:
+    """Has this process killed when `parent`, the process id of the one that started it, ends in whatever way (Linux).
+
+    A launcher killed by SIGKILL cannot end its ranks; without this they would go on writing to the run's folder.
+    """
     if sys.platform != "linux":
         return
     import ctypes
 
     parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-    if os.getppid() != int(os.environ[PARENT_VARIABLE]):  # it died before we asked
+    if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -21,6 +21,7 @@ VERBS = {
     "data": "show a config's rows as they will be trained, or check all of them",
     "plan": "tell a run's memory, communication and time before it is started; needs no GPU",
     "tp-plan": "tell how tensor parallel would share a model among ranks; needs no weights and no GPU",
+    "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
     "run": "run a recipe, on one process or many",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
     "generate": "complete a prompt with a checkpoint",

@@ -271,8 +271,13 @@ def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan
     settings, assumed = settings_for(recipe, cfg, arguments)
     from recipe_lib.plan.make import make_plan
 
-    settings = dataclasses.replace(settings, assumptions=(*assumed, *more))
     with explained(recipe):
+        if shaped.parallel.strategy == "auto":
+            from recipe_lib.cli.strategy import decided
+
+            shaped, said = decided(planned, shaped, settings)
+            more = [*more, said]
+        settings = dataclasses.replace(settings, assumptions=(*assumed, *more))
         if arguments.advice:
             from recipe_lib.plan.advice import advice_from, try_levers
 

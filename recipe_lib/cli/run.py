@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from recipe_lib.cli.recipes import Recipe, run_recipe
 from recipe_lib.cli.run_plan import plan_beside, take_choice
+from recipe_lib.cli.strategy import with_strategy
 from recipe_lib.config.suggest import did_you_mean, nearest, show
 from recipe_lib.errors import DONE, ConfigError
 
@@ -54,6 +55,7 @@ def run(words: list[str]) -> int:
     check_launch(flags)
     recipe = Recipe.find(name)
     check_arguments(recipe, rest)
+    rest = with_strategy(flags, recipe, rest)
     if not with_plan:
         return start(flags, recipe, rest)
     with plan_beside(flags, recipe, rest) as compare:

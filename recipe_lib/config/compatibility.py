@@ -11,11 +11,28 @@ from recipe_lib.config.combination import Incompatible
 from recipe_lib.config.combinations_adapters import ADAPTERS
 from recipe_lib.config.combinations_data import DATA
 from recipe_lib.config.combinations_models import MODELS
+from recipe_lib.config.combinations_offload import OFFLOAD
+from recipe_lib.config.combinations_optimizers import OPTIMIZERS
 from recipe_lib.config.combinations_pipeline import PIPELINE
+from recipe_lib.config.combinations_precision import PRECISION
+from recipe_lib.config.combinations_recompute import RECOMPUTE
+from recipe_lib.config.combinations_stepping import STEPPING
 from recipe_lib.config.combinations_tensor import TENSOR
 from recipe_lib.config.combinations_training import TRAINING
 
-INCOMPATIBLE: tuple[Incompatible, ...] = (*TRAINING, *MODELS, *DATA, *TENSOR, *PIPELINE, *ADAPTERS)
+INCOMPATIBLE: tuple[Incompatible, ...] = (
+    *TRAINING,
+    *OPTIMIZERS,
+    *STEPPING,
+    *OFFLOAD,
+    *RECOMPUTE,
+    *MODELS,
+    *DATA,
+    *TENSOR,
+    *PRECISION,
+    *PIPELINE,
+    *ADAPTERS,
+)
 
 
 def incompatibilities(cfg: Any, changed: Collection[str], judged: Collection[str]) -> list[Incompatible]:

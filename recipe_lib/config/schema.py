@@ -5,147 +5,29 @@ The dataclasses are the schema that a YAML file is checked against, that `docs/c
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from recipe_lib.config.field import key
+from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
 
-def key(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    kind: str | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    also: tuple[float, ...] | None = None,
-    length: int | None = None,
-    items: tuple[str, ...] | None = None,
-    path: bool | None = None,
-) -> Any:
-    """One key of a section.
-
-    default: its value when the config does not set it. help: one line, with the unit.
-    choices: the only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in.
-    minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them.
-    length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
-    items of the list that may stand in place of a choice. path: a file or folder, in which a `~` at the beginning is
-    the user's home.
-    """
-    limits = {
-        "choices": choices,
-        "kind": kind,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-        "below": below,
-        "also": also,
-        "length": length,
-        "items": items,
-        "path": path,
-    }
-    metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass
-class ModelConfig:
-    """The model to train: a checkpoint, or an architecture with random weights."""
-
-    path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
-    preset: str | None = key(None, "Architecture to initialise at random: a shipped name, or a config.json of yours.")
-    source: str = key(
-        "native",
-        "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
-        "`transformers`); or what a plugin registered.",
-        kind="model",
-    )
-
-
-@dataclass
-class TokenizerConfig:
-    """The tokenizer; by default the one in the checkpoint folder."""
-
-    path: str | None = key(None, "Folder or file of the tokenizer; null: `model.path`.", path=True)
-    chat_template: str | None = key(None, "Jinja file to use in place of the tokenizer's own chat template.", path=True)
-
-
-@dataclass
-class SourceConfig:
-    """One of several sources of rows; what it leaves null is taken from the section `data`."""
-
-    source: str = field(metadata={"help": "Like data.source.", "path": True})
-    weight: float = key(
-        1.0, "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.", above=0
-    )
-    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
-    split: str | None = key(None, "Like data.split; null: the same.")
-    columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.")
-    max_rows: int | None = key(None, "Use only its first rows.", minimum=1)
-
-
-@dataclass
-class DataConfig:
-    """The training rows."""
-
-    source: str | None = key(
-        None,
-        "File or folder (.json, .jsonl, .parquet, .txt), or `hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` "
-        "(extra `datasets`, which .parquet needs too).",
-        path=True,
-    )
-    sources: list[SourceConfig] = key([], "Several sources with weights, in place of data.source.")
-    format: str = key("alpaca", "How a row is read.", kind="data.format")
-    split: str = key("train", "Split of a hub dataset.")
-    columns: dict[str, str] = key({}, "The format's column name -> the name it has in your file.")
-    template: str = key(
-        "auto",
-        "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
-        choices=("auto", "chat", "plain"),
-    )
-    train_on: str | list[str] = key(
-        "assistant",
-        "Tokens the loss counts: every answer (`assistant`), the `last` one, `all` tokens, or a list of roles; a "
-        "message's own `train: false` takes it out.",
-        choices=("assistant", "last", "all"),
-        items=("system", "user", "assistant", "tool"),
-    )
-    trained_share: str = key(
-        "check",
-        "`check`: a run in which no token or every token is trained stops; `any`: it does not.",
-        choices=("check", "any"),
-    )
-    packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
-    pad_to_multiple: int = key(1, "Row lengths are rounded up to a multiple of it, with padding.", minimum=1)
-    shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
-    add_bos: bool = key(
-        True,
-        "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
-    )
-    max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
-    bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
-    long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
-    workers: int | None = key(None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1)
-    loader_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0)
-    cache: bool = key(True, "Keep tokenised rows on disk for the next start and for the other ranks of the machine.")
-    cache_dir: str | None = key(
-        None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
-    )
-
-
-@dataclass
-class ValidationConfig:
-    """Loss on rows that are not trained on; off while `source` is null."""
-
-    source: str | None = key(
-        None, "Like data.source; the other data.* keys apply to it as well. null: no validation.", path=True
-    )
-    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
-    every_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
-    max_rows: int | None = key(None, "Use only the first rows.", minimum=1)
-    batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1)
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "DpoConfig",
+    "DpoFinetuneConfig",
+    "FullFinetuneConfig",
+    "LogConfig",
+    "LoraConfig",
+    "LoraFinetuneConfig",
+    "LrScheduleConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "SourceConfig",
+    "TokenizerConfig",
+    "ValidationConfig",
+    "key",
+]
 
 
 @dataclass
@@ -157,11 +39,22 @@ class OptimizerConfig:
     weight_decay: float = key(0.0, "Decoupled weight decay, applied to every parameter.", minimum=0)
     betas: list[float] = key([0.9, 0.95], "AdamW's two decay rates.", minimum=0, below=1, length=2)
     eps: float = key(1e-8, "AdamW's epsilon.", above=0)
-    momentum: float = key(0.0, "SGD's momentum.", minimum=0, below=1)
+    momentum: float | None = key(None, "Momentum; null: for sgd 0, for muon 0.95.", minimum=0, below=1)
     implementation: str = key(
         "auto",
         "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused.",
         choices=("auto", "fused", "foreach", "single"),
+    )
+    state_bits: int | None = key(
+        None,
+        "Bits of each number of AdamW's states; 8 and 4: in blocks with a scale each; null: those of dtype.",
+        choices=(4, 8, 16, 32),
+    )
+    master_weights: bool = key(
+        False, "Also keep the weights in fp32, which the steps add up in; dtype=bf16 is what is computed with."
+    )
+    stochastic_rounding: bool = key(
+        False, "Round a step's bf16 weights up or down at random, so that steps smaller than a bit add up."
     )
 
 
@@ -180,6 +73,12 @@ class LrScheduleConfig:
 class ParallelConfig:
     """How the ranks divide the work."""
 
+    strategy: str = key(
+        "fsdp",
+        "`fsdp`: shards, gathered layer by layer; `ddp`: every data rank has all weights, and trained gradients are "
+        "summed once a step; `auto`: what `tune run` plans to be faster and to fit.",
+        choices=("fsdp", "ddp", "auto"),
+    )
     data_shard: int = key(
         -1,
         "Ranks that share one copy of parameters, gradients and states; -1: all that are left.",
@@ -248,11 +147,43 @@ class MemoryConfig:
 
     activation_checkpointing: str = key(
         "none",
-        "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul.",
-        choices=("none", "full", "selective"),
+        "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul; "
+        "`budget`: keep what saves the most time, up to activation_budget.",
+        choices=("none", "full", "selective", "budget"),
+    )
+    activation_budget: float | None = key(
+        None, "GiB on a rank that the layers may keep for backward; of checkpointing `budget`.", above=0
+    )
+    activation_offload: bool = key(
+        False, "Keep what the layers keep for backward in pinned host memory; copied beside the computation."
+    )
+    activation_offload_ahead: int = key(
+        1,
+        "Layers whose kept tensors are back on the device, or still on their way out, beside the present one's.",
+        minimum=1,
+    )
+    mlp_chunks: int = key(
+        1, "Pieces of a row's tokens that an MLP computes one after the other, again in backward.", minimum=1
+    )
+    optimizer_in_backward: bool = key(
+        False, "Step each parameter when its gradient is there, and free that; needs clip_grad_norm=null."
+    )
+    optimizer_offload: bool = key(
+        False, "Keep optimizer states in pinned host memory; each parameter's visit the device for its step."
+    )
+    host_memory: float | None = key(
+        None,
+        "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
+        above=0,
     )
     cpu_offload: bool = key(False, "Keep sharded parameters, gradients and optimizer states in host memory.")
     loss_chunks: int = key(8, "Pieces the loss is computed in; more: less memory for logits.", minimum=1)
+    loss_kernel: str = key(
+        "chunked",
+        "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
+        "has one; `liger`: Liger's kernel (extra `liger`).",
+        choices=("chunked", "torch", "liger"),
+    )
 
 
 @dataclass
@@ -333,6 +264,9 @@ class LogConfig:
     trackers: list[str] = key([], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers")
     project: str = key("tune-recipes", "Project name at the trackers.")
     run_name: str | None = key(None, "Run name at the trackers; null: the output folder's name.")
+    communication_step: int | None = key(
+        3, "Step of which the time spent in communication is measured, with several ranks; null: none.", minimum=1
+    )
 
 
 @dataclass
@@ -368,6 +302,12 @@ class FullFinetuneConfig:
     overwrite: bool = key(False, "Replace what an earlier run left in output_dir.")
     resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)
     compile: bool = key(False, "torch.compile each layer.")
+    matmul_dtype: str | None = key(
+        None,
+        "Type that the layers' linears multiply in: `fp8` (Hopper, Ada and later) or `int8` (Ampere and later), "
+        "scaled row by row; weights stay in dtype. null: dtype.",
+        choices=("fp8", "int8"),
+    )
 
 
 @dataclass

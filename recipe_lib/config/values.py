@@ -196,10 +196,10 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
         raise MismatchError(f"found {show(written)}, expected {expected(key)}")
 
 
-def _check_choice(value: Any, choices: typing.Iterable[str], key: Key) -> None:
-    choices = list(choices)
-    if value in choices:
+def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
+    if value in (choices := list(choices)):
         return
+    choices = list(map(str, choices))
     alias = CHOICE_ALIASES.get(str(value).lower())
     hint = f"; did you mean {alias}?" if alias in choices else did_you_mean(str(value), choices)
     if value in key.limits.get("items", ()) or (len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))):
@@ -238,8 +238,8 @@ def _expected_kind(kind: Any, key: Key) -> str:
         return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
     if origin is typing.Literal:
         return f"one of {', '.join(typing.get_args(kind))}"
-    if kind is str and "choices" in limits:
-        return f"one of {', '.join(limits['choices'])}"
+    if kind in (str, int) and "choices" in limits:
+        return f"one of {', '.join(map(str, limits['choices']))}"
     if kind is str and "kind" in limits:
         return f"one of {', '.join(registry.names(limits['kind']))}"
     if kind is Any:

@@ -2,7 +2,7 @@
 
 from recipe_lib.data.batches import Batch, StepBatches, make_step, validation_steps
 from recipe_lib.data.build import build_dataset, build_validation_dataset, prepare_data
-from recipe_lib.data.checks import check_vocabulary, warn_of_positions
+from recipe_lib.data.checks import check_vocabulary, warn_of_overlap, warn_of_positions
 from recipe_lib.data.dataset import Dataset, Row
 from recipe_lib.data.leaks import check_documents_apart
 from recipe_lib.data.loader import step_batches
@@ -27,5 +27,6 @@ __all__ = [
     "render_prompt",
     "step_batches",
     "validation_steps",
+    "warn_of_overlap",
     "warn_of_positions",
 ]

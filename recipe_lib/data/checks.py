@@ -1,6 +1,6 @@
 """Checks of data against the model that is to read it."""
 
-from recipe_lib.data.dataset import Dataset
+from recipe_lib.data.dataset import Dataset, overlap
 from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
@@ -37,3 +37,13 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
                 "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
                 longer, len(dataset), dataset.report.source, max_positions, max_positions,
             )  # fmt: skip
+
+
+def warn_of_overlap(rows: Dataset, validation: Dataset | None) -> None:
+    """Warns of validation rows that are trained on, token by token the same: their loss says nothing of new rows."""
+    shared = overlap(rows, validation) if validation is not None else ()
+    if validation is not None and len(shared):
+        get_logger().info(
+            "warning: %d of %d validation rows of %s are training rows as well (first: %s); take them out of one",
+            len(shared), len(validation), validation.report.source, validation.place(int(shared[0])),
+        )  # fmt: skip

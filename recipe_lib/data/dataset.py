@@ -139,3 +139,8 @@ def copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     found, earlier = order[again + 1], order[again]
     by_item = np.argsort(found)
     return found[by_item], earlier[by_item]
+
+
+def overlap(rows: "Dataset", validation: "Dataset") -> np.ndarray:
+    """Validation items that are training items as well, token by token; int64, ascending."""
+    return np.flatnonzero(np.isin(validation.digests, rows.digests))

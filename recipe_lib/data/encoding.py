@@ -140,6 +140,7 @@ class SourceEncoder:
         if isinstance(sample, Conversation | Preference):
             report.template = self.encoder.template
         report.apart_rows += any(encoded.apart for encoded in both)
+        report.unseen_rows += any(encoded.left_out for encoded in both)
         kept = self._shortened(report, place, both)
         if kept:
             report.pairs += len(kept) == 2

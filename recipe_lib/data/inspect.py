@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.dataset import Dataset, copies
+from recipe_lib.data.dataset import Dataset, copies, overlap
 from recipe_lib.data.packing import pack
 from recipe_lib.data.samples import TextTokenizer
 
@@ -55,6 +55,7 @@ def inspect(
         "lost_answer_tokens": report.lost_answer_tokens,
         "rows_without_answer_left": report.emptied_rows,
         "untrained_ends": report.untrained_ends,
+        "rows_with_unseen_messages": report.unseen_rows,
         "shortest_row": int(rows.lengths.min()),
         "median_row": int(np.median(rows.lengths)),
         "longest_row": int(rows.lengths.max()),
@@ -64,7 +65,7 @@ def inspect(
         "validation_rows": len(validation) if validation is not None else 0,
     }
     repeats, earlier = copies(rows.digests)
-    shared = _overlap(rows, validation) if validation is not None else np.array([], dtype=np.int64)
+    shared = overlap(rows, validation) if validation is not None else np.array([], dtype=np.int64)
     numbers |= {"duplicate_rows": len(repeats), "overlapping_rows": len(shared)}
     if untrained_tokens is not None:
         numbers["untrained_tokens"] = list(untrained_tokens)
@@ -104,6 +105,9 @@ def _row_findings(rows: Dataset, max_seq_len: int) -> Iterable[Finding]:
     if report.untrained_ends:
         line = f"{report.untrained_ends} answers end without a trained end-of-turn token: nothing teaches to stop there"
         yield Finding("untrained-ends", line, report.untrained_ends)
+    if report.unseen_rows:
+        line = f"in {report.unseen_rows} rows the chat template leaves out a system's or user's message"
+        yield Finding("unseen-messages", line, report.unseen_rows)
     for part in report.parts or [report]:
         fault = part.share_fault()
         if fault:
@@ -127,11 +131,6 @@ def _token_findings(untrained: Sequence[str]) -> Iterable[Finding]:
         names = ", ".join(untrained[:SHOWN]) + (", ..." if len(untrained) > SHOWN else "")
         line = f"the rows use {names}, whose embeddings the checkpoint has never trained; train the embedding as well"
         yield Finding("untrained-tokens", line, 0)
-
-
-def _overlap(rows: Dataset, validation: Dataset) -> np.ndarray:
-    """Validation items that are training items as well."""
-    return np.flatnonzero(np.isin(validation.digests, rows.digests))
 
 
 def special_tokens(tokenizer: TextTokenizer) -> dict[int, str]:

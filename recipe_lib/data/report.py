@@ -41,6 +41,7 @@ class DataReport:
     dropped_pieces: int = 0  # last pieces of documents that do not fill a row
     dropped_tokens: int = 0
     apart_rows: int = 0
+    unseen_rows: int = 0  # rows (pairs) with a message of the system or the user that the template does not write
     duplicate_rows: int = 0  # the same as an earlier one, token by token; they are trained on all the same
     first_duplicate: str = ""
     parts: list["DataReport"] = field(default_factory=list)
@@ -144,6 +145,11 @@ class DataReport:
             lines.append(
                 f"data: in {self.apart_rows} rows an answer's first letters would join the prompt's last token; "
                 "the answer is encoded on its own there, as it is generated"
+            )
+        if self.unseen_rows:
+            lines.append(
+                f"data: in {self.unseen_rows} rows the chat template leaves out a system's or user's message, which "
+                "the model is never shown; set tokenizer.chat_template to one that writes it"
             )
         if self.duplicate_rows:
             lines.append(

@@ -218,6 +218,21 @@ def check_written(message: Message, written: str, number: int) -> None:
             )
 
 
+def left_out(messages: Sequence[Message], whole: str) -> int:
+    """How many messages of the system and the user the template does not write: the model is never shown them.
+
+    No fault of a row: there are templates for models that were trained without a system message.
+    """
+    squeezed, count = "", 0
+    for message in messages:
+        text = message.get("content")
+        if message["role"] not in ("system", "user") or not isinstance(text, str) or text in whole:
+            continue
+        squeezed = squeezed or _squeezed(whole)  # templates strip, and indent
+        count += _squeezed(text) not in squeezed
+    return count
+
+
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str) -> None:
     """Raises RowFault if the template leaves out a tool: the model would call what it was never shown."""
     for number, tool in enumerate(tools or (), start=1):

@@ -5,7 +5,7 @@ token that ends the turn; `recipe_lib.data.spans` finds it in the text, and here
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe_lib.data import spans
@@ -23,7 +23,7 @@ class Encoded:
 
     apart: text had to be encoded apart from what stands before it because a token reached over the border. answers:
     [start, end) of each trained message among the ids, its end-of-turn token included. untrained_ends: trained
-    messages whose end-of-turn token was cut off.
+    messages whose end-of-turn token was cut off. left_out: messages of the system and the user that are not written.
     """
 
     ids: list[int]
@@ -31,12 +31,14 @@ class Encoded:
     apart: bool = False
     answers: tuple[tuple[int, int], ...] = ()
     untrained_ends: int = 0
+    left_out: int = 0
 
     def cut(self, room: int) -> "Encoded":
         """The first `room` ids; counts the answers that lose their end."""
         kept = tuple((start, end) for start, end in self.answers if start < room)
         lost = sum(end > room for _, end in kept)
-        return Encoded(self.ids[:room], self.trained[:room], self.apart, kept, self.untrained_ends + lost)
+        ends = self.untrained_ends + lost
+        return Encoded(self.ids[:room], self.trained[:room], self.apart, kept, ends, self.left_out)
 
 
 class Encoder:
@@ -119,7 +121,8 @@ class Encoder:
         except RecursionError:
             raise RowFault("nested too deep", "found lists or objects nested too deep, expected plainer ones") from None
         spans.check_tools(tools, whole)
-        return self._mark(whole, found, literal, self.add_bos and self.template == "plain", inside)
+        encoded = self._mark(whole, found, literal, self.add_bos and self.template == "plain", inside)
+        return replace(encoded, left_out=spans.left_out(messages, whole))
 
     def _prepared(self, messages: Sequence[Message], tools: Tools) -> list[Any]:
         """What the template is given."""

@@ -1,7 +1,20 @@
 """Levers that trade time for memory, and measured peaks."""
 
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
+from recipe_lib.memory.loss_kernel import choose_loss_kernel
+from recipe_lib.memory.low_precision import use_low_precision
+from recipe_lib.memory.mlp_chunks import chunk_mlps
+from recipe_lib.memory.offload import offload_activations
 from recipe_lib.memory.oom import explain_out_of_memory
 from recipe_lib.memory.peaks import PeakMemory, Peaks
 
-__all__ = ["PeakMemory", "Peaks", "apply_activation_checkpointing", "explain_out_of_memory"]
+__all__ = [
+    "PeakMemory",
+    "Peaks",
+    "apply_activation_checkpointing",
+    "choose_loss_kernel",
+    "chunk_mlps",
+    "explain_out_of_memory",
+    "offload_activations",
+    "use_low_precision",
+]

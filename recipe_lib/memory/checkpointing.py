@@ -4,11 +4,14 @@ For a layer of a Llama-like decoder it keeps, beside the log-sum-exp of attentio
 
     none       every intermediate result that some gradient needs
     selective  2 d + h e + k e + f: its input, and what attention, the key, output and up projections gave
+    budget     between full and none, layer by layer, what saves most time under `memory.activation_budget`
     full       d: its input
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,46 +23,52 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.memory.budget import Choice, Chosen, choose
+from recipe_lib.memory.layer_costs import layer_costs
+from recipe_lib.memory.mlp_chunks import computes_pieces
+from recipe_lib.memory.operators import ATTENTION, MATMUL, SUM, kind_of
 from recipe_lib.models.layers import layer_names
+from recipe_lib.ops.device import kernels_of
 
-MODES = ("none", "full", "selective")
-
-# Operators by their name, since which of them exist depends on torch's release and build.
-_MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"})
-_ATTENTION = frozenset(
-    {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "torch_attn::_varlen_attn",
-    }
-)
-# Sums over the ranks that share a layer's matrices. What is gathered for them is kept by no mode: it is as large as all
-# ranks' hidden states; nor what FSDP gathers (`c10d::`), which would undo the sharding.
-_SUMS = frozenset({"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"})
+MODES = ("none", "full", "selective", "budget")
 
 
-def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
+def apply_activation_checkpointing(
+    model: nn.Module, mode: str, cfg: FullFinetuneConfig | None = None, device: torch.device | None = None
+) -> None:
     """Makes each layer keep less for backward, in place; call it before layers are compiled and sharded.
 
     mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also keeps the outputs of
-    attention, of its own sums over ranks and of every second matmul, so that about half is computed again. `none`:
-    nothing changes. Layers are the elements of the model's module lists. A layer's forward is wrapped, the module is
-    not: parameter names stay as they are. Random numbers (dropout) come out the same the second time.
+    attention, of its own sums over ranks and of every second matmul, so that about half is computed again. `budget`:
+    what `memory.activation_budget` of `cfg` has room for, for micro-batches of its longest rows; `device` is the one
+    that layers will run on. `none`: nothing changes. Layers are the elements of the model's module lists. A layer's
+    forward is wrapped, the module is not: parameter names stay as they are. Random numbers (dropout) come out the same
+    the second time.
+
+    Raises ConfigError for a budget that inputs alone do not fit in.
     """
     if mode not in MODES:
         raise ConfigError(f"memory.activation_checkpointing: found {mode}, expected one of {', '.join(MODES)}")
     if mode == "none":
         return
-    options = {"context_fn": _selective_contexts} if mode == "selective" else {}
-    modules = dict(model.named_modules())
-    for name in layer_names(model):
-        modules[name].forward = _checkpointed(modules[name].forward, options)
+    names, modules = layer_names(model), dict(model.named_modules())
+    if mode == "budget":
+        assert cfg is not None
+        choice = _choose(model, cfg, device or torch.device("cpu"))
+        model.kept_for_backward = choice.describe()  # type: ignore[assignment]  # for a recipe's `describe`
+        alike: dict[Chosen | None, dict[str, Any]] = {  # layers that keep the same share one compilation
+            chosen: {"context_fn": partial(_contexts_of, chosen)} for chosen in choice.kept.values() if chosen
+        }
+        options = {name: alike.get(chosen, {}) for name, chosen in choice.kept.items() if chosen is not None}
+    else:
+        kept: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+        options = dict.fromkeys(names, kept)
+    for name in names:
+        if name in options:
+            modules[name].forward = _checkpointed(modules[name].forward, options[name])
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -69,18 +78,44 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return run
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of one layer's forward and of its recomputation, which count matmuls from the start each."""
-    matmuls = {False: 0, True: 0}
+def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> Choice:
+    """What each layer of this rank keeps under the config's budget."""
+    assert cfg.memory.activation_budget is not None
+    rows, count = micro_batches(cfg)
+    rows *= 2 if hasattr(cfg, "dpo") else 1  # a chosen answer and a rejected one
+    costs = layer_costs(model, rows, cfg.max_seq_len, cfg.parallel.tensor, kernels_of(device))
+    pipeline = getattr(model, "pipeline", None)
+    moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)  # type: ignore[operator]
+    return choose(costs, cfg.memory.activation_budget, moments)
 
-    def choose(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = operator.name().partition(".")[0] if isinstance(operator, torch._ops.OpOverload) else str(operator)
-        if name in _MATMULS:
-            matmuls[context.is_recompute] += 1
-            # The second, fourth, ...: a layer's last matmul (down) is the seventh, and no gradient needs its output.
-            kept = matmuls[context.is_recompute] % 2 == 0
-        else:
-            kept = name in _ATTENTION or name in _SUMS or name == "flex_attention"
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(choose)
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _selective_contexts() -> _Contexts:
+    # The second matmul, the fourth, ...: a layer's last (down) is the seventh, and no gradient needs its output.
+    return _contexts(lambda kind, number: kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1))
+
+
+def _contexts_of(chosen: Chosen) -> _Contexts:
+    return _contexts(lambda kind, number: (kind, number) in chosen)
+
+
+def _contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:
+    """The contexts of one layer's forward and of its recomputation, which count operators from the start each.
+
+    is_kept: of the kind of an operator, and which of its kind in the layer it is.
+    """
+    counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+
+    def choose_policy(
+        context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        kind = kind_of(operator)
+        if kind is None or computes_pieces():  # pieces are computed again in any case
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        number = counts[context.is_recompute][kind]
+        counts[context.is_recompute][kind] += 1
+        return CheckpointPolicy.MUST_SAVE if is_kept(kind, number) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose_policy)

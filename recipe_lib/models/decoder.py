@@ -15,6 +15,7 @@ from recipe_lib.models.kv_cache import KVCache
 from recipe_lib.models.spec import DecoderSpec, RopeSpec
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.cross_entropy import linear_cross_entropy
+from recipe_lib.ops.loss_kernels import SummedLoss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
 from recipe_lib.ops.token_log_probs import token_log_probs
@@ -208,6 +209,8 @@ def _squash(logits: Tensor, cap: float) -> Tensor:
 class OutputHead(nn.Module):
     """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without logits of all tokens."""
 
+    summed_loss: SummedLoss = staticmethod(linear_cross_entropy)  # or another of `ops.loss_kernels.KERNELS`
+
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width))
@@ -230,7 +233,7 @@ class OutputHead(nn.Module):
             return self.finish(F.linear(hidden, self.weight))
         if per_token:
             return token_log_probs(hidden, self.weight, labels, chunks=chunks, softcap=self.softcap)
-        return linear_cross_entropy(
+        return self.summed_loss(
             hidden.flatten(0, 1), self.weight, labels.flatten(), chunks=chunks, softcap=self.softcap, loss=loss
         )
 

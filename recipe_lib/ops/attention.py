@@ -190,22 +190,33 @@ def _capped_attention(
 ) -> Tensor:
     """Attention with soft-capped scores, some queries at a time, each piece computed again in backward.
 
-    No kernel of torch caps scores, so they are made in the open; the pieces keep them under `_CAPPED_SCORES` elements
-    (never less than one query), and only over the keys that these queries can see.
+    No kernel of torch caps scores, so they are made in the open; the pieces keep them under about `_CAPPED_SCORES`
+    elements (never less than one query), and only over the keys that these queries can see.
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     offset = keys - queries
-    step = max(1, _CAPPED_SCORES // (batch * heads * keys))
+    count = _capped_pieces(batch * heads * keys, queries)
     pieces = []
-    for start in range(0, queries, step):
-        stop = min(start + step, queries)
+    for piece in range(count):
+        start, stop = queries * piece // count, queries * (piece + 1) // count
         first = 0 if window is None else max(0, start + offset - window + 1)
         last = stop + offset
         visible = _visible(info, start, stop, first, last, offset, window, q.device)
-        piece = (q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], visible, softcap, scale)
-        pieces.append(checkpoint(_capped_piece, *piece, use_reentrant=False, preserve_rng_state=False))
+        parts = (q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], visible, softcap, scale)
+        pieces.append(checkpoint(_capped_piece, *parts, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+
+
+def _capped_pieces(scores: int, queries: int) -> int:
+    """Pieces that the queries are taken in; scores: of one of them, over all rows and heads.
+
+    A power of two, so that code that is compiled for rows of any length is made anew for few of these numbers.
+    """
+    count = 1
+    while count < queries and scores * queries > count * _CAPPED_SCORES:
+        count *= 2
+    return min(count, queries)
 
 
 def _capped_piece(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float, scale: float) -> Tensor:

@@ -114,7 +114,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             inputs[0] = hidden[part].detach().requires_grad_(0 in wanted)
             with torch.set_grad_enabled(bool(wanted)):
                 logits = project(*inputs)
-            value, logits_grad = _chunk_loss(logits.detach().to(dtype), labels[part], softcap, loss, bool(wanted))
+            value, logits_grad = chunk_loss(logits.detach().to(dtype), labels[part], softcap, loss, bool(wanted))
             total += value
             if logits_grad is None:
                 continue
@@ -197,7 +197,7 @@ def _sum_over_chunks(
         if group is not None:
             tokens, targets = wait(start_gather(tokens, group)), labels.view(group.size, rows)[:, part].flatten()
         logits = torch.nn.functional.linear(tokens, weight, bias).to(dtype)
-        value, logits_grad = _chunk_loss(logits, targets, softcap, loss, with_grad, group, finish)
+        value, logits_grad = chunk_loss(logits, targets, softcap, loss, with_grad, group, finish)
         del logits
         total += value
         if logits_grad is None:
@@ -215,7 +215,7 @@ def _sum_over_chunks(
     return total
 
 
-def _chunk_loss(
+def chunk_loss(
     logits: Tensor,
     labels: Tensor,
     softcap: float | None,
@@ -227,7 +227,7 @@ def _chunk_loss(
     """The loss of one chunk's logits `[m, v]`, which it overwrites, and its gradient with respect to them."""
     if finish is not None:
         logits, finished = finished_logits(logits, finish, with_grad)
-        value, grad = _chunk_loss(finished.detach().clone(), labels, softcap, loss, with_grad, group)
+        value, grad = chunk_loss(finished.detach().clone(), labels, softcap, loss, with_grad, group)
         return value, None if grad is None else torch.autograd.grad(finished, logits, grad)[0]
     squash = None
     if softcap is not None:

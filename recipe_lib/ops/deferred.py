@@ -71,6 +71,17 @@ def put_off() -> Iterator[list[Later]]:
         _later = before
 
 
+@contextmanager
+def put_off_nothing() -> Iterator[None]:
+    """Inside, backward computes all weight gradients at once, within `put_off` too."""
+    global _later
+    before, _later = _later, None
+    try:
+        yield
+    finally:
+        _later = before
+
+
 def is_splittable() -> bool:
     """Whether a forward is to be made of linears that can be put off; not in code that is being compiled."""
     return _splittable and not torch.compiler.is_compiling()

@@ -5,7 +5,7 @@ import torch
 
 def kernels_of(device: torch.device) -> str:
     """`cpu`, `cuda`, or another device's type. A simulated device tells it in its module's attribute `kernels`."""
-    if device.type in ("cpu", "cuda"):
+    if device.type in ("cpu", "cuda", "meta"):
         return device.type
     return str(getattr(torch.get_device_module(device), "kernels", device.type))
 

@@ -28,6 +28,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.layers import layer_names
 from recipe_lib.ops.device import holds_values
+from recipe_lib.parallel.replicate import Replicas, is_replicated
 from recipe_lib.parallel.world import World
 from recipe_lib.parallel.wrapping import Unit, resolve_wrapping
 
@@ -41,7 +42,13 @@ _COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and witho
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay outside of it."""
+    """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay outside of it.
+
+    The first row length is compiled for itself, the second for every length from then on; rows one at a time, and
+    evaluation, are compiled on their own. A layer that is compiled too often runs as it is, silently: torch's limit is
+    for all kinds of layers together, and is set where none comes to it.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     modules = dict(model.named_modules())
     for name in layer_names(model):
         layer = modules[name]
@@ -54,10 +61,9 @@ def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...
     """While `forward` runs, the layer's DTensor parameters are this rank's parts of them.
 
     With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it expects a tensor if
-    attention is computed again on a CPU. A layer that is compiled too often runs as it is, with DTensors again when it
-    is checkpointed: selective checkpointing would miss an operator, so that the limit is set where none comes to it.
+    attention is computed again on a CPU. (A layer that is compiled too often would have DTensors again when it is
+    computed again, and selective checkpointing miss an operator: one more reason for `_COMPILATIONS`.)
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
@@ -78,7 +84,8 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
     over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch.
-    Where there is one batch at a time, and no `memory.cpu_offload`, the model is left as it is and has no units.
+    Where there is one batch at a time, and no `memory.cpu_offload`, the model is left as it is and has no units. With
+    `parallel.strategy: ddp` it is so too, and marked: `sum_replicated_gradients` then sums what its parameters got.
 
     Raises ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a pipeline.
     """
@@ -90,8 +97,11 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
     units = resolve_wrapping(model, parallel.wrapping)
     if world.data_ranks == 1 and not memory.cpu_offload:
         return []
-    offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
+    if is_replicated(parallel):
+        model.replicas = Replicas(world.data_ranks, reduce_dtype)  # type: ignore[assignment]  # no submodule
+        return []
+    offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     replicated = world.mesh["data_replicate"].size() > 1
     options: dict[str, Any] = {
         "mesh": world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"],

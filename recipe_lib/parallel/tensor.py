@@ -43,6 +43,7 @@ from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.token_log_probs import token_log_probs
 from recipe_lib.parallel.automatic import shard_foreign
+from recipe_lib.parallel.replicate import sum_gradients_of_replicas
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
 
@@ -121,8 +122,8 @@ def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
 def sum_replicated_gradients(model: nn.Module, world: World) -> None:
     """Sums the gradients of parameters that several ranks have over these, in place.
 
-    Those are what every rank of a tensor-parallel group has, and an embedding that is the output head of another stage
-    of a pipeline.
+    Those are what every rank of a tensor-parallel group has, an embedding that is the output head of another stage of a
+    pipeline, and all of them where every data rank has the whole model (`sum_gradients_of_replicas`).
 
     Each rank's is that of its own tokens, or heads: `model.tensor_gradients` says `partial` of those. Once a step,
     after the last backward and before clipping; in fp32 (fp64), all of one type and device at once. Raises ValueError
@@ -130,6 +131,7 @@ def sum_replicated_gradients(model: nn.Module, world: World) -> None:
     """
     if (pipeline := getattr(model, "pipeline", None)) is not None:
         pipeline.sum_tied_gradients()
+    sum_gradients_of_replicas(model, world)
     if world.tensor is None:
         return
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -235,6 +235,8 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
 def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:
     """(data_replicate, data_shard) for `size` different batches, of `inner` ranks each."""
     replicate, shard = parallel.data_replicate, parallel.data_shard
+    if parallel.strategy == "ddp":
+        return size, 1
     fitting = [str(number) for number in range(1, size + 1) if size % number == 0]
     possible = f"one of {', '.join(fitting)}" if size > 1 else "1"
     divided = f" (of {size * inner}, by {' and '.join(_dividing(parallel))})" if inner > 1 else ""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.suggest import did_you_mean, nearest, quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.layers import layer_names
-from recipe_lib.units import format_bytes
+from recipe_lib.units import format_bytes, format_count
 
 POLICIES = ("auto", "layers", "memory_efficient")
 
@@ -72,6 +72,13 @@ def _whole_elements(parameter: Tensor) -> int:
 
 def describe_units(model: nn.Module, units: list[Unit]) -> str:
     """One line for the log: the units by size, and what stays gathered in the root; the model may be sharded."""
+    if (replicas := getattr(model, "replicas", None)) is not None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        count = sum(_whole_elements(parameter) for parameter in trained)
+        return (
+            f"FSDP units: none (ddp): {replicas.ranks} ranks have the same parameters, and sum the gradients of "
+            f"{format_count(count)} of them once a step"
+        )
     if not units:
         return "FSDP units: none, each rank holds its parameters at all times"
     sizes: dict[int, list[Unit]] = {}

@@ -18,6 +18,7 @@ SMALLEST = 0.002
 # From least to most memory.
 CHECKPOINTING = ("full", "selective", "none")
 QUANTIZED = ("nf4", "int8", "none")
+LONG = 8192  # tokens of a row from which on an MLP's inner width is worth cutting
 MOST_LOSS_CHUNKS = 64
 
 
@@ -145,6 +146,10 @@ def _layers(cfg: Any) -> list[Lever]:
     found = [Lever({"memory.activation_checkpointing": kind}) for kind in CHECKPOINTING if kind != own]
     if cfg.memory.loss_chunks < MOST_LOSS_CHUNKS:
         found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MOST_LOSS_CHUNKS)}))
+    if cfg.max_seq_len >= LONG and cfg.memory.mlp_chunks == 1:
+        found.append(Lever({"memory.mlp_chunks": cfg.max_seq_len // (LONG // 2)}))
+    if not cfg.memory.activation_offload:
+        found.append(Lever({"memory.activation_offload": True}, "kept in host memory meanwhile"))
     return found
 
 
@@ -179,7 +184,18 @@ def _weights(cfg: Any) -> list[Lever]:
         found.append(Lever({"dtype": "bf16"}, "other rounding: compare the losses"))
     if cfg.optimizer.implementation not in ("auto", "fused"):
         found.append(Lever({"optimizer.implementation": "fused"}))
+    if not cfg.memory.optimizer_offload:
+        found.append(Lever({"memory.optimizer_offload": True}, "states in host memory; they visit the device"))
+    if not cfg.memory.optimizer_in_backward:
+        changes: dict[str, Any] = {"memory.optimizer_in_backward": True, "clip_grad_norm": None}
+        note = "gradients are not clipped"
+        if cfg.gradient_accumulation_steps > 1:
+            changes["gradient_accumulation_steps"] = 1
+            note += ", and a step has fewer rows"
+        found.append(Lever(changes, note))
     if cfg.optimizer.name == "adamw":
+        if cfg.optimizer.state_bits is None:
+            found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))
         found.append(Lever({"optimizer.name": "sgd"}, "another optimizer, without states: needs its own optimizer.lr"))
     adapters, preference = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
     if preference is not None and preference.train == "full":

@@ -10,20 +10,25 @@ from collections.abc import Callable
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.suggest import quote
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.cost import Calibration
+from recipe_lib.plan.cost import Calibration, wire_bytes
 from recipe_lib.plan.hardware import Hardware, find_hardware
+from recipe_lib.plan.links import OPERATIONS, Links
 from recipe_lib.units import MIB
 
 VERSION = 1
+# What a file need not hold.
+_OPTIONAL = ("links", "copy_to_device", "copy_to_host")
 
 # (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three tiny ones.
 _MATMULS = ((512, 2048, 2048), (512, 4096, 4096), (2048, 4096, 4096), (4096, 14336, 4096), (8192, 28672, 8192))
 _TINY_MATMULS = ((32, 32, 32), (64, 64, 64), (96, 96, 96))
+_LARGE = _MATMULS[3]  # long enough to show what a device sustains
 _ATTENTION = {"rows": 2, "heads": 32, "tokens": 4096, "head_width": 128}
 _TINY_ATTENTION = {"rows": 1, "heads": 2, "tokens": 64, "head_width": 32}
 
@@ -52,10 +57,40 @@ def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, 
         "bandwidth": _bandwidth(device),
         **_issuing(device),
         "link_bandwidth": _link_bandwidth(device, ranks) if ranks > 1 else None,
+        **(copy_rates(device) if on_gpu else {}),
     }
     if path is not None and (ranks == 1 or dist.get_rank() == 0):
         Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def with_links(
+    measured: dict[str, Any], links: dict[str, Any] | None, low_precision: dict[str, float]
+) -> dict[str, Any]:
+    """A calibration as `calibrate` makes it, with what was measured beside it.
+
+    links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None. low_precision: dtype ->
+    operations a second of the matmul of `matmul_rate`.
+    """
+    on_cpu = measured["device"] == "cpu"
+    shape = list(_TINY_MATMULS[-1] if on_cpu else _LARGE)
+    matmul = {dtype: [{"shape": shape, "rate": rate}] for dtype, rate in low_precision.items()}
+    result = measured | {"matmul": measured["matmul"] | matmul}
+    if links is None:
+        return result
+    points = {
+        operation: [
+            {"bytes": point["bytes"], "seconds": point["seconds"]}
+            for point in links["points"]
+            if point["operation"] == operation
+        ]
+        for operation in OPERATIONS
+    }
+    largest = max(points["all_gather"], key=lambda point: point["bytes"])
+    return result | {
+        "link_bandwidth": wire_bytes("all_gather", largest["bytes"], links["ranks"]) / largest["seconds"],
+        "links": {"ranks": links["ranks"], "backend": links["backend"], **points},
+    }
 
 
 def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
@@ -66,6 +101,7 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     """
     place = f"calibration: {quote(str(path))}"
     remedy = "measure again with --calibrate"
+    values: Any
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,18 +110,44 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
         raise ConfigError(f"{place} is not JSON; expected a calibration, {remedy}") from None
     if not isinstance(values, dict) or values.get("version") != VERSION:
         raise ConfigError(f"{place} is no calibration of version {VERSION}; {remedy}")
+    values = {**dict.fromkeys(_OPTIONAL), **values}
     missing = [field.name for field in fields(Calibration) if field.name not in values]
     if missing:
         raise ConfigError(f"{place} lacks {', '.join(missing)}; {remedy}")
     for name in ("device", "torch", "date"):
         if not isinstance(values[name], str):
             raise ConfigError(f"{place}: {name} is no text; {remedy}")
-    for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", "link_bandwidth"):
-        if not (_positive(values[name]) or (name == "link_bandwidth" and values[name] is None)):
+    unknown = ("link_bandwidth", "copy_to_device", "copy_to_host")  # where nothing was there to measure
+    for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *unknown):
+        if not (_positive(values[name]) or (name in unknown and values[name] is None)):
             raise ConfigError(f"{place}: {name} is {quote(str(values[name]))}; expected a positive number, {remedy}")
     _check_device(place, values["device"], hardware)
-    measured = {field.name: values[field.name] for field in fields(Calibration)}
-    return Calibration(**{**measured, "matmul": _read_matmuls(place, values["matmul"])})
+    measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
+    matmul, links = _read_matmuls(place, values["matmul"]), _read_links(place, values["links"])
+    return Calibration(**{**measured, "matmul": matmul, "links": links})
+
+
+def _read_links(place: str, values: Any) -> Links | None:
+    """Collectives by size, as `tune doctor` writes them; None where there are none."""
+    if values is None:
+        return None
+    points: dict[str, tuple[tuple[float, float], ...]] = {}
+    try:
+        ranks, backend = values["ranks"], values["backend"]
+        for operation in OPERATIONS:
+            sent = [(wire_bytes(operation, point["bytes"], ranks), point["seconds"]) for point in values[operation]]
+            if not sent or not all(_positive(number) for pair in sent for number in pair):
+                raise ValueError(operation)
+            sizes = sorted(sent)
+            slowest = accumulate(
+                (seconds for _, seconds in sizes), max
+            )  # noise: no message takes less than a smaller one
+            points[operation] = tuple(zip((size for size, _ in sizes), slowest, strict=True))
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{place}: links is no list of bytes and seconds by collective; measure again with `tune doctor --write`"
+        ) from None
+    return Links(ranks, str(backend), points)
 
 
 def _read_matmuls(place: str, matmul: Any) -> dict[str, tuple[tuple[float, float], ...]]:
@@ -142,6 +204,42 @@ def _seconds(work: Callable[[], Any], device: str) -> float:
     run(3)  # kernels are loaded and chosen, clocks rise
     calls = max(1, math.ceil((0.02 if on_gpu else 0.001) / max(run(1), 1e-7)))
     return sorted(run(calls) / calls for _ in range(7))[3]
+
+
+def copy_rates(device: str) -> dict[str, float]:
+    """copy_to_device, copy_to_host: bytes a second between the device and pinned memory of the host, one way at a
+    time; 256 MiB, on a CPU 1 MiB of ordinary memory."""
+    import torch
+
+    on_gpu = torch.device(device).type != "cpu"
+    count = (256 if on_gpu else 1) * MIB
+    host = torch.ones(count, dtype=torch.uint8, pin_memory=on_gpu)
+    there = torch.ones(count, dtype=torch.uint8, device=device)
+    return {
+        "copy_to_device": count / _seconds(lambda: there.copy_(host, non_blocking=True), device),
+        "copy_to_host": count / _seconds(lambda: host.copy_(there, non_blocking=True), device),
+    }
+
+
+def matmul_rate(device: str, dtype: str) -> float:
+    """Operations a second of one large matmul in bf16, int8 or fp8 (rows of e4m3, one scale each way).
+
+    torch raises what it likes where a device cannot: fp8 needs compute capability 8.9.
+    """
+    import torch
+
+    m, n, k = _LARGE if torch.device(device).type != "cpu" else _TINY_MATMULS[-1]
+    if dtype == "int8":
+        left, right = (torch.randint(-8, 8, (size, k), dtype=torch.int8, device=device) for size in (m, n))
+        work = partial(torch._int_mm, left, right.t())
+    elif dtype == "fp8":
+        left, right = (torch.randn(size, k, device=device).to(torch.float8_e4m3fn) for size in (m, n))
+        one = torch.ones((), device=device)
+        work = partial(torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    else:
+        left, right = (torch.randn(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))
+        work = partial(torch.nn.functional.linear, left, right)
+    return 2 * m * n * k / _seconds(work, device)
 
 
 def _matmuls(dtype: Any, device: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.links import Links
 from recipe_lib.plan.trace import OP, Collective, Op, Trace
 
 # Shares of the datasheet's rates that kernels reach. With these, a roofline over the operators of torchtitan's
@@ -29,7 +30,8 @@ class Calibration:
     device: as CUDA names it. matmul: by dtype, (operations of one matmul, operations a second) at several sizes, small
     ones first. attention: operations a second. bandwidth: bytes/second of an elementwise operator. host_seconds: to
     issue one. kernel_seconds: of the smallest kernel. link_bandwidth: bus bandwidth of a large all-gather, None where
-    one rank measured.
+    one rank measured. links: collectives by size, where `tune doctor` measured them. copy_to_device, copy_to_host:
+    bytes/second of pinned copies, None where they were not measured.
     """
 
     device: str
@@ -41,6 +43,9 @@ class Calibration:
     host_seconds: float
     kernel_seconds: float
     link_bandwidth: float | None = None
+    links: Links | None = None
+    copy_to_device: float | None = None
+    copy_to_host: float | None = None
 
 
 def wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
@@ -73,28 +78,40 @@ def collective_seconds(collective: Collective, hardware: Hardware, calibration: 
     bandwidth = (calibration and calibration.link_bandwidth) or hardware.link.bandwidth
     if len(by_node) > 1:
         bandwidth = min(bandwidth, min(by_node.values()) * hardware.inter_node_bandwidth)
-    steps = ranks - 1
+    steps = _steps(collective.operation, ranks)
     crossings = len(by_node) - 1  # of the steps, those that wait for the network (NCCL's src/graph/tuning.cc)
-    if collective.operation in ("send", "recv"):
-        steps = 1
-    elif collective.operation == "all_reduce":  # a ring goes round twice; small ones take a tree, up and down
-        tree = math.ceil(math.log2(ranks))
-        steps, crossings = min(2 * steps, 2 * tree), min(2 * crossings, 2 * tree)
+    if collective.operation == "all_reduce":
+        crossings *= 2
     crossings = min(crossings, steps)
+    if calibration and calibration.links and len(by_node) == 1:
+        measured = calibration.links.seconds(collective.operation, sent)
+        if measured is not None:  # among so many ranks; more of them take more steps
+            more = max(0, steps - _steps(collective.operation, calibration.links.ranks))
+            return measured + more * hardware.link.latency
     latency = crossings * hardware.inter_node_latency + (steps - crossings) * hardware.link.latency
     return COLLECTIVE_SECONDS + latency + sent / bandwidth
+
+
+def _steps(operation: str, ranks: int) -> int:
+    """Steps of a collective one after the other: of a ring, which an all-reduce goes round twice; a small one takes a
+    tree, up and down."""
+    if operation in ("send", "recv"):
+        return 1
+    return min(2 * (ranks - 1), 2 * math.ceil(math.log2(ranks))) if operation == "all_reduce" else ranks - 1
 
 
 def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
     """One operator alone on the device: the longest of computing, moving bytes and the smallest kernel.
 
-    A collective takes what `collective_seconds` says; waiting for one, and an operator that moves nothing (an empty
-    tensor), takes nothing.
+    A collective takes what `collective_seconds` says, a copy between host and device what their link takes; waiting for
+    a collective, and an operator that moves nothing (an empty tensor), takes nothing.
     """
     if op.collective:
         return collective_seconds(op.collective, hardware, calibration)
     if is_wait(op) or not (op.flops or op.bytes):
         return 0.0
+    if op.transfer:  # its bytes are counted where they are read and where they are written
+        return max(op.bytes / 2 / _copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS)
     if calibration is None:
         rate, bandwidth = COMPUTE_EFFICIENCY * hardware.rate(op.dtype), BANDWIDTH_EFFICIENCY * hardware.bandwidth
         floor = KERNEL_SECONDS
@@ -102,6 +119,14 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
         rate, bandwidth = _measured_rate(op, hardware, calibration), calibration.bandwidth
         floor = calibration.kernel_seconds
     return max(op.flops / rate, op.bytes / bandwidth, floor)
+
+
+def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) -> float:
+    """Bytes a second between host and device."""
+    measured = None
+    if calibration is not None:
+        measured = calibration.copy_to_host if way == "to_host" else calibration.copy_to_device
+    return measured or hardware.host_bandwidth
 
 
 def is_wait(op: Op) -> bool:

@@ -18,6 +18,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.units import GIB
 
 TERA, GIGA = 1e12, 1e9
+EIGHT_BITS = ("int8", "fp8")  # dtypes of matmuls whose operands have 8 bits
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,31 @@ class Hardware:
     inter_node_latency: float = 14e-6  # NCCL's src/graph/tuning.cc, ring, Simple, network
 
     @property
+    def host_bandwidth(self) -> float:
+        """Bytes a second of a large copy between the device and pinned host memory, one way: what 16 lanes of PCIe 4
+        commonly give, twice that from Hopper and Blackwell on, which have PCIe 5. Not measured here; Ada has PCIe 4."""
+        newer = self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 90
+        return 50e9 if newer else 25e9
+
+    @property
     def generic(self) -> bool:
         """Whether only a size of memory is known."""
         return bool(self.rates_of)
 
     def rate(self, dtype: str) -> float:
-        """Dense operations a second in `dtype`; of fp32 for a dtype that is not listed."""
+        """Dense operations a second in `dtype`; of fp32 for a dtype that is not listed.
+
+        `int8` and `fp8` are twice bf16 where they are not listed, as specifications from Ampere (Ada) on have it; int8
+        of GeForce cards is faster still by theirs.
+        """
+        if dtype in EIGHT_BITS and self.architecture != "cpu":
+            return self.flops.get(dtype, 2 * self.flops["bf16"])
         return self.flops.get(dtype, self.flops["fp32"])
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether it has FP8 matmuls: compute capability 8.9 and later."""
+        return self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 89
 
 
 def _card(

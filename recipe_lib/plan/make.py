@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import recipe_lib
+from recipe_lib.errors import ConfigError
 from recipe_lib.plan.allocator import AllocatorSettings
 from recipe_lib.plan.cost import (
     Calibration,
@@ -128,7 +129,12 @@ def simulate_rank(
     traced: int | None = None,
 ) -> Simulated:
     """One rank's trace, with the kernels and the scratch of the planned device. steps, traced: as `simulate` takes
-    them."""
+    them. ConfigError for matmuls that the device does not have."""
+    if getattr(cfg, "matmul_dtype", None) == "fp8" and not settings.hardware.multiplies_fp8:
+        raise ConfigError(
+            f"matmul_dtype: found fp8 for {settings.hardware.name}, {settings.hardware.architecture}, expected a GPU "
+            "of compute capability 8.9 or more (Ada, Hopper and later); choose int8, or remove matmul_dtype"
+        )
     like_cpu = settings.hardware.architecture == "cpu"
     return simulate(
         recipe_class,
@@ -290,6 +296,8 @@ def _time(
         total=steps * seconds if steps else None,
         calibrated=settings.calibration is not None,
         error=error_text(settings.hardware, settings.calibration),
+        copies=sums.copies,
+        copies_exposed=sums.copies_exposed,
     )
 
 

@@ -23,7 +23,8 @@ DTYPE_NAMES = {
 @dataclass(frozen=True, slots=True)
 class Cost:
     """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be new storages.
-    relabel: an operator of FSDP, by which memory is known. communicates: a collective."""
+    relabel: an operator of FSDP, by which memory is known. communicates: a collective. transfer: `to_host` or
+    `to_device` for a copy between host and device."""
 
     name: str
     flops: int
@@ -33,6 +34,7 @@ class Cost:
     makes_memory: bool
     relabel: bool
     communicates: bool
+    transfer: str = ""
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
@@ -63,10 +65,23 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
             flops = int(count(*args, **kwargs, out_val=result))
         elif name in _VARLEN:
             flops = _VARLEN[name] * _varlen_products(args)
+        elif name == "aten::_int_mm":
+            (rows, inner), columns = args[0].shape, args[1].shape[1]
+            flops = 2 * rows * inner * columns
     of = outputs or tensors_in(args)
-    dtype = DTYPE_NAMES.get(of[0].dtype, "") if of else ""
+    dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(of[0].dtype, "") if of else "")
     communicates = name.startswith(_COLLECTIVES)
-    return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates)
+    transfer = _transfer(args, of) if name in _COPIES else ""
+    return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates, transfer)
+
+
+def _transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
+    """Which way a copy goes, if between host and device; `copy_` has the tensor that it writes first."""
+    devices = [tensor.device.type for tensor in tensors_in(args)]
+    source, target = devices[-1], results[0].device.type if results else devices[0]
+    if (source == "cpu") == (target == "cpu") or "meta" in (source, target):
+        return ""
+    return "to_host" if target == "cpu" else "to_device"
 
 
 def _attention_flops(name: str, args: Sequence[Any]) -> int:
@@ -88,6 +103,11 @@ def _varlen_products(args: Sequence[Any]) -> int:
     documents = next((len(tensor) - 1 for tensor in tensors if tensor.dtype == torch.int32), 1)
     return 2 * heads * width * tokens * tokens // max(1, documents)
 
+
+# Matmuls whose rate is that of their operands' type, not of their result's.
+_EIGHT_BITS = {"aten::_int_mm": "int8", "aten::_scaled_mm": "fp8"}
+
+_COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
 
 # Views whose schema does not say so.
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})

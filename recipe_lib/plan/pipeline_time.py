@@ -14,7 +14,7 @@ from recipe_lib.parallel.pipeline.timeline import Timeline, simulate
 from recipe_lib.plan.actions import orders_of, stand_ins
 from recipe_lib.plan.cost import Calibration, collective_seconds
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.schedule import StepTime, is_transfer
+from recipe_lib.plan.schedule import StepTime, is_transfer, is_kernel
 from recipe_lib.plan.trace import ACTION, OP, Trace
 
 _Seconds = dict[Action, float]
@@ -36,6 +36,8 @@ class Sums:
     communication: float
     exposed: float
     launch: float
+    copies: float = 0.0
+    copies_exposed: float = 0.0
 
 
 def pipeline_time(
@@ -133,7 +135,7 @@ def whole_step(
             issued, traced = issued + op.repeats, traced + op.repeats // repeats
             if op.collective is not None and is_transfer(op):
                 transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
-    kernels = [entry for entry in timing.timeline if entry[0] not in timing.collectives]
+    kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
     alone = sum(end - start for _, start, end in kernels)
     scale = sum((end - start) * counted[number] for number, start, end in kernels) / alone if alone else 1.0
     moved = sum(seconds * counted[number] for number, seconds in timing.collectives.items())
@@ -142,4 +144,6 @@ def whole_step(
         communication=moved + transfers,
         exposed=timing.exposed * scale,
         launch=timing.launch * issued / traced if traced else 0.0,
+        copies=timing.copies * scale,
+        copies_exposed=timing.copies_exposed * scale,
     )

@@ -53,7 +53,8 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
         return quick_pipeline(recipe_class, cfg, settings)
     layers = layer_count(cfg)
     short, long = short_depths(layers, layer_period(cfg))
-    if long >= layers or _names_layers(cfg.parallel.wrapping):
+    budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
+    if long >= layers or budget or _names_layers(cfg.parallel.wrapping):
         whole = _simulate(recipe_class, cfg, settings, layers)
         return _continue(whole, whole, layers)
     pair = [_simulate(recipe_class, with_layers(cfg, depth), settings, depth) for depth in (short, long)]

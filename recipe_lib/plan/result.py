@@ -138,7 +138,8 @@ class TimePlan:
     kernels; communication: collectives, alone; exposed: the part of it that no kernel hides; step: all of it, with
     waiting for other ranks of a pipeline; launch: what the host needs to issue it. tokens_per_step, tokens_per_second:
     of all ranks. mfu: share of the devices' dense rate. steps: of the run, None where they are not known. total: of the
-    run, None likewise. calibrated: the rates are measured ones. error: how far off the times may be, in words."""
+    run, None likewise. calibrated: the rates are measured ones. error: how far off the times may be, in words. copies:
+    between host and device, alone; copies_exposed: the part of it that no kernel hides."""
 
     compute: float
     communication: float
@@ -152,6 +153,8 @@ class TimePlan:
     total: float | None
     calibrated: bool
     error: str
+    copies: float = 0.0
+    copies_exposed: float = 0.0
 
 
 @dataclass

@@ -17,8 +17,8 @@ from recipe_lib.plan.trace import ACTION, OP, RECORD, WAIT, ActionMark, Collecti
 @dataclass
 class StepTime:
     """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all collectives, alone;
-    exposed: while a collective runs and no kernel does; launch: the host's; step: from the first operator issued to the
-    last one done. collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as
+    exposed: while a collective runs and no kernel does; copies, copies_exposed: the same of copies between host and
+    device; launch: the host's; step: from the first operator issued to the last one done. collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as
     issued. actions: of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was done with
     all before it); what is in one is here as often as it was traced, and what ranks exchange in it is not here.
     """
@@ -31,12 +31,15 @@ class StepTime:
     collectives: dict[int, float]
     timeline: list[tuple[int, float, float]]
     actions: list[tuple[int, float]] = field(default_factory=list)
+    copies: float = 0.0
+    copies_exposed: float = 0.0
 
 
 def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None) -> StepTime:
     """Simulates one phase of a trace; ValueError if it was not traced.
 
-    A collective runs on a link (inside the machine, or the network), one after the other. One that `waits`, or
+    A collective runs on a link (inside the machine, or the network), one after the other, as do copies between host and
+    device, each way for itself. One that `waits`, or
     receives, holds up the stream that issued it. One that does not is waited for by the next `wait_tensor` of that
     stream, the oldest first, or through the next event recorded there; else only the end of the phase waits for it.
     """
@@ -59,12 +62,13 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             start = max(host, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
-            if op.collective:
-                start = max(start, links[_link(op.collective, hardware)])
+            link = op.transfer or (_link(op.collective, hardware) if op.collective else "")
+            if link:
+                start = max(start, links[link])
             end = start + repeats * op_seconds(op, hardware, calibration)
             timeline.append((number, start, end))
-            if op.collective:
-                links[_link(op.collective, hardware)] = end
+            if link:
+                links[link] = end
             if op.collective and not op.collective.waits and op.collective.operation != "recv":
                 pending[op.stream].append(end)
             else:
@@ -87,6 +91,11 @@ def is_transfer(op: Op) -> bool:
     return op.collective is not None and op.collective.operation in ("send", "recv")
 
 
+def is_kernel(op: Op) -> bool:
+    """Whether it computes: it is neither a collective nor a copy between host and device."""
+    return op.collective is None and not op.transfer
+
+
 def _link(collective: Collective, hardware: Hardware) -> str:
     """What a collective occupies: the links of one machine, or the network."""
     machines = {rank // hardware.ranks_per_node for rank in collective.ranks}
@@ -97,9 +106,10 @@ def _sum_up(
     trace: Trace, timeline: list[tuple[int, float, float]], host: float, actions: list[tuple[int, float]]
 ) -> StepTime:
     collectives = {number: end - start for number, start, end in timeline if trace.ops[number].collective}
-    kernels = [(start, end) for number, start, end in timeline if number not in collectives]
+    kernels = [(start, end) for number, start, end in timeline if is_kernel(trace.ops[number])]
+    copies = [(start, end) for number, start, end in timeline if trace.ops[number].transfer]
     moving = _merged([(start, end) for number, start, end in timeline if number in collectives])
-    busy = _merged(kernels)
+    busy, copying = _merged(kernels), _merged(copies)
     return StepTime(
         compute=sum(end - start for start, end in busy),
         communication=sum(collectives.values()),
@@ -109,6 +119,8 @@ def _sum_up(
         collectives=collectives,
         timeline=timeline,
         actions=actions,
+        copies=sum(end - start for start, end in copies),
+        copies_exposed=sum(end - start for start, end in copying) - _overlap(copying, busy),
     )
 
 

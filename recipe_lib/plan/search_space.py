@@ -17,6 +17,7 @@ SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
     "optimizer.implementation": lambda cfg, ranks: ("auto",),
 }
+STRATEGY_KEY = "parallel.strategy"
 # The micro-batch, with as many of them as make up the rows of a step.
 SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
 
@@ -55,14 +56,17 @@ def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
             if quantize == "none" or (quantize, kind) == ("int8", "nf4")
         ]
         yield [stays | one for one in rounded]
+    if stays and "memory.optimizer_offload" not in fixed:
+        yield [stays | {"memory.optimizer_offload": True} | one for one in (rounded or [{}])]
     if stays:
         yield [{"memory.cpu_offload": True} | one for one in (rounded or [{}])]
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    """All combinations of SHARING, least memory first."""
+    """All combinations of SHARING, least memory first; then whole models on every rank, without FSDP."""
     copies = data_ranks(cfg, ranks)
-    combinations: list[Changes] = [{}]
+    free = STRATEGY_KEY not in fixed
+    combinations: list[Changes] = [{STRATEGY_KEY: "fsdp"} if free and cfg.parallel.strategy != "fsdp" else {}]
     for key, values in SHARING.items():
         if key not in fixed and value_of(cfg, key) is not None:
             combinations = [one | {key: value} for one in combinations for value in values(cfg, copies)]
@@ -70,6 +74,9 @@ def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
         alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
         if not alone or one.get("parallel.reshard_after_forward", True):
             yield one
+    if free and copies > 1:
+        own = "optimizer.implementation"
+        yield {STRATEGY_KEY: "ddp"} | ({} if own in fixed else {own: "auto"})
 
 
 def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True) -> Iterator[Changes]:

@@ -286,6 +286,9 @@ def _traffic_cells(sums: Traffic, each: str = "", dtype: str = "") -> list[str]:
     return [str(sums.count), each, dtype, format_bytes(sums.bytes), format_bytes(sums.wire), duration(sums.seconds)]
 
 
+_FEW_SECONDS = 1e-3  # batches on their way to the device take less
+
+
 def time_lines(plan: Plan) -> list[tuple[str, str]]:
     """(name, value) of what is known about time; empty if it was not planned."""
     time = plan.time
@@ -302,6 +305,9 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
         ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
                    f"all ranks; {time.mfu:.1%} of the device's dense rate"),
     ]  # fmt: skip
+    if time.copies > _FEW_SECONDS:
+        text = f"{duration(time.copies)} alone, {duration(time.copies_exposed)} not hidden by kernels"
+        lines.insert(3, ("copies to and from the host", text))
     if plan.pipeline is not None:
         lines.insert(1, ("pipeline", _pipeline_text(plan.pipeline)))
     if time.steps is not None:

@@ -76,7 +76,8 @@ class Op:
 
     repeats: so many alike were issued one after another; this one stands for all of them, with flops and bytes of one.
     flops: of matmuls and attention, multiply and add are two. bytes: read and written. stream: issued on. dtype: of
-    the result, for the rate that the device computes it with.
+    the result, for the rate that the device computes it with. transfer: `to_host` or `to_device` for a copy between
+    the two, whose bytes are counted on both sides.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Op:
     dtype: str = ""
     collective: Collective | None = None
     repeats: int = 1
+    transfer: str = ""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from torch._library import simple_registry
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recipe_lib.memory.host import pinned_bytes
 from recipe_lib.plan.collectives import read_collective
 from recipe_lib.plan.fast_fake import FastFake
 from recipe_lib.plan.operators import Cost, cost_of, tensors_in
@@ -57,7 +58,7 @@ class Tracer(TorchDispatchMode):
         self.vocabulary: set[int] = set()
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
         self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused
-        self._batch = False
+        self._batch = self._pinned = False
         self._repeats = Repeats()
         self.groups: dict[str, str] = {}  # a process group's name -> its mesh dimension
         self._held: dict[int, _Held] = {}
@@ -172,6 +173,7 @@ class Tracer(TorchDispatchMode):
             cost = cost_of(func, args, kwargs, result)
             if known is not None:
                 known.cost = cost
+        self._pinned = bool(kwargs.get("pin_memory"))
         self._note(func, args, kwargs, result, cost)
         return result
 
@@ -198,7 +200,11 @@ class Tracer(TorchDispatchMode):
                 self.trace.events.append((FREE, number))
         trace = self.trace
         collective = read_collective(name, args, self.groups) if cost.communicates else None
-        trace.ops.append(Op(name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective))
+        op = Op(name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective)
+        op.transfer = cost.transfer
+        trace.ops.append(op)
+        if cost.transfer == "to_device" and part == "backward":
+            self._label_returned(name, args)
         trace.events.append((OP, len(trace.ops) - 1))
 
     def place(self) -> tuple[str, str]:
@@ -229,7 +235,10 @@ class Tracer(TorchDispatchMode):
             kind = "batch"
         elif tensor.dim() >= 2 and tensor.shape[-1] in self.vocabulary:
             kind = "logits"
-        self.hold(storage, self.new(storage.nbytes(), device == self.device_type, part, module, name, kind))
+        size, on_device = storage.nbytes(), device == self.device_type
+        if self._pinned and not on_device:
+            size = pinned_bytes(size)
+        self.hold(storage, self.new(size, on_device, part, module, name, kind))
 
     def hold(self, storage: Any, number: int) -> None:
         """The storage is that of a number, which ends with it."""
@@ -295,14 +304,25 @@ class Tracer(TorchDispatchMode):
                 for number in held.history:
                     self.trace.storages[number].kind = kind
 
+    def _label_returned(self, name: str, args: Sequence[Any]) -> None:
+        """What backward copies back from pinned memory that forward took is what forward kept for it."""
+        tensors = tensors_in(args)
+        source = self._held.get(tensors[-1].untyped_storage()._cdata)
+        if name == "aten::copy_" and source is not None and self.trace.storages[source.number].part == "forward":
+            self._mark(tensors[0], "activations")
+
     # Optimizers, streams
 
     def _label_gradients(self, optimizer: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                name = self.parameter_names.get(id(parameter), "")
                 if parameter.grad is not None:
-                    self.label(parameter.grad, "gradients", self.parameter_names.get(id(parameter), ""))
+                    self.label(parameter.grad, "gradients", name)
+                for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
+                    if isinstance(value, Tensor):
+                        self.label(value, "optimizer", name)
 
     def record(self, stream: int, event: int) -> None:
         """The device's stream passed a mark."""

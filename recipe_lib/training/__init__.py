@@ -3,6 +3,7 @@
 from recipe_lib.training.clipping import clip_grad_norm
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.exports import export_trained_adapter, export_trained_model
+from recipe_lib.training.host_needs import check_host_memory
 from recipe_lib.training.loop import Step, TrainingLoop
 from recipe_lib.training.losses import build_loss
 from recipe_lib.training.micro_batches import backward_each, result_of_each, sum_gradients
@@ -13,6 +14,7 @@ from recipe_lib.training.resume import resume_run
 from recipe_lib.training.run import run_recipe
 from recipe_lib.training.seeds import derive_seed
 from recipe_lib.training.source import ModelSource, check_sharing, find_model
+from recipe_lib.training.stepping import arrange_steps
 from recipe_lib.training.validation import validation_loss
 
 __all__ = [
@@ -20,9 +22,11 @@ __all__ = [
     "Step",
     "TrainingData",
     "TrainingLoop",
+    "arrange_steps",
     "backward_each",
     "build_loss",
     "build_optimizer",
+    "check_host_memory",
     "check_output",
     "check_sharing",
     "clip_grad_norm",

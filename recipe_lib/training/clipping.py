@@ -23,6 +23,31 @@ _CPU_PIECE = 16384
 _CPU_PIECES = 1024  # at a time: as many as are turned to fp32 together
 
 
+_Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]  # dimensions that a gradient is cut over, and its device
+
+
+class EarlierNorms:
+    """Squared norms of this rank's gradients that were used and freed before the others are there, by kind."""
+
+    def __init__(self) -> None:
+        self._squares: dict[_Key, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter) -> None:
+        """Counts a parameter's gradient, on the stream that has it."""
+        if getattr(parameter, "is_copy", False):
+            return
+        ((key, group),) = _group([parameter]).items()
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        square = group.own_square(dtype)
+        self._squares[key] = square if key not in self._squares else self._squares[key] + square
+
+    def take(self) -> dict[_Key, Tensor]:
+        """All that was counted since the last call, `[]` fp64 each."""
+        squares, self._squares = self._squares, {}
+        return squares
+
+
 @dataclass
 class _Group:
     """Gradients on one device that are cut over the same dimensions of the same mesh."""
@@ -32,15 +57,20 @@ class _Group:
     grads: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)  # scaled with the others, and counted on another rank
 
-    def squared_norm(self, dtype: torch.dtype) -> Tensor:
-        """Sum of squares over the whole group in fp64, the same on every rank, `[]` on the group's device."""
-        if self.grads:
-            on_cpu = kernels_of(self.device) == "cpu"
-            norms = _norms_of_pieces(self.grads, dtype) if on_cpu else torch._foreach_norm(self.grads, 2, dtype=dtype)
-            together = torch.cat(norms) if on_cpu else torch.stack(norms)
-            total = torch.linalg.vector_norm(together, dtype=torch.float64).square()
-        else:  # no gradient here, perhaps one elsewhere: take part in the sum
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def own_square(self, dtype: torch.dtype) -> Tensor:
+        """Sum of squares of this rank's part in fp64, `[]` on the group's device."""
+        if not self.grads:  # none here, perhaps one elsewhere
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        on_cpu = kernels_of(self.device) == "cpu"
+        norms = _norms_of_pieces(self.grads, dtype) if on_cpu else torch._foreach_norm(self.grads, 2, dtype=dtype)
+        together = torch.cat(norms) if on_cpu else torch.stack(norms)
+        return torch.linalg.vector_norm(together, dtype=torch.float64).square()
+
+    def squared_norm(self, dtype: torch.dtype, earlier: Tensor | None = None) -> Tensor:
+        """Sum of squares over the whole group in fp64, the same on every rank. earlier: of gradients that are gone."""
+        total = self.own_square(dtype)
+        if earlier is not None:
+            total = total + earlier
         for mesh, dim in self.sharded_over:
             dist.all_reduce(total, group=mesh.get_group(dim))
         return total
@@ -60,13 +90,18 @@ def _norms_of_pieces(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None, world: "World") -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    world: "World",
+    earlier: EarlierNorms | None = None,
+) -> Tensor:
     """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device or several (CPU
     offload); those without a gradient are left out. Each element counts once: sums run over the mesh dimensions a
     gradient is cut along, not over those it is copied along, and over the stages of a pipeline. max_norm None: only the
-    norm is taken.
+    norm is taken. earlier: what parameters without a gradient had before they were stepped, in backward.
 
     The norm is fp32 (fp64 where a parameter is), `[]` on `world.device`. Nothing is read back to the host: the factor,
     at most 1, is made and applied on the gradients' device. A norm that is not finite makes the gradients so too.
@@ -75,26 +110,28 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None, w
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
     groups = _group(trained)
-    total = torch.zeros((), dtype=torch.float64, device=groups[0].device if groups else world.device)
-    for group in groups:
-        total += group.squared_norm(dtype).to(total.device)
+    first = next(iter(groups.values()), None)
+    total = torch.zeros((), dtype=torch.float64, device=first.device if first else world.device)
+    squares = earlier.take() if earlier is not None else {}
+    for key, group in groups.items():
+        total += group.squared_norm(dtype, squares.get(key)).to(total.device)
     if world.pipeline is not None:  # each stage has parameters of its own
         total = world.all_reduce_sum(total.to(world.device)) / world.data_ranks  # by a group that there is anyway
     norm = total.sqrt_().to(dtype)
     if max_norm is not None:
         factor = (max_norm / (norm + _TINY)).clamp_(max=1.0)
-        for group in groups:
+        for group in groups.values():
             if scaled := group.grads + group.copies:
                 torch._foreach_mul_(scaled, factor.to(group.device))
     return norm.to(world.device, non_blocking=True)
 
 
-def _group(parameters: Iterable[nn.Parameter]) -> list[_Group]:
+def _group(parameters: Iterable[nn.Parameter]) -> dict[_Key, _Group]:
     """Local gradients by mesh, sharded dimensions and device.
 
     A parameter without a gradient still makes its group: another rank may have one and wait for this rank in the sum.
     """
-    groups: dict[tuple[object, torch.device], _Group] = {}
+    groups: dict[_Key, _Group] = {}
     for parameter in parameters:
         grad = parameter.grad
         tensor = parameter if grad is None else grad
@@ -103,7 +140,7 @@ def _group(parameters: Iterable[nn.Parameter]) -> list[_Group]:
         group = groups.setdefault((sharded_over, local.device), _Group(sharded_over, local.device))
         if grad is not None:
             (group.copies if getattr(parameter, "is_copy", False) else group.grads).append(local)
-    return list(groups.values())
+    return groups
 
 
 def _sharded_over(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:

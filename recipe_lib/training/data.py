@@ -17,6 +17,7 @@ from recipe_lib.data import (
     prepare_data,
     step_batches,
     validation_steps,
+    warn_of_overlap,
     warn_of_positions,
 )
 from recipe_lib.errors import UserError
@@ -46,6 +47,7 @@ class TrainingData:
         self.validation_rows = build_validation_dataset(cfg, self.tokenizer)
         check_vocabulary(self.tokenizer, source.spec.vocab_size, self.rows, self.validation_rows)
         warn_of_positions(source.spec.max_positions, self.rows, self.validation_rows)
+        warn_of_overlap(self.rows, self.validation_rows)
         self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
         self.plan = DataPlan(
             self.rows,

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches
 from recipe_lib.errors import DivergedError, StoppedAndSaved
+from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
+from recipe_lib.training.communication import CommunicationProbe, describe
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.metrics import step_metrics
 from recipe_lib.training.optimizers import set_learning_rate
@@ -22,6 +24,7 @@ from recipe_lib.training.resume import save_run
 from recipe_lib.training.run_log import RunLog
 from recipe_lib.training.same_rows import check_same_rows
 from recipe_lib.training.schedules import learning_rate
+from recipe_lib.training.stepping import check_arranged
 from recipe_lib.training.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -58,10 +61,12 @@ class TrainingLoop:
         done: int,
     ) -> None:
         """done: steps that an earlier process has trained."""
+        check_arranged(optimizer, cfg.memory)
         self.step = done
         self.total_steps = data.total_steps
         self._cfg, self._world, self._model, self._optimizer, self._data = cfg, world, model, optimizer, data
         self._peak = PeakMemory(world.device)
+        self._probe = CommunicationProbe(cfg.log.communication_step, world)
         self._began = 0.0
 
     def __enter__(self) -> Self:
@@ -73,6 +78,7 @@ class TrainingLoop:
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
+        self._probe.close()
         if exception[0] is None:
             self._log.close("done")
         return self._stack.__exit__(*exception)
@@ -81,6 +87,7 @@ class TrainingLoop:
         """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step."""
         source, first = self._data.batches(self.step), True
         while self.step < self.total_steps:
+            self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
             self._lr = learning_rate(self._cfg.lr_schedule, self._cfg.optimizer.lr, self.step, self.total_steps)
@@ -113,21 +120,25 @@ class TrainingLoop:
     def _record(self, step: Step, batches: StepBatches) -> None:
         """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""
         loss, grad_norm = step.loss.item(), step.grad_norm.item()  # the one place that waits for the device
+        seconds = time.perf_counter() - self._began
         self.step += 1
         peak, of_places = peaks_of_places(self._peak.read(), self._world)
+        shares = self._probe.end(seconds)
         line = step_metrics(
             step=self.step,
             epoch=self._epochs_done(),
             loss=loss,
             grad_norm=grad_norm,
             lr=self._lr,
-            seconds=time.perf_counter() - self._began,
+            seconds=seconds,
             trained_tokens=batches.trained_tokens,
             total_tokens=batches.total_tokens,
             devices=self._world.size,
             peak=peak,
         )
-        self._log.step(line | of_places | {name: value.item() for name, value in step.metrics.items()})
+        self._log.step(line | of_places | shares | {name: value.item() for name, value in step.metrics.items()})
+        if shares:
+            get_logger().info(describe(self.step, shares))
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
             self._log.close("diverged")
             raise DivergedError(

@@ -103,14 +103,19 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
     trained_count = sum(parameter.numel() for parameter in trained)
     parameters, gradients = local_bytes(every), local_bytes(trained)
-    state = optimizer_state_bytes(cfg.optimizer, every)
+    state = optimizer_state_bytes(cfg.optimizer, model.named_parameters())
     where = "host memory" if cfg.memory.cpu_offload else "memory"
     known = "not known before the first step" if state is None else format_bytes(state)
+    if cfg.memory.optimizer_offload:
+        known, state = f"{known} in host memory", 0
+    freed = ""
+    if cfg.memory.optimizer_in_backward:
+        gradients, freed = max(map(local_bytes, ([parameter] for parameter in trained)), default=0), " at a time"
     total = parameters + gradients + (state or 0)
     here = " of this rank" if hasattr(model, "pipeline") else ""
     return [
         f"parameters{here}: {format_count(count)}, of them trained {format_count(trained_count)} "
         f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
-        f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}, "
+        f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
     ]

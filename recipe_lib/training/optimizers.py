@@ -12,40 +12,67 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.training.in_pieces import ADAMW_STATES, SteppedInPieces, Trained
+from recipe_lib.training.muon import Muon, momentum_of
+from recipe_lib.training.muon import states_of as muon_states
+from recipe_lib.training.seeds import derive_seed
+from recipe_lib.training.stored import stored_bytes
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
 
+_NOTHING: list[Any] = [{"params": []}]  # torch's optimizers want a group even then
+# Of parameters that are trained (`Trained` knows their names too), and torch's arguments for its kernels.
 Builder = Callable[[OptimizerConfig, list[nn.Parameter], dict[str, bool]], Optimizer]
+Parameters = Iterable[nn.Parameter | tuple[str, nn.Parameter]]
 
 
 def build_optimizer(
-    cfg: OptimizerConfig, params: Iterable[nn.Parameter], device: torch.device, world: "World | None" = None
+    cfg: OptimizerConfig, params: Parameters, device: torch.device, world: "World | None" = None, seed: int = 0
 ) -> Optimizer:
     """The optimizer `cfg.name` over the parameters that require a gradient, in one group.
 
-    params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the host.
+    params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the host. Alone, or with
+    their names, by which Muon chooses and which tell apart what is drawn by chance. seed: the root of that.
     device: the device that computes; `implementation: auto` takes fused kernels where torch has them.
     The implementations agree to rounding and differ in time and in the temporary memory of a step (`foreach` takes
     up to one more copy of the parameters, `fused` and `single` next to nothing).
-    ConfigError when there is nothing to train. world: in a pipeline a rank may have nothing, if others do.
+    ConfigError when there is nothing to train, for Muon without names, and where ranks share a matrix so that blocks
+    of `state_bits` would be cut. world: in a pipeline a rank may have nothing, if others do.
     """
-    trained: list[Any] = [parameter for parameter in params if parameter.requires_grad]
-    if not trained and world is not None and world.pipeline is not None:
-        trained = [{"params": []}]
-    if not trained:
+    found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    named = {parameter: name for name, parameter in found if parameter.requires_grad}
+    if not named and (world is None or world.pipeline is None):
         raise ConfigError("optimizer: found no parameter that requires a gradient; leave at least one unfrozen")
+    drawn = derive_seed(seed, "rounding")
+    trained = Trained(list(named), {parameter: name for parameter, name in named.items() if name}, device, drawn)
     build: Builder = registered("optimizer.name", cfg.name)
     return build(cfg, trained, _kernels(cfg.implementation, device))
 
 
 @register("optimizer.name", "adamw")
 def adamw(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101): two states of each parameter's shape and dtype."""
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101): two states of each parameter's shape and dtype.
+
+    torch's own, unless `state_bits` asks for another type or rounding is to be other than to the nearest.
+    """
     beta1, beta2 = cfg.betas
+    if isinstance(params, Trained) and _has_own_step(cfg, params):
+        return SteppedInPieces(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
     return torch.optim.AdamW(
-        params, lr=cfg.lr, betas=(beta1, beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, **kernels
+        params or _NOTHING, lr=cfg.lr, betas=(beta1, beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, **kernels
     )
+
+
+@register("optimizer.name", "muon")
+def muon(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
+    """Muon for the layers' matrices, AdamW for the rest: see `recipe_lib.training.muon`."""
+    if not isinstance(params, Trained) or len(params.names) < len(params):
+        raise ConfigError(
+            "optimizer.name: found muon for parameters without names, by which it knows the layers' matrices; give "
+            "build_optimizer model.named_parameters(), or use adamw"
+        )
+    return Muon(params, cfg)
 
 
 @register("optimizer.name", "sgd")
@@ -61,7 +88,7 @@ def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, boo
                 "has no such kernel; use auto or foreach"
             )
         kernels = {"fused": False, "foreach": True}
-    optimizer = torch.optim.SGD(params, lr=cfg.lr, momentum=cfg.momentum, **kernels)
+    optimizer = torch.optim.SGD(params or _NOTHING, lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels)
     if cfg.weight_decay > 0:
 
         def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,9 +107,11 @@ def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     The learning rate is set before every step. Of an optimizer that a plugin registered nothing is touched: what its
     groups hold may be what it has learnt.
     """
+    shared = {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     numbers: dict[str, dict[str, Any]] = {
-        "adamw": {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay},
-        "sgd": {"momentum": cfg.momentum},  # its weight decay is read from the config, by our hook
+        "adamw": shared,
+        "muon": shared | {"momentum": momentum_of(cfg)},
+        "sgd": {"momentum": cfg.momentum or 0.0},  # its weight decay is read from the config, by our hook
     }
     for group in optimizer.param_groups:
         group.update(numbers.get(cfg.name, {}))
@@ -94,16 +123,22 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_state_bytes(cfg: OptimizerConfig, params: Iterable[nn.Parameter]) -> int | None:
+def optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | None:
     """Bytes that the states will take on this rank, known before the first step makes them.
 
-    Two states of each trained element's dtype for AdamW, one for SGD with momentum, none without. None: not known, as
-    for an optimizer that a plugin registered.
+    params: alone or, as Muon needs them, with their names; those that are not trained have none. Two states for AdamW,
+    one for SGD with momentum and for matrices of Muon; of the parameter's dtype or, in `state_bits`, codes and scales;
+    and master weights. None: not known, as for an optimizer that a plugin registered.
     """
-    states = {"adamw": 2, "sgd": 1 if cfg.momentum > 0 else 0}.get(cfg.name)
-    if states is None:
-        return None
-    return states * local_bytes(parameter for parameter in params if parameter.requires_grad)
+    found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    trained = {parameter: name for name, parameter in found if parameter.requires_grad}
+    if cfg.name == "sgd":
+        return local_bytes(trained) if cfg.momentum else 0
+    if cfg.name == "adamw":
+        return sum(stored_bytes(parameter, ADAMW_STATES, cfg) for parameter in trained)
+    if cfg.name == "muon":
+        return sum(stored_bytes(parameter, muon_states(parameter, name), cfg) for parameter, name in trained.items())
+    return None
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -111,6 +146,13 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     distinct = {id(tensor): tensor for tensor in tensors}
     parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in distinct.values())
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _has_own_step(cfg: OptimizerConfig, params: list[nn.Parameter]) -> bool:
+    """Whether the states, or the rounding, are others than those of torch's AdamW."""
+    bits = {parameter.dtype.itemsize * 8 for parameter in params}
+    same = cfg.state_bits is None or bits <= {cfg.state_bits}
+    return cfg.master_weights or cfg.stochastic_rounding or not same
 
 
 def _kernels(implementation: str, device: torch.device) -> dict[str, bool]:

@@ -98,7 +98,7 @@ def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str
     for name, parameter in model.named_parameters():
         states = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
         for key, value in [("", parameter), *sorted(states.items())]:
-            whole = full(value.detach()).contiguous()
+            whole = full(torch.as_tensor(value).detach()).contiguous()
             digest.update(f"{name} {key} {whole.dtype} {tuple(whole.shape)}".encode())
             digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     for group in optimizer.param_groups:

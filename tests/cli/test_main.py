@@ -31,6 +31,8 @@ CHEAP = [
     ["plan", "--nproc_per_node", "four", "--config", CONFIG],
     ["tp-plan", "--help"],
     ["tp-plan", "llama3/8B", "--tensor", "two"],
+    ["doctor", "--help"],
+    ["doctor", "--nproc_per_node", "two"],
     ["generate", "--help"],
     ["generate", "nowhere", "--prompt", "a", "--top-k", "0"],
     ["download", "--help"],
@@ -94,12 +96,12 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (
             ["zzz"],
             "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "run, export, generate",
+            "doctor, run, export, generate",
         ),
         (
             ["--verbose"],
             "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "run, export, generate",
+            "doctor, run, export, generate",
         ),
         (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
         (["generate", "x", "--promt", "a"], "error: tune generate: unknown option --promt; did you mean --prompt?"),

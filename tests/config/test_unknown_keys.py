@@ -53,7 +53,9 @@ def test_unknown_in_a_section(faults, section, key, hint):
 
 
 def test_a_section_as_a_word(faults):
-    inside = "name, lr, weight_decay, betas, eps, momentum, implementation"
+    inside = (
+        "name, lr, weight_decay, betas, eps, momentum, implementation, state_bits, master_weights, stochastic_rounding"
+    )
     assert faults("optimizer: adamw\n") == [
         f"c.yaml:1: optimizer: found 'adamw', expected a section of keys ({inside}); did you mean optimizer.name?"
     ]

@@ -130,7 +130,7 @@ WRONG_IN_SECTIONS = [
     (
         "memory",
         "activation_checkpointing: true",
-        "memory.activation_checkpointing: found 'true', expected one of none, full, selective",
+        "memory.activation_checkpointing: found 'true', expected one of none, full, selective, budget",
     ),
 ]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli import data as data_verb
+from recipe_lib.cli import doctor as doctor_verb
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
@@ -105,6 +106,8 @@ def check_tune(words: list[str]) -> None:
             assert apart(tune, words) in (0, plan_verb.NO_ROOM), line  # the simulated device stays in a process
         else:
             assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
+    elif verb == "doctor":
+        doctor_verb.read(rest)  # what it does then depends on the machine; tests/cli/test_doctor.py runs it
     elif verb == "tp-plan":
         tp_plan_verb.config_of(tp_plan_verb.read(rest).model)
     else:

@@ -148,4 +148,6 @@ def test_two_backward_passes_in_a_row_accumulate() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         apply_activation_checkpointing(nn.Linear(1, 1), "some")
-    assert str(caught.value) == ("memory.activation_checkpointing: found some, expected one of none, full, selective")
+    assert str(caught.value) == (
+        "memory.activation_checkpointing: found some, expected one of none, full, selective, budget"
+    )

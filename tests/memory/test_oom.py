@@ -27,7 +27,7 @@ def test_levers_already_pulled_are_not_named() -> None:
     cfg = FullFinetuneConfig()
     assert "memory.activation_checkpointing=full" in levers(cfg)
     cfg.memory.activation_checkpointing = "full"
-    cfg.memory.cpu_offload = True
+    cfg.memory.cpu_offload = cfg.memory.activation_offload = True
     cfg.memory.loss_chunks = 32
     assert levers(cfg) == ["max_seq_len=1024"]
     cfg.parallel.wrapping = "layers"

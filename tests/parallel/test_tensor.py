@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.parts import local_part
 from recipe_lib.parallel import (
@@ -68,6 +68,7 @@ def build(case: Case, world: World | None) -> nn.Module:
     else:
         parallel = ParallelConfig(**case.parallel)
         shard_tensors(model, parallel, memory, world)
+        chunk_mlps(model, memory.mlp_chunks)
         apply_activation_checkpointing(model, memory.activation_checkpointing)
         if case.compiled:
             compile_layers(model, "aot_eager")

@@ -76,14 +76,19 @@ class Found:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("closed_forms")
-    shipped = json.loads((ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text())
-    for name, vocabulary in (("even", VOCABULARY), ("odd", VOCABULARY + 1)):
-        model = shipped | {"num_hidden_layers": LAYERS, "vocab_size": vocabulary}
-        (folder / f"{name}.json").write_text(json.dumps(model))
+    write_models(folder)
     traced = run_ranks(
         lambda: {name: vars(trace(case, folder)) for name, case in CASES.items()}, 1, process_group=False
     )
     return {name: Found(**fields) for name, fields in traced[0].items()}
+
+
+def write_models(folder: Path) -> None:
+    """The config.json files that `trace` takes."""
+    shipped = json.loads((ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text())
+    for name, vocabulary in (("even", VOCABULARY), ("odd", VOCABULARY + 1)):
+        model = shipped | {"num_hidden_layers": LAYERS, "vocab_size": vocabulary}
+        (folder / f"{name}.json").write_text(json.dumps(model))
 
 
 def trace(case: tuple[Any, ...], folder: Path) -> Found:

@@ -1,15 +1,13 @@
 """Every lever, and every pair of levers, either gives the losses of the plain run or is refused with a reason.
 
-One table says which keys are levers and with which values they are tried; the runs are made from it: each value alone,
-each pair that is refused alone, and few runs of many levers at once, in which all other pairs of values meet. A key
-that the schema gains is in the table, or among those that are said not to be levers, or a test here fails.
+The runs are made from the table in `levers`. A key that the schema gains is in it, or among those that are said not to
+be levers, or a test here fails.
 """
 
 import functools
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,218 +19,38 @@ from torch.nn import functional as F
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.registry import BUILT_IN, register
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.training import state_visits, stepping
 from tests.distributed.ranks import import_compiler, run_ranks
+from tests.recipes.levers import (
+    COMPILE,
+    FINE,
+    LEVERS,
+    LOSS,
+    MOST,
+    NO_CLIPPING,
+    NOT_LEVERS,
+    REFUSED,
+    ROWS,
+    SINGLES,
+    STEPS,
+    TOGETHER,
+    Settings,
+    basis,
+    on_one_rank,
+    refusal,
+    title,
+)
 from tests.recipes.runs import ROOT, arguments, furthest, metrics, recipe_module, run_here
 
-STEPS = 2
-ROWS = 8  # rows of a step, over all ranks
-LOSS = "smoothed_for_tests"
-MOST = 8  # levers of one run: if all were in all runs, one that hides what another does would hide it everywhere
-FINE = 1e-6  # tolerance where nothing is rounded but sums in another order
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A lever's value. overrides: `{folder}` stands for the tests' own files. changes_results: it makes the run another
-    one, so that it is compared with a run of one process that has it too; the others are compared with the plain run.
-    tolerance: relative, of the losses. ranks: least number to try it on.
-    """
-
-    lever: str
-    overrides: tuple[str, ...]
-    changes_results: bool = False
-    tolerance: float = FINE
-    ranks: int = 2
-
-    def __str__(self) -> str:
-        return " ".join(self.overrides)
-
-    @property
-    def keys(self) -> set[str]:
-        """Every key that it sets."""
-        return {override.partition("=")[0] for override in self.overrides}
-
-
-def _same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
-    return Setting(lever, overrides, tolerance=tolerance, ranks=ranks)
-
-
-def _other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
-    return Setting(lever, overrides, changes_results=True, tolerance=tolerance)
-
-
-# bf16 keeps 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into the losses.
-BF16 = 1e-2
-
-COMPILE = _same("compile", "compile=true")
-LEVERS = [
-    COMPILE,
-    _same("wrapping", "parallel.wrapping=layers"),
-    _same("wrapping", "parallel.wrapping=memory_efficient"),
-    _same("wrapping", "parallel.wrapping=[model.layers.*, model.layers.*.mlp, lm_head]"),
-    _same("resharding", "parallel.reshard_after_forward=false"),
-    _same("shards", "parallel.data_shard=2"),
-    _same("replicas", "parallel.data_replicate=2", ranks=4),
-    _same("tensor", "parallel.tensor=2", ranks=4),
-    _same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
-    _same("reduction", "parallel.reduce_dtype=fp32"),
-    _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
-    _same("checkpointing", "memory.activation_checkpointing=full"),
-    _same("checkpointing", "memory.activation_checkpointing=selective"),
-    _same("offload", "memory.cpu_offload=true"),
-    _same("loss chunks", "memory.loss_chunks=5"),
-    _same("accumulation", "gradient_accumulation_steps=2"),
-    _same("kernels", "optimizer.implementation=single"),
-    _same("kernels", "optimizer.implementation=foreach"),
-    _same("kernels", "optimizer.implementation=fused"),
-    _same(
-        "validation",
-        "validation.source=examples/demo/heldout.jsonl",
-        "validation.format=alpaca",
-        "validation.every_steps=1",
-        "validation.max_rows=5",
-        "validation.batch_size=2",
-    ),
-    _same("saving", "checkpoint.save_every_steps=1", "checkpoint.keep=3"),
-    _other("packing", "data.packing=true", "data.max_rows=300"),
-    _other("tying", "model.preset={folder}/untied.json"),
-    _other("optimizer", "optimizer.name=sgd", "~optimizer.betas"),
-    _other("optimizer", "optimizer.name=sgd", "optimizer.momentum=0.9"),
-    _other("decay", "optimizer.weight_decay=0.1"),
-    _other("clipping", "clip_grad_norm=0.1"),
-    _other("clipping", "clip_grad_norm=null"),
-    _other("dtype", "dtype=bf16", tolerance=BF16),
-    _other("loss", f"loss={LOSS}"),
-]
-
-# Keys that act before the first batch or beside the training, each with why no pair with it can matter.
-NOT_LEVERS = {
-    "recipe": "a name",
-    "model.path": "where weights come from; test_worlds",
-    "model.source": "another model; test_foreign_runs runs those of transformers on one rank and on two",
-    "tokenizer.*": "how rows are read",
-    "data.*": "which rows there are",
-    "parallel.tensor_recompute_gather": "both values with every kind of model; tests/parallel/test_tensor",
-    "parallel.tensor_copy_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
-    "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
-    "parallel.pipeline_stages_per_rank": "of two schedules; tests/parallel/pipeline",
-    "parallel.pipeline_split": "which rank has which layers; tests/parallel/pipeline",
-    "parallel.pipeline_put_off": "the order of a step's work; tests/parallel/pipeline",
-    "parallel.pipeline_timeout": "when a run ends; tests/parallel/pipeline/test_watch",
-    "lr_schedule.*": "one number a step, a function of the step alone",
-    "optimizer.lr": "a number of the optimizer's formula",
-    "optimizer.betas": "a number of the optimizer's formula",
-    "optimizer.eps": "a number of the optimizer's formula",
-    "checkpoint.save_model": "written after the last step; test_worlds",
-    "checkpoint.max_shard_gib": "written after the last step; tests/checkpoint",
-    "log.*": "what is shown",
-    "seed": "a number",
-    "device": "there is one device here",
-    "batch_size": "test_equality",
-    "epochs": "how many steps",
-    "max_steps": "how many steps",
-    "max_seq_len": "how rows are read",
-    "output_dir": "a name",
-    "overwrite": "of one start only",
-    "resume": "of one start only; test_resume",
-}
-
-# What is refused: levers' settings -> words of the line. Everything else must run.
-OFFLOAD = "on a CPU everything is in host memory already"
-SGD_KERNEL = "sharded parameters, for which torch has no such kernel"
-HALVING = {"parallel.tensor=2", "parallel.pipeline=2", "parallel.data_replicate=2", "parallel.data_shard=2"}
-OWN_LOSS = "it is called with the logits of the whole vocabulary, which no rank has"
-
-
-def refusal(settings: "Settings") -> str | None:
-    """Words of the line that these settings together are refused with; None: they must run."""
-    overrides = {override for setting in settings for override in setting.overrides}
-    if "memory.cpu_offload=true" in overrides:
-        return OFFLOAD
-    if {"optimizer.name=sgd", "optimizer.implementation=fused"} <= overrides:
-        return SGD_KERNEL
-    if {"parallel.tensor=2", f"loss={LOSS}"} <= overrides:
-        return OWN_LOSS
-    if len(overrides & HALVING) > 2:
-        return "start 8 ranks"
-    return None
-
-
-Settings = tuple[Setting, ...]
-SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
-
-
-def pairs() -> list[Settings]:
-    """Every two values of different levers."""
-    return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
-
-
-def met(row: Settings) -> set[Settings]:
-    """The pairs that a run of these settings says something about.
-
-    Those that its tolerance is not too wide for. Compiling takes seconds, so that few runs do, of all levers that can
-    be together: they say something about compiling alone.
-    """
-    widest, compiled = max(setting.tolerance for setting in row), COMPILE in row
-    return {
-        pair
-        for pair in combinations(row, 2)
-        if max(setting.tolerance for setting in pair) == widest and (COMPILE in pair) == compiled
-    }
-
-
-def together() -> list[Settings]:
-    """Runs of several levers, so that every pair that is not refused is met by one of them (a covering array).
-
-    Each begins with a pair that none has met yet; then the setting joins that meets most new pairs, if there is one
-    and the run is not refused for it.
-    """
-    rows: list[Settings] = []
-    left = dict.fromkeys(pair for pair in pairs() if not refusal(pair))  # in order
-
-    def new(row: Settings) -> int:
-        return sum(pair in left for pair in met(row))
-
-    def joined_by_one(row: Settings) -> list[Settings]:
-        levers = {setting.lever for setting in row}
-        others = [setting for setting in LEVERS if setting.lever not in levers and setting.tolerance == FINE]
-        if COMPILE in row:  # once on four ranks is enough
-            others = [setting for setting in others if setting.ranks == 2]
-        longer = [tuple(sorted((*row, setting), key=LEVERS.index)) for setting in others]
-        return [row, *(settings for settings in longer if not refusal(settings))]
-
-    while left:
-        row, longer = (), next(iter(left))
-        while longer != row and (len(longer) <= MOST or COMPILE in longer):
-            row, longer = longer, max(joined_by_one(longer), key=new)
-        rows.append(row)
-        for pair in met(row):
-            left.pop(pair, None)
-    return rows
-
-
-REFUSED = [pair for pair in pairs() if refusal(pair)]
-TOGETHER = together()
 PLAIN: Settings = ()
 SUMMED_IN_BF16: Settings = next(row for row in SINGLES if "parallel.reduce_dtype=bf16" in row[0].overrides)
 # The other levers say more in company.
 ALONE = [row for row in SINGLES if row == SUMMED_IN_BF16 or not any(row[0] in other for other in TOGETHER)]
-CASES: list[Settings] = [PLAIN, *ALONE, *REFUSED, *TOGETHER]
-
-
-def basis(settings: Settings) -> Settings:
-    """Those that make the run another one."""
-    return tuple(setting for setting in settings if setting.changes_results)
-
-
-BASES = list(dict.fromkeys(basis(settings) for settings in [*CASES, *SINGLES]))
-
-
-def title(settings: Settings) -> str:
-    """For reports."""
-    if settings in TOGETHER:
-        return f"together {TOGETHER.index(settings)}"
-    return " + ".join(map(str, settings)) or "plain"
+CASES: list[tuple[Settings, int]] = [
+    *((row, max([2, *(setting.ranks for setting in row)])) for row in [PLAIN, *ALONE, *REFUSED, *TOGETHER]),
+    *dict.fromkeys((on_one_rank(row), 1) for row in TOGETHER if COMPILE not in row),
+]
+BASES = list(dict.fromkeys(basis(row) for row in [*(settings for settings, _ in CASES), *SINGLES]))
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -240,20 +58,21 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
 
 
-def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) -> dict[str, Any]:
+def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = False) -> dict[str, Any]:
     """Code, lines and losses of a run; with saving, also those of a second run that goes on after the first step.
 
-    observed: with validation.
+    settings: overrides. observed: with validation.
     """
     torch._dynamo.reset()
     register("loss", LOSS)(smoothed)
     output = folder / f"run{ranks}"
-    overrides = [override.format(folder=folder) for setting in settings for override in setting.overrides]
+    overrides = [override.format(folder=folder) for override in settings]
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
     batches = ranks // 2 ** len({"parallel.tensor=2", "parallel.pipeline=2"} & set(overrides)) * accumulation
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
     argv = [
         *arguments(output),
+        f"model.preset={folder}/tied.json",
         f"batch_size={ROWS // batches}",
         f"max_steps={STEPS}",
         "checkpoint.save_model=false",
@@ -263,7 +82,7 @@ def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) 
     ]
     run = run_here([*argv, "overwrite=true"])
     found = {"code": run.code, "said": run.said, "runs": [] if run.code else [metrics(output)]}
-    if run.code == 0 and any(setting.lever == "saving" for setting in settings):
+    if run.code == 0 and "checkpoint.save_every_steps=1" in overrides:
         torch.distributed.barrier()
         if run.recipe.world.is_main:
             shutil.rmtree(output / "state" / f"step_{STEPS}")
@@ -276,34 +95,56 @@ def train(folder: Path, settings: Settings, ranks: int, observed: bool = False) 
     return found
 
 
+def write_models(folder: Path) -> None:
+    """A model whose widest matrices are long enough to have states of few bits, with and without a tied embedding."""
+    model = json.loads((ROOT / "tests/recipes/tiny.json").read_text()) | {"intermediate_size": 256}
+    for name, tied in (("tied", True), ("untied", False)):
+        (folder / f"{name}.json").write_text(json.dumps(model | {"tie_word_embeddings": tied}))
+
+
+def offload_on_a_cpu() -> None:
+    """What is kept on the host is copied there and back though the device is a CPU."""
+    stepping._has_host = lambda device: True
+    state_visits._pinned_like = torch.empty_like
+
+
+def train_each(folder: Path, settings: list[tuple[tuple[str, ...], bool]], ranks: int) -> list[dict[str, Any]]:
+    # Which operators run compiled or not is the same for every backend; inductor has a test of its own.
+    module = recipe_module()
+    module.compile_layers = functools.partial(module.compile_layers, backend="eager")
+    offload_on_a_cpu()
+    return [train(folder, overrides, ranks, observed) for overrides, observed in settings]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """What every case gives, and under `("basis", settings)` what it is compared with."""
+    """What every case gives, and under `("basis", overrides)` what it is compared with."""
     folder = tmp_path_factory.mktemp("levers")
-    untied = json.loads((ROOT / "tests/recipes/tiny.json").read_text()) | {"tie_word_embeddings": False}
-    (folder / "untied.json").write_text(json.dumps(untied))
-
-    def cases(ranks: int) -> list[Settings]:
-        return [settings for settings in CASES if max([2, *(setting.ranks for setting in settings)]) == ranks]
-
-    def train_all(ranks: int) -> list[dict[str, Any]]:
-        # Which operators run compiled or not is the same for every backend; inductor has a test of its own.
-        module = recipe_module()
-        module.compile_layers = functools.partial(module.compile_layers, backend="eager")
-        if ranks == 1:
-            return [train(folder, settings, ranks, observed=True) for settings in BASES]
-        return [train(folder, settings, ranks) for settings in cases(ranks)]
-
+    write_models(folder)
     import_compiler()
-    found = dict(zip([("basis", base) for base in BASES], run_ranks(train_all, 1, 1)[0], strict=True))
-    for ranks in (2, 4):
-        found |= dict(zip(cases(ranks), run_ranks(train_all, ranks, ranks, timeout=400)[0], strict=True))
+    found: dict[Any, dict[str, Any]] = {}
+    for ranks in (1, 2, 4):
+        cases = [case for case in CASES if case[1] == ranks]
+        runs = [(sum((setting.overrides for setting in settings), ()), False) for settings, _ in cases]
+        keys: list[Any] = list(cases)
+        if ranks == 1:
+            keys += [("basis", base) for base in BASES]
+            runs += [(base, True) for base in BASES]
+        found |= dict(zip(keys, run_ranks(train_each, ranks, folder, runs, ranks, timeout=400)[0], strict=True))
     return found
 
 
-@pytest.mark.parametrize("settings", CASES, ids=title)
-def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, dict[str, Any]], settings: Settings):
-    found, expected = results[settings], results["basis", basis(settings)]
+def case_title(case: tuple[Settings, int]) -> str:
+    settings, ranks = case
+    if ranks == 1:
+        return f"one rank {CASES.index(case)}"
+    return title(settings)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_title)
+def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, dict[str, Any]], case: Any):
+    settings, _ = case
+    found, expected = results[case], results["basis", basis(settings)]
     assert expected["code"] == 0, expected["said"]
     words = refusal(settings)
     if words:
@@ -322,24 +163,15 @@ def test_losses_are_those_of_the_plain_run_or_it_is_refused(results: dict[Any, d
         assert furthest(norms, [line["grad_norm"] for line in wanted if "loss" in line]) <= 10 * tolerance
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="device=auto is a GPU here")
-def test_offload_where_the_device_is_found_to_be_a_cpu(results: dict[Any, dict[str, Any]], tmp_path: Path):
-    settings = (Setting("offload", ("memory.cpu_offload=true", "device=auto")),)  # nothing to gain, and no harm
-    found = run_ranks(train, 2, tmp_path, settings, 2)[0]
-    assert found["code"] == 0, found["said"]
-    wanted = results[PLAIN]["runs"][0]
-    assert furthest([line["loss"] for line in found["runs"][0]], [line["loss"] for line in wanted]) <= 1e-6
-
-
 def test_settings_that_change_results_do(results: dict[Any, dict[str, Any]]):
-    plain = results["basis", PLAIN]["runs"][0]
+    plain = results["basis", ()]["runs"][0]
     for setting in LEVERS:
-        if setting.changes_results and setting.overrides != ("clip_grad_norm=null",):
-            assert [line.get("loss") for line in results["basis", (setting,)]["runs"][0]] != [
+        if setting.basis and setting.basis not in ((NO_CLIPPING,), ("optimizer.state_bits=32",)):
+            assert [line.get("loss") for line in results["basis", setting.basis]["runs"][0]] != [
                 line.get("loss") for line in plain
             ], setting
-    lower = results[SUMMED_IN_BF16]["runs"][0]
-    assert [line["loss"] for line in lower] != [line["loss"] for line in results[PLAIN]["runs"][0]]
+    lower = results[SUMMED_IN_BF16, 2]["runs"][0]
+    assert [line["loss"] for line in lower] != [line["loss"] for line in results[PLAIN, 2]["runs"][0]]
 
 
 def test_every_key_is_a_lever_or_said_not_to_be():
@@ -382,11 +214,12 @@ def test_every_value_of_a_lever_is_tried():
 
 
 def test_compiled_layers_give_the_same_losses(tmp_path: Path):
+    write_models(tmp_path)
     (tmp_path / "text.txt").write_text("What is 3 plus 4? It is 7. " * 400)
     # Rows of one length, so that one compilation serves all.
     rows = ("data.format=text", f"data.source={tmp_path}/text.txt", "max_seq_len=32")
-    plain = run_ranks(train, 2, tmp_path, (Setting("rows", rows),), 2)[0]
-    found = run_ranks(train, 2, tmp_path, (Setting("compile", (*rows, "compile=true")),), 2, timeout=300)[0]
+    plain = run_ranks(train, 2, tmp_path, rows, 2)[0]
+    found = run_ranks(train, 2, tmp_path, (*rows, "compile=true"), 2, timeout=300)[0]
     assert found["code"] == plain["code"] == 0, found["said"]
     lines, wanted = found["runs"][0], plain["runs"][0]
     assert furthest([line["loss"] for line in lines], [line["loss"] for line in wanted]) <= 1e-6

@@ -59,6 +59,16 @@ def test_every_line_word_for_word() -> None:
     ]
 
 
+def test_what_is_freed_and_what_is_on_the_host() -> None:
+    cfg = config()
+    cfg.memory.optimizer_in_backward = cfg.memory.optimizer_offload = True
+    world = SimpleNamespace(size=1, device=CPU, data_ranks=1)
+    assert derived_numbers(cfg, world, model(), Rows(), Plan())[-1] == (
+        "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB at a time, optimizer state 2.00 MiB in host memory; "
+        "together 2.25 MiB before activations"
+    )
+
+
 def test_other_settings_are_said() -> None:
     cfg = config()
     cfg.max_steps, cfg.lr_schedule.kind, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"

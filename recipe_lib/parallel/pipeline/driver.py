@@ -158,6 +158,16 @@ class Pipeline:
         (sent or transport.send(own, other, tag=0)).wait()  # before it is written to
         own.add_(received)
 
+    def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
+        """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
+        moments: list[dict[int, int]] = []
+        ahead = dict.fromkeys(self.layers, 0)
+        for action in compute_orders(self._parallel, micro_batches)[self._place]:
+            ahead[action.stage] += {kinds.FORWARD: 1, kinds.BACKWARD: -1, kinds.INPUT: -1}.get(action.kind, 0)
+            if ahead not in moments:
+                moments.append(dict(ahead))
+        return moments
+
     def _use_transport(self) -> Transport:
         if self._transport is None:
             self._transport = Transport(self._world)

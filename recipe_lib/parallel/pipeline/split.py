@@ -21,7 +21,7 @@ from recipe_lib.parallel.pipeline.schedules import compute_orders
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _QUANTISED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
 # Of a token's pass through a layer's matrices: how much of it is done again in backward.
-_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
+_AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
 
 
 def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
@@ -118,7 +118,7 @@ def _read(cfg: Any) -> _Run:
         layer_width=width if quantised is None else quantised,
         adapters=0 if trained or lora is None else lora.rank,
         copies=2 if dpo is not None and dpo.train == "full" and _has_reference(dpo) else 1,
-        states=2 if optimizer is None or optimizer.name != "sgd" else int(optimizer.momentum > 0),
+        states=2 if optimizer is None or optimizer.name != "sgd" else int(bool(optimizer.momentum)),
         chunks=1 if memory is None else memory.loss_chunks,
     )
 
@@ -204,9 +204,9 @@ def _flights(parallel: ParallelConfig, count: int) -> dict[int, set[tuple[tuple[
 
 def kept_of_layer(spec: DecoderSpec, checkpointing: str) -> int:
     """Elements a token that a layer keeps from forward to backward: `memory.activation_checkpointing` none, selective
-    or full."""
+    or full. budget: as full, since what is kept beyond the inputs does not depend on the number of layers."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
-    if checkpointing == "full":
+    if checkpointing in ("full", "budget"):
         return spec.width
     if checkpointing == "selective":
         return 2 * spec.width + queries + keys + spec.mlp_width

@@ -1,0 +1,210 @@
+"""Tokenising, masking and packing 100,000 conversations: ours beside TRL's, on the same rows and tokenizer.
+
+    python -m benchmarks.data_path --trl /path/to/venv/bin/python --output docs/measurements/data_path.md
+
+Rows are GSM8K's, again and again, each with its number so that no two are alike; the tokenizer is Qwen 2.5's with its
+chat template. Both are read from REALDATA_DIR. Each side runs in a process of its own, with two worker processes and an
+empty cache, then once more with what the first left. TRL's trainer prepares its rows when it is made (packing
+`bfd`, loss on the completion). Run it on a machine that does nothing else.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROWS, LENGTH, WORKERS = 100_000, 2048, 2
+COMMAND = "python -m benchmarks.data_path --trl PYTHON --output docs/measurements/data_path.md"
+TEXT = """# The data path: tokenise, mask and pack {rows:,} rows
+
+`{command}`: GSM8K's rows, Qwen 2.5's tokenizer and chat template, packs of {length} tokens, {workers} workers, median
+of {repeats}. Cold: nothing is cached. Warm: the next start with the same rows.
+
+| | cold, seconds | warm, seconds | most memory, MiB | tokens | trained tokens | packs | filled |
+|---|---:|---:|---:|---:|---:|---:|---:|
+{lines}
+
+Tokens are those that are looked at: one fewer a row with us, whose labels are shifted when rows are made. TRL also
+keeps, and trains, the line break behind each answer's end token. Seconds are of the whole process, imports
+included; for rows alone: {inside}. Memory is that of the process and of its largest worker. Versions: {versions}.
+"""
+
+
+def main() -> None:
+    """Runs both sides and writes the page; with --side one of them, in this process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", type=Path, help="a Python that has trl")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", choices=("ours", "trl"))
+    parser.add_argument("--folder", type=Path)
+    arguments = parser.parse_args()
+    if arguments.side:
+        print(json.dumps(one_side(arguments.side, arguments.folder)))
+        return
+    realdata = os.environ.get("REALDATA_DIR")
+    if not realdata:
+        sys.exit("data_path: REALDATA_DIR is not set; it is the folder with datasets/gsm8k and tokenizers/qwen2_5")
+    pythons = {"ours": Path(sys.executable)} | ({"trl": arguments.trl} if arguments.trl else {})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rows(Path(realdata), folder, arguments.rows)
+        found = {side: run_side(side, python, folder, arguments.repeats) for side, python in pythons.items()}
+    names = {"ours": "tune-recipes", "trl": "TRL"}
+    lines = [
+        f"| {names[side]} | {runs['cold']:.1f} | {runs['warm']:.1f} | {one['mib']:.0f} | {one['tokens']:,} | "
+        f"{one['trained']:,} | {one['packs']:,} | {one['tokens'] / one['packs'] / LENGTH:.2%} |"
+        for side, (runs, one) in found.items()
+    ]
+    arguments.output.write_text(
+        TEXT.format(
+            rows=arguments.rows,
+            command=COMMAND,
+            length=LENGTH,
+            workers=WORKERS,
+            repeats=arguments.repeats,
+            lines="\n".join(lines),
+            inside=", ".join(f"{names[side]} {one['inside']:.1f} s" for side, (_, one) in found.items()),
+            versions=", ".join(f"{names[side]}: {one['versions']}" for side, (_, one) in found.items()),
+        )
+    )
+
+
+def write_rows(realdata: Path, folder: Path, rows: int) -> None:
+    """rows.jsonl with `messages`, and with `prompt` and `completion` as TRL has them; and the tokenizer's folder."""
+    source = (realdata / "datasets/gsm8k/train.jsonl").read_text().splitlines()
+    with open(folder / "ours.jsonl", "w") as ours, open(folder / "trl.jsonl", "w") as theirs:
+        for number in range(rows):
+            row = json.loads(source[number % len(source)])
+            asked = {"role": "user", "content": f"{number}. {row['question']}"}
+            answered = {"role": "assistant", "content": row["answer"]}
+            ours.write(json.dumps({"messages": [asked, answered]}) + "\n")
+            theirs.write(json.dumps({"prompt": [asked], "completion": [answered]}) + "\n")
+    (folder / "tokenizer").mkdir()
+    for path in (realdata / "tokenizers/qwen2_5").iterdir():
+        data = path.read_bytes()
+        (folder / "tokenizer" / path.name.removesuffix(".gz")).write_bytes(
+            gzip.decompress(data) if path.suffix == ".gz" else data
+        )
+
+
+def run_side(side: str, python: Path, folder: Path, repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Median seconds cold and warm, and what the last process said."""
+    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+    said: dict[str, Any] = {}
+    inside = []
+    for _ in range(repeats):
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        for kind in seconds:
+            environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+            command = [str(python), "-m", "benchmarks.data_path", "--side", side, "--folder", str(folder)]
+            began = time.perf_counter()
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{side}: {done.stderr}")
+            seconds[kind].append(time.perf_counter() - began)
+            one = json.loads(done.stdout.splitlines()[-1])
+            if kind == "cold":
+                said, _ = one, inside.append(one["inside"])
+    said["inside"] = sorted(inside)[len(inside) // 2]
+    return {kind: sorted(values)[len(values) // 2] for kind, values in seconds.items()}, said
+
+
+def one_side(side: str, folder: Path) -> dict[str, Any]:
+    """What it made, the seconds it took beside the imports, and the most memory."""
+    found = (ours if side == "ours" else trl)(folder)
+    most = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return found | {"mib": most / 1024}
+
+
+def ours(folder: Path) -> dict[str, Any]:
+    """By the recipe's own calls."""
+    import recipe_lib
+    from recipe_lib.config import load_config
+    from recipe_lib.parallel import start_world
+    from recipe_lib.training.data import TrainingData, prepare
+    from recipe_lib.training.source import find_model
+
+    began = time.perf_counter()
+    cfg = load_config(
+        "qwen2_5/0.5B_full",
+        [
+            "~model.path",
+            "model.preset=qwen2_5/0.5B",
+            f"tokenizer.path={folder}/tokenizer",
+            f"data.source={folder}/ours.jsonl",
+            "data.format=messages",
+            "data.packing=true",
+            f"data.workers={WORKERS}",
+            f"data.cache_dir={folder}/cache",
+            f"max_seq_len={LENGTH}",
+            "device=cpu",
+            "batch_size=1",
+            "gradient_accumulation_steps=1",
+            f"output_dir={folder}/run",
+        ],
+    )
+    prepare(cfg)
+    with start_world(cfg) as world:
+        data = TrainingData(cfg, find_model(cfg.model), world)
+        packs = data.plan.steps(0)  # of one pack each
+    report = data.rows.report
+    return {
+        "inside": time.perf_counter() - began,
+        "tokens": report.tokens,
+        "trained": round(report.tokens * report.trained_share),
+        "packs": packs,
+        "versions": f"{recipe_lib.__version__}",
+    }
+
+
+def trl(folder: Path) -> dict[str, Any]:
+    """By making its trainer, which prepares the rows."""
+    import datasets
+    import transformers
+    import trl as library
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    began = time.perf_counter()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rows = datasets.load_dataset("json", data_files=str(folder / "trl.jsonl"), split="train")
+    small = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=512
+    )
+    settings = library.SFTConfig(
+        output_dir=str(folder / "run"),
+        packing=True,
+        max_length=LENGTH,
+        dataset_num_proc=WORKERS,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = library.SFTTrainer(
+        model=LlamaForCausalLM(small), args=settings, train_dataset=rows, processing_class=tokenizer
+    )
+    packed = trainer.train_dataset
+    seconds = time.perf_counter() - began
+    lengths = [len(one) for one in packed["input_ids"]]
+    masks = "completion_mask" if "completion_mask" in packed.column_names else "labels"
+    trained = sum(sum(value != -100 if masks == "labels" else value for value in one) for one in packed[masks])
+    return {
+        "inside": seconds,
+        "tokens": sum(lengths),
+        "trained": int(trained),
+        "packs": len(lengths),
+        "versions": f"{library.__version__}, transformers {transformers.__version__}, datasets {datasets.__version__}",
+    }
+
+
+if __name__ == "__main__":
+    main()

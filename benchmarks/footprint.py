@@ -1,0 +1,94 @@
+"""What is installed and how soon it answers: packages, MB, seconds to import and to `--help`, ours beside others.
+
+    python -m benchmarks.footprint --environment tune-recipes=VENV --environment trl=VENV ... --output FILE
+
+VENV: a virtual environment in which nothing but that tool is installed. CPU seconds (user and system), the median of
+`--repeats`, after one run that is not counted; on a machine that does nothing else. The bytes are those of the files
+that the environment's packages list as theirs.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HELP = {
+    "tune-recipes": ["tune", "--help"],
+    "trl": ["trl", "--help"],
+    "torchtune": ["tune", "--help"],
+    "litgpt": ["litgpt", "--help"],
+    "llamafactory": ["llamafactory-cli", "help"],
+    "axolotl": ["axolotl", "--help"],
+}
+TRAINING = {  # what a training process imports
+    "tune-recipes": "recipe_lib.training, recipe_lib.parallel, recipe_lib.parallel.tensor, recipe_lib.checkpoint.state",
+    "trl": "trl; trl.SFTTrainer",
+    "torchtune": "torchtune.training, torchtune.models.llama3, torchtune.datasets",
+    "litgpt": "litgpt.finetune.full",
+    "llamafactory": "llamafactory.train.sft.workflow",
+    "axolotl": "axolotl.train",
+}
+SIZES = """
+import importlib.metadata as metadata, json, os
+files, names = set(), []
+for one in metadata.distributions():
+    names.append(one.metadata["Name"])
+    files.update(str(one.locate_file(path)) for path in one.files or ())
+print(json.dumps([len(set(names)), sum(os.path.getsize(path) for path in files if os.path.isfile(path))]))
+"""
+TEXT = """# Footprint
+
+`{command}`, each tool in a virtual environment of its own, torch for CPUs. CPU seconds, median of {repeats}.
+
+| | packages | MB | `--help`, CPU s | import of what trains, CPU s |
+|---|---:|---:|---:|---:|
+{lines}
+
+Packages and MB are all that the environment holds, torch (and pip) included.
+"""
+
+
+def main() -> None:
+    """Looks at each environment and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environment", action="append", required=True, metavar="TOOL=VENV")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    lines = []
+    for word in arguments.environment:
+        tool, _, folder = word.partition("=")
+        python = Path(folder) / "bin" / "python"
+        packages, size = json.loads(subprocess.run([python, "-c", SIZES], capture_output=True, check=True).stdout)
+        command, *rest = HELP[tool]
+        asked = seconds([str(Path(folder) / "bin" / command), *rest], arguments.repeats)
+        imported = seconds([str(python), "-c", f"import {TRAINING[tool]}"], arguments.repeats)
+        lines.append(f"| {tool} | {packages} | {size / 1e6:.0f} | {asked:.2f} | {imported:.2f} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    arguments.output.write_text(
+        TEXT.format(
+            command="python -m benchmarks.footprint --environment TOOL=VENV ... --output FILE",
+            repeats=arguments.repeats,
+            lines="\n".join(lines),
+        )
+    )
+
+
+def seconds(command: list[str], repeats: int) -> float:
+    """Median CPU seconds of a command, its children's included."""
+    found = []
+    for _ in range(repeats + 1):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}: {done.stderr}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return statistics.median(found[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What `tune doctor` finds on this machine, kept as a report.
+
+    python benchmarks/gpu_check.py doctor                    a dry run without a GPU: two ranks over gloo
+    python benchmarks/gpu_check.py doctor --output FOLDER    where the report goes (default docs/measurements)
+
+The report is the text that `tune doctor` prints; beside it lie all figures as JSON, and the calibration that
+`tune plan --calibration` reads.
+"""
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from recipe_lib.cli import doctor
+from recipe_lib.cli.doctor_findings import advice, findings
+from recipe_lib.cli.doctor_report import report
+from recipe_lib.cli.own_device import own_gpus
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DRY_RUN = "dry-run-cpu"
+
+
+def main(words: list[str]) -> int:
+    """Looks at the machine and writes three files; exit code 1 if something is wrong."""
+    parser = argparse.ArgumentParser(prog="gpu_check.py doctor", description=__doc__)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
+    options = parser.parse_args(words)
+    asked = [] if own_gpus() else ["--nproc_per_node", "2"]
+    facts = doctor.gather(doctor.read(asked))
+    faults, hints = findings(facts), advice(facts)
+    gpus = facts["steps"].get("torch", {}).get("gpus", [])
+    name = f"{len(gpus)}x-{'-'.join(gpus[0]['name'].lower().split())}" if gpus else DRY_RUN
+    options.output.mkdir(parents=True, exist_ok=True)
+    base = options.output / f"gpu-doctor-{name}"
+    text = report(facts, faults, hints)
+    note = "" if gpus else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    head = f"# tune doctor\n\n`python benchmarks/gpu_check.py doctor`, {date}\n{note}"
+    base.with_suffix(".md").write_text(f"{head}\n```\n{text}```\n", encoding="utf-8")
+    told = {"date": date, "findings": faults, "advice": hints, **facts}
+    base.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    print(text)
+    print(doctor.write(f"{base}-rates.json", facts))
+    return doctor.FOUND if faults else 0

@@ -1,0 +1,175 @@
+"""The sound ground that faults are planted in: a small model folder, rows of a conversation, settings of a short run.
+
+Everything is written in words that belong to no tool: each tool's own file says how it is told the same.
+"""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '[' + message['role'] + '] ' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+)
+# For tools whose templates know no mark of what is trained; the text is the same.
+UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+SYSTEM = "Answer in one short line."
+THINGS = ("bird", "cow", "ant", "spider", "table", "dog", "fish", "chair")
+LEGS = (2, 4, 6, 8, 4, 4, 0, 4)
+
+
+@dataclass
+class Setup:
+    """A run in no tool's words.
+
+    folder: of this run alone, everything lies in it. lr: as it is written. targets: modules that get an adapter, None:
+    every parameter is trained. save_every: steps between states, None: none. twist: the mistake in the config or the
+    command, which each tool spells its own way. whole_step: the rows of an optimizer step, over all ranks.
+    """
+
+    folder: Path
+    steps: int = 4
+    batch: int = 2
+    lr: str = "1e-3"
+    max_len: int = 256
+    packing: bool = False
+    validate: bool = False
+    targets: list[str] | None = None
+    save_every: int | None = None
+    resume: bool = False
+    ranks: int = 1
+    shuffle: bool = True
+    twist: str = ""
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def model(self) -> Path:
+        """The checkpoint to start from."""
+        return self.folder / "model"
+
+    @property
+    def train(self) -> Path:
+        """The training rows, one conversation a line."""
+        return self.folder / "rows" / "train.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        """Validation rows."""
+        return self.folder / "rows" / "test.jsonl"
+
+    @property
+    def output(self) -> Path:
+        """Where the tool is told to write."""
+        return self.folder / "output"
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Replaces the training rows."""
+        write_rows(self.train, rows)
+
+    def tokenizer_settings(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Edits the model's tokenizer_config.json."""
+        edit_json(self.model / "tokenizer_config.json", change)
+
+    def again(self, **changes: Any) -> "Setup":
+        """The same run in the same folder, with other settings."""
+        other = copy.copy(self)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Reads, changes and writes a JSON object."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def conversation(number: int) -> Row:
+    """A row of three messages; no two numbers below 800 give the same one."""
+    thing, legs, count = THINGS[number % 8], LEGS[number % 8], 2 + number // 8
+    question = f"How many legs do {count} of the kind {thing} have?"
+    answer = f"{count} times {legs} is {count * legs} legs."
+    return {"messages": [message("system", SYSTEM), message("user", question), message("assistant", answer)]}
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    """A message of a conversation."""
+    return {"role": role, "content": content}
+
+
+def rows_between(first: int, last: int) -> list[Row]:
+    """Conversations of these numbers, `last` not among them."""
+    return [conversation(number) for number in range(first, last)]
+
+
+def make_setup(folder: Path, model: Path) -> Setup:
+    """A new folder with a copy of the model, 24 rows to train on and 6 others to validate on."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    setup = Setup(folder)
+    shutil.copytree(model, setup.model)
+    setup.rows = rows_between(0, 24)
+    setup.write(setup.rows)
+    write_rows(setup.held_out, rows_between(24, 30))
+    return setup
+
+
+def make_model(given: Path, out: Path) -> None:
+    """`out`: the given Hugging Face folder, complete for every tool: tokenizer.json and a chat template of ours.
+
+    A tokenizer.model (SentencePiece, byte-pair encoding) is written as a tokenizer.json too, where there is none.
+    """
+    out.mkdir(parents=True)
+    for path in given.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, out / path.name)
+    if not (out / "tokenizer.json").exists():
+        tokenizer_of(out / "tokenizer.model").save(str(out / "tokenizer.json"))
+
+    def complete(settings: dict[str, Any]) -> None:
+        settings.update(chat_template=TEMPLATE, tokenizer_class="PreTrainedTokenizerFast")
+        settings["pad_token"] = settings.get("pad_token") or settings["unk_token"]
+        settings.pop("legacy", None)
+
+    edit_json(out / "tokenizer_config.json", complete)
+
+
+def tokenizer_of(path: Path) -> Any:
+    """A `tokenizers.Tokenizer` that encodes as the SentencePiece byte-pair model does: its merges in order of score."""
+    import sentencepiece
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    pieces = sentencepiece.SentencePieceProcessor(str(path))
+    vocabulary = {pieces.id_to_piece(number): number for number in range(pieces.get_piece_size())}
+    plain = [n for n in vocabulary.values() if not (pieces.is_byte(n) or pieces.is_control(n) or pieces.is_unknown(n))]
+    merges: list[tuple[str, str]] = []
+    for number in sorted(plain, key=lambda n: (-pieces.get_score(n), n)):
+        text = pieces.id_to_piece(number)
+        halves = [(text[:at], text[at:]) for at in range(1, len(text))]
+        known = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    ends = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(ends)
+    tokenizer.add_special_tokens([pieces.id_to_piece(number) for number in range(3)])
+    first = pieces.id_to_piece(1)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 1)])
+    return tokenizer

@@ -1,0 +1,31 @@
+"""Run by LitGPT's own interpreter: its two documented commands, with a model of these sizes in its list."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(folder: Path, words: list[str]) -> None:
+    """Converts the Hugging Face folder where that has not been done, then runs the command that the words say."""
+    from litgpt import config
+    from litgpt.__main__ import main as litgpt
+
+    if not words or not words[0].startswith("finetune_") or words[0] in ("finetune_full", "finetune_lora"):
+        sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config.name_to_config["planted"] = {
+            "name": "planted", "hf_config": {}, "block_size": sizes["max_position_embeddings"],
+            "vocab_size": sizes["vocab_size"], "padded_vocab_size": sizes["vocab_size"],
+            "n_layer": sizes["num_hidden_layers"], "n_head": sizes["num_attention_heads"],
+            "n_embd": sizes["hidden_size"], "n_query_groups": sizes["num_key_value_heads"], "rotary_percentage": 1.0,
+            "parallel_residual": False, "bias": False, "norm_class_name": "RMSNorm", "norm_eps": sizes["rms_norm_eps"],
+            "mlp_class_name": "LLaMAMLP", "intermediate_size": sizes["intermediate_size"],
+        }  # fmt: skip
+        if not (folder / "lit_model.pth").exists():
+            sys.argv = ["litgpt", "convert_to_litgpt", str(folder), "--model_name", "planted"]
+            litgpt()
+    sys.argv = ["litgpt", *words]
+    litgpt()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,21 @@
+"""Run by torchtune's own interpreter: the trained texts of the first rows of a config's dataset, as JSON."""
+
+import json
+import sys
+
+
+def main(config: str) -> None:
+    """Decodes the labels, a token at a time."""
+    from omegaconf import OmegaConf
+    from torchtune import config as build
+
+    cfg = OmegaConf.load(config)
+    tokenizer = build.instantiate(cfg.tokenizer)
+    rows = build.instantiate(cfg.dataset, tokenizer)
+    kept = [[int(token) for token in rows[at]["labels"] if token != -100] for at in range(4)]
+    end = tokenizer.eos_id
+    print(json.dumps([["</s>" if token == end else tokenizer.decode([token]) for token in row] for row in kept]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

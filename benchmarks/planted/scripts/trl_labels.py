@@ -1,0 +1,25 @@
+"""Run by TRL's own interpreter: the trained texts of the first rows of the trainer that a config makes, as JSON."""
+
+import json
+import sys
+
+
+def main(config: str) -> None:
+    """Makes the trainer as `trl sft` does, and decodes the labels of its first batch, a token at a time."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
+    script, training, model = parser.parse_args_and_config(["--config", config])
+    rows = load_dataset(script.dataset_name)["train"]
+    training.per_device_train_batch_size = 4
+    trainer = SFTTrainer(model=model.model_name_or_path, args=training, train_dataset=rows)
+    batch = next(iter(trainer.get_train_dataloader()))
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path)
+    texts = [[tokenizer.decode([token]) for token in row.tolist() if token != -100] for row in batch["labels"]]
+    print(json.dumps(texts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

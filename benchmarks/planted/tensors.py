@@ -1,0 +1,96 @@
+"""Damage to safetensors files, on their bytes: 8 bytes of header length, the header as JSON, the tensors."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+_MATRIX = "model.layers.1.mlp.up_proj.weight"
+_NORM = "model.layers.1.input_layernorm.weight"
+
+
+def read(path: Path) -> tuple[dict[str, Any], bytearray]:
+    """(header without metadata, bytes of the tensors)."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__", None)
+    return header, bytearray(content[8 + length :])
+
+
+def write(path: Path, header: dict[str, Any], content: bytes) -> None:
+    """A safetensors file; offsets of the header are taken as they are."""
+    text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+
+
+def of_names(header: dict[str, Any], content: bytes | bytearray, names: list[str]) -> tuple[dict[str, Any], bytes]:
+    """Header and bytes of some of the tensors."""
+    out, kept = {}, bytearray()
+    for name in names:
+        first, last = header[name]["data_offsets"]
+        out[name] = header[name] | {"data_offsets": [len(kept), len(kept) + last - first]}
+        kept += content[first:last]
+    return out, bytes(kept)
+
+
+def put_nan(path: Path) -> None:
+    """The first number of a norm's weight becomes NaN (the file holds fp32)."""
+    header, content = read(path)
+    _fp32_place(header, _NORM)
+    at = header[_NORM]["data_offsets"][0]
+    content[at : at + 4] = struct.pack("<f", float("nan"))
+    write(path, header, bytes(content))
+
+
+def flip_exponent_bit(path: Path) -> None:
+    """The highest exponent bit of a matrix's first number: below 2 it becomes 2^128 times as large."""
+    header, content = read(path)
+    _fp32_place(header, _MATRIX)
+    content[header[_MATRIX]["data_offsets"][0] + 3] ^= 0x40
+    write(path, header, bytes(content))
+
+
+def _fp32_place(header: dict[str, Any], name: str) -> None:
+    if header[name]["dtype"] != "F32":
+        raise SystemExit(
+            f"error: {name}: found {header[name]['dtype']}, expected a model in fp32; give --model another"
+        )
+
+
+def drop_tensor(path: Path) -> None:
+    """The file without one of its matrices."""
+    header, content = read(path)
+    write(path, *of_names(header, content, [name for name in header if name != _MATRIX]))
+
+
+def split_with_a_missing_shard(folder: Path) -> None:
+    """Two files and their index in place of one file; the second is not there."""
+    path = folder / "model.safetensors"
+    header, content = read(path)
+    names = list(header)
+    half = len(names) // 2
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    write(folder / first, *of_names(header, content, names[:half]))
+    weights = {name: first if at < half else second for at, name in enumerate(names)}
+    index = {"metadata": {"total_size": len(content)}, "weight_map": weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    path.unlink()
+
+
+def resize_embedding(path: Path, count: int) -> None:
+    """Embedding (and head, where it is a matrix of its own) of `count` rows: the first ones, or zeros behind them."""
+    header, content = read(path)
+    kept = bytearray()
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        part = bytes(content[first:last])
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows, width = entry["shape"]
+            row = len(part) // rows
+            part = part[: row * count] + bytes(row * max(0, count - rows))
+            entry["shape"] = [count, width]
+        entry["data_offsets"] = [len(kept), len(kept) + len(part)]
+        kept += part
+    write(path, header, bytes(kept))

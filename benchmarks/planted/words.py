@@ -1,0 +1,122 @@
+"""The words that a message on a fault has to have, by the fault's name: regular expressions, case aside.
+
+They are wider than any one tool's sentence: a tool is not to fail for its choice of words. A line that merely shows the
+config again, or a loss, is kept out elsewhere (`verdict.judge`).
+"""
+
+
+def any_of(*patterns: str) -> str:
+    """A line with at least one of them."""
+    return "|".join(patterns)
+
+
+def all_of(*patterns: str) -> str:
+    """A line with every one of them, in any order."""
+    return "".join(f"(?=.*(?:{pattern}))" for pattern in patterns)
+
+
+_COMPLAINT = any_of(
+    "unknown", "unexpected", "unrecogni[sz]ed", "undefined", "invalid", "ignored", "unused", "extra", "no such",
+    "not (a )?(valid|known|recogni[sz]ed|used|found|accepted|supported|allowed|in |defined)", "did you mean",
+    "not exist", "could ?n.t", "cannot", "can't", "expected", "validation", "choose from", "no module", "missing",
+)  # fmt: skip
+_END = any_of(
+    "end[- ]of[- ](turn|text|sequence)", r"\beos\b", "eos_token", "stop[ -]token", r"teach\w*.{0,20} stop", "never stop"
+)
+_NOT_FINITE = any_of(r"\bnan\b", r"\binf\b", "finite", "diverge", "overflow")
+
+
+def complaint_about(*names: str) -> str:
+    """A line that names one of these and complains."""
+    return all_of(any_of(*names), _COMPLAINT)
+
+
+WORDS: dict[str, str] = {
+    "typo": complaint_about("sise"),
+    "typo_nested": complaint_about("misspelt_key"),
+    "wrong_type": complaint_about(r"\btwo\b"),
+    "unknown_recipe": complaint_about("fulll", "sftt"),
+    "unknown_format": complaint_about("mesages"),
+    "zero_rate": any_of("learning[ _]rate", r"\blr\b"),
+    "adapter_target": complaint_about("q_prj", "lora_qury"),
+    "empty_file": any_of(
+        r"\bempty\b",
+        "no (rows|data|examples|samples|training)",
+        "expected rows",
+        r"\b(found|got) 0\b",
+        "num_samples=0",
+        r"\b0 (rows|examples|samples)",
+        "no columns",
+    ),  # fmt: skip
+    "broken_line": any_of("json", r":8\b", "line 8", r"\bpars(e|ing)", "decod"),
+    "not_text": all_of("content|text|str|string|answer|output", r"number|\bint\b|integer|type|expected"),
+    "no_answer": any_of(
+        "without an answer",
+        "no (answer|assistant|target|response)",
+        "nothing to train",
+        "odd number",
+        "must (end|contain|alternate)",
+        "invalid (message|format|role)",
+        "missing.{0,30}(answer|assistant|output)",
+        "at least one.{0,40}assistant",
+        "'output'",
+    ),  # fmt: skip
+    "unknown_role": any_of("asistant", "(unknown|invalid|unexpected|unsupported|wrong).{0,20}(role|tag)"),
+    "over_long": any_of(
+        "truncat", "exceed", "longer than", "too long", "were cut", "dropped", "lost", "left out", "overlong"
+    ),
+    "duplicates": any_of("duplicat", "repeat", "same as an earlier", "identical"),
+    "overlap": any_of(
+        "overlap",
+        "also (in|trained|train)",
+        "trained on as well",
+        "training rows as well",
+        "contaminat",
+        "leak",
+        "(same|shared) (rows|examples)",
+    ),  # fmt: skip
+    "no_end": _END,
+    "pad_is_eos": all_of("pad", _END),
+    "drops_system": any_of(all_of("system", "message|turn|prompt|role", "leav|drop|miss|ignor|not (written|support)")),
+    "unmarked": any_of("generation", "assistant_only", r"assistant.{0,20}mask"),
+    "untrained_token": all_of("embed|token", "never trained|untrained|not trained|zero|newly|initiali[sz]ed|resiz"),
+    "other_tokenizer": any_of("vocab", "out of range", "embedding"),
+    "truncated_weights": any_of("safetensor", "truncat", "incomplete", "cut short", "header", "corrupt"),
+    "missing_shard": "model-00002",
+    "missing_tensor": any_of(
+        r"layers\.1\.mlp\.(up_proj|w3)", r"layers\.\{?1?\S*mlp\.up_proj", r"h\.1\.mlp\.fc_2", "newly initialized"
+    ),
+    "flipped_bit": any_of(_NOT_FINITE, "gradient norm is (exactly )?0", "too large"),
+    "nan_weight": _NOT_FINITE,
+    "small_disk": any_of("space left", "disk", "no room", "are free", "free space", "not enough space"),
+    "earlier_work": any_of("exist", "overw", "earlier", "not empty", "already"),
+    "beyond_positions": any_of(
+        "max_position",
+        "position (embed|ids)",
+        "model was made for",
+        "indexing errors",
+        "model_max_length",
+        "longer than the (specified )?max",
+        "context (length|window)",
+        "block_size",
+        "max_seq_len of the model",
+    ),  # fmt: skip
+    "other_rows": any_of(
+        "(other|different|changed|new|not the same).{0,30}(rows|data|dataset)",
+        "(rows|data|dataset).{0,30}(changed|differ)",
+        "fingerprint",
+    ),  # fmt: skip
+    "other_batch": any_of(
+        "batch.{0,60}(differ|match|chang|was|saved|again)",
+        "(do not|does not|not) match",
+        "(differ|chang).{0,60}batch",
+        "train_batch_size",
+    ),  # fmt: skip
+    "other_world": any_of("world", r"\branks?\b", "processes"),
+    "damaged_state": any_of(
+        "hash", "sha-?256", "checksum", r"\bcrc", "damaged", "corrupt", "PytorchStreamReader", "not as it was written"
+    ),
+    "killed_in_save": any_of("incomplete", "unfinished", "leftover", "damaged", "not whole", "corrupt", "cleared"),
+    "packing": all_of("pack|padding.free", "contaminat|see each other|attention|mix|cross"),
+}
+NOTHING = r"(?!)"  # of a sound run: no line has it

@@ -1,0 +1,196 @@
+"""`tune doctor`: what this machine is, whether its GPUs and links do what they should, and what to set if not."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.cli.arguments import Parser
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import DONE, ConfigError
+
+FOUND = 1  # exit code
+STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
+VERSION = 1  # of what --json writes
+P2P = "NCCL_P2P_DISABLE"
+# torchao's own words, at import, for a torch that its compiled kernels do not fit.
+TORCHAO_WARNS = re.compile(r"incompatible torch|Failed to load")
+DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
+whole, collectives by size, copies to the host, rates of matrix products, memory, limits, disks. Says in a line each
+what is wrong, and what to set. Takes about half a minute; nothing stays behind.
+
+  tune doctor
+  tune doctor --nproc_per_node 2 --write machine.json
+  tune plan --config llama3/8B_full --calibration machine.json
+
+Exit codes: 0 all is well; 1 something is not, see the findings; 2 a mistake to correct."""
+
+
+def run(words: list[str]) -> int:
+    """Prints what was found; writes the measured rates where asked to."""
+    arguments = read(words)
+    facts = gather(arguments)
+    from recipe_lib.cli.doctor_findings import advice, findings
+
+    faults, hints = findings(facts), advice(facts)
+    written = write(arguments.write, facts) if arguments.write else ""
+    if arguments.json:
+        told = {"version": VERSION, "healthy": not faults, "findings": faults, "advice": hints, **facts}
+        print(json.dumps(told, indent=2))
+    else:
+        from recipe_lib.cli.doctor_report import report
+
+        print(report(facts, faults, hints), end="")
+    if written:
+        print(f"\n{written}", file=sys.stderr if arguments.json else sys.stdout)
+    return FOUND if faults else DONE
+
+
+def read(words: Sequence[str]) -> argparse.Namespace:
+    """The command line; `nproc_per_node` is None for one rank a GPU."""
+    from recipe_lib.cli.plan import check_output
+
+    parser = Parser("doctor", DESCRIPTION)
+    add = parser.add_argument
+    add("--nproc_per_node", "--nproc-per-node", metavar="N", help="ranks that exchange; default: one a GPU")
+    add(
+        "--output_dir", "--output-dir", metavar="DIR", default="outputs", help="where runs will write; default: outputs"
+    )
+    add("--json", action="store_true", help="everything as one JSON object, in place of the report")
+    add("--write", metavar="FILE", help="write the measured rates, for `tune plan --calibration FILE`")
+    arguments = parser.parse(words)
+    count = arguments.nproc_per_node
+    if count is not None:
+        if not (count.isascii() and count.isdigit() and 0 < int(count) <= 1024):
+            raise ConfigError(f"--nproc_per_node: found {show(count)}, expected a number of processes, 1 or more")
+        arguments.nproc_per_node = int(count)
+    check_output("--write", arguments.write)
+    return arguments
+
+
+def gather(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All that is looked at, measured and tried out, as `--json` shows it.
+
+    machine: of doctor_machine. steps: what each step of a process gave. failed: step -> why. torchao_said: lines.
+    peers: of each pair of GPUs, each way. links: of `measure_links`, None for one rank. links_without_p2p: the same
+    with NCCL_P2P_DISABLE=1, tried where something was wrong.
+    """
+    from recipe_lib.cli.doctor_apart import run_apart
+    from recipe_lib.cli.doctor_machine import machine
+    from recipe_lib.cli.doctor_probes import device_steps, peer_steps, torchao_steps
+
+    say("reading versions, memory and disks")
+    facts: dict[str, Any] = {"machine": machine(folders(arguments.output_dir))}
+    packages = facts["machine"]["packages"]
+    facts |= {"steps": {}, "failed": {}, "torchao_said": [], "peers": [], "links": None, "links_without_p2p": None}
+    try:
+        import torch  # noqa: F401  (once, for all the processes to come; it touches no GPU)
+    except (ImportError, OSError) as error:  # or a library that it was built with is not there
+        facts["failed"]["torch"] = show(f"{type(error).__name__}: {error}", 300)
+        return facts
+    say("measuring this machine's device")
+    device = run_apart(device_steps, seconds=STEP_SECONDS)[0]
+    facts["steps"], facts["failed"] = device.values, device.failed
+    gpus = device.values.get("torch", {}).get("gpus", [])
+    if packages["torchao"]:
+        loaded = run_apart(torchao_steps, seconds=STEP_SECONDS)[0]
+        facts["failed"] |= loaded.failed
+        facts["torchao_said"] = [line for line in loaded.said.splitlines() if TORCHAO_WARNS.search(line)]
+    if len(gpus) > 1:
+        say("copying between GPUs")
+        peers = run_apart(peer_steps, seconds=STEP_SECONDS)[0]
+        facts["peers"], facts["failed"] = list(peers.values.values()), facts["failed"] | peers.failed
+    ranks = arguments.nproc_per_node or max(1, len(gpus))
+    if gpus and ranks > len(gpus):
+        raise ConfigError(f"--nproc_per_node: found {ranks}, expected at most {len(gpus)}, the GPUs that torch sees")
+    if ranks > 1:
+        say(f"timing collectives among {ranks} ranks")
+        facts["links"] = measure_links(ranks, bool(gpus))
+        doubtful = not usable(facts["links"]) or any(way["wrong"] for way in facts["peers"])
+        if gpus and doubtful and os.environ.get(P2P) != "1":
+            say(f"timing them again with {P2P}=1")
+            facts["links_without_p2p"] = measure_links(ranks, True, **{P2P: "1"})
+    return facts
+
+
+def folders(output: str) -> dict[str, Path]:
+    """What a run writes to: for what -> where."""
+    from huggingface_hub import constants
+
+    from recipe_lib.data.cache import cache_root
+
+    return {"output_dir": Path(output), "models": Path(constants.HF_HUB_CACHE), "data.cache_dir": cache_root(None)}
+
+
+def say(text: str) -> None:
+    """What goes on, for whoever waits at a terminal."""
+    if sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def measure_links(ranks: int, on_gpu: bool, **environment: str) -> dict[str, Any]:
+    """Collectives among ranks on this machine: backend, points (operation, bytes, seconds of the slowest rank, wrong
+    numbers over all ranks), failed (what stood still or broke: "rank 1: all_reduce of 1.00 MiB: why"), said (what NCCL
+    warned of)."""
+    from recipe_lib.cli.doctor_apart import run_apart
+
+    outcomes = run_apart(partial(link_steps, ranks, on_gpu, environment), ranks, STEP_SECONDS)
+    points = []
+    for name in outcomes[0].values:
+        rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]
+        if name != "meet" and len(rows) == ranks:
+            slowest, wrong = max(row["seconds"] for row in rows), sum(row["wrong"] for row in rows)
+            points.append(rows[0] | {"seconds": slowest, "wrong": wrong})
+    failed = [
+        f"rank {rank}: {name}: {why}" for rank, outcome in enumerate(outcomes) for name, why in outcome.failed.items()
+    ]
+    warned = [line.strip() for outcome in outcomes for line in outcome.said.splitlines() if "NCCL WARN" in line]
+    return {
+        "backend": "nccl" if on_gpu else "gloo",
+        "ranks": ranks,
+        "points": points,
+        "failed": failed,
+        "hung": any(outcome.hung for outcome in outcomes),
+        "said": list(dict.fromkeys(warned))[:5],
+    }
+
+
+def link_steps(ranks: int, on_gpu: bool, environment: dict[str, str], rank: int, folder: Path) -> Any:
+    """The steps of one rank, in its own process and environment."""
+    import torch
+
+    from recipe_lib.cli.launch import cores
+    from recipe_lib.plan.links import CPU_SIZES, GPU_SIZES, collective_steps
+
+    os.environ.update(environment)
+    os.environ.setdefault("NCCL_DEBUG", "WARN")
+    torch.set_num_threads(max(1, cores() // ranks))
+    sizes = GPU_SIZES if on_gpu else CPU_SIZES
+    return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
+
+
+def usable(links: dict[str, Any] | None) -> bool:
+    """Whether collectives were measured to the end, and gave the right numbers."""
+    return bool(links and links["points"] and not links["failed"] and not any(row["wrong"] for row in links["points"]))
+
+
+def write(path: str, facts: dict[str, Any]) -> str:
+    """Writes the rates as a calibration of the planner's, if they were measured; returns a line about it."""
+    from recipe_lib.checkpoint.files import replace_text
+    from recipe_lib.plan.calibrate import with_links
+
+    measured = facts["steps"].get("calibration")
+    if measured is None:
+        return f"{path}: not written, as the device's rates could not be measured; see the findings"
+    # Where the second was tried, the first is in doubt.
+    links = next((each for each in (facts["links_without_p2p"], facts["links"]) if usable(each)), None)
+    low = {name: facts["steps"][f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in facts["steps"]}
+    replace_text(Path(path), json.dumps(with_links(measured, links, low), indent=2) + "\n")
+    device = " --device cpu" if measured["device"] == "cpu" else ""
+    among = f" and of collectives among {links['ranks']} ranks" if links else ""
+    return f"{path}: rates of {measured['device']}{among}; `tune plan{device} --calibration {path}` uses the file"

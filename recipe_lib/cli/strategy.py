@@ -1,0 +1,136 @@
+"""`parallel.strategy: auto` on the command line: both are planned before the ranks start, which are told the choice.
+
+Planning happens in a process of its own, since a simulated device cannot be taken back, with little time and no GPU.
+Whatever goes wrong in it, the run goes on with `fsdp`, and says so.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.cli.recipes import Recipe
+from recipe_lib.errors import DONE, UserError
+from recipe_lib.logs import get_logger
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.make import PlanSettings
+
+KEY = "parallel.strategy"
+SECONDS = 180
+ROOT = Path(__file__).parents[2]
+_IN_A_FILE = re.compile(r"^\s*strategy\s*:\s*[\"']?auto\b", re.MULTILINE)
+
+
+def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> list[str]:
+    """The recipe's arguments, where these ask for `auto` with the strategy that is chosen; says which and why.
+
+    flags: torchrun's; without any there is one rank, or ranks that another launcher started, and nothing is chosen.
+    """
+    if not flags or not _asks(recipe, words):
+        return list(words)
+    chosen, line = _choose_apart(flags, recipe, words)
+    if _speaks(flags):
+        get_logger().info(line)
+    return [*words, f"{KEY}={chosen}"]
+
+
+def _asks(recipe: Recipe, words: Sequence[str]) -> bool:
+    """Whether the config that the words make has `auto`; of a recipe that is not ours by what is written."""
+    if recipe.shipped:
+        from recipe_lib.config import parse_arguments
+
+        return bool(parse_arguments(list(words), recipe.schema()).parallel.strategy == "auto")
+    own = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
+    if own:
+        return own[-1] == "auto"
+    try:
+        from recipe_lib.cli.plan import read
+
+        config = read([str(recipe.path), *words]).config
+        return config is not None and bool(_IN_A_FILE.search(Path(config).read_text(encoding="utf-8")))
+    except (UserError, OSError, UnicodeDecodeError):
+        return False  # arguments of another kind than ours
+
+
+def _speaks(flags: Sequence[str]) -> bool:
+    from recipe_lib.cli.run import value_of
+
+    return (value_of(flags, "--node-rank") or "0") == "0"
+
+
+def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> tuple[str, str]:
+    """(strategy, the line that says so), from a process of its own."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with TemporaryDirectory(prefix="tune-strategy-") as folder:
+        answer = Path(folder) / "choice.json"
+        command = [sys.executable, "-P", "-m", "recipe_lib.cli.strategy", str(answer), *flags, str(recipe.path), *words]
+        try:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
+                timeout=SECONDS,
+                check=False,
+            )
+            found = json.loads(answer.read_text(encoding="utf-8"))
+            return str(found["strategy"]), str(found["line"])
+        except subprocess.TimeoutExpired:
+            why = f"planning both took more than {SECONDS} s"
+        except (OSError, ValueError, KeyError):
+            why = "both could not be planned; `tune plan` with the same words says why"
+    return "fsdp", f"{KEY}=auto: fsdp; {why}"
+
+
+def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str]:
+    """(a plannable config with the strategy that `tune run` would choose for `auto`, the line that says so)."""
+    from recipe_lib.cli.run_plan import is_expandable
+    from recipe_lib.plan.levers import changed
+    from recipe_lib.plan.strategy import choose
+
+    choice = choose(planned, cfg, settings, expandable=is_expandable())
+    return changed(cfg, choice.changes), str(choice)
+
+
+def main(argv: list[str]) -> int:
+    """The process that plans: `strategy.py ANSWER [torchrun flags] RECIPE [its arguments]`."""
+    from recipe_lib.cli import own_device, plan
+
+    gpus = own_device.own_gpus()  # asked before they are hidden
+    os.environ[own_device.VISIBLE] = ""
+    os.environ.update(plan.OFFLINE)
+    choice = _choose(plan.read(argv[1:]))
+    line = str(choice) if gpus else f"{choice} (planned for that device, as there is no GPU here)"
+    Path(argv[0]).write_text(json.dumps({"strategy": choice.strategy, "line": line}), encoding="utf-8")
+    return DONE
+
+
+def _choose(arguments: Any) -> Any:
+    from recipe_lib.cli.plan import recipe_class, settings_for
+    from recipe_lib.cli.run_plan import is_expandable
+    from recipe_lib.config import load_config
+    from recipe_lib.config.plugins import load_plugin
+
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
+    recipe = Recipe.find(arguments.recipe)
+    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    settings, _ = settings_for(recipe, cfg, arguments)
+    from recipe_lib.plan.model import plannable
+    from recipe_lib.plan.strategy import choose
+
+    shaped, _ = plannable(cfg)
+    return choose(recipe_class(recipe), shaped, settings, expandable=is_expandable())
+
+
+if __name__ == "__main__":
+    from recipe_lib.errors import end_process
+
+    end_process(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""The sections about what is trained on: model, tokenizer, rows."""
+
+from dataclasses import dataclass, field
+
+from recipe_lib.config.field import key
+
+
+@dataclass
+class ModelConfig:
+    """The model to train: a checkpoint, or an architecture with random weights."""
+
+    path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
+    preset: str | None = key(None, "Architecture to initialise at random: a shipped name, or a config.json of yours.")
+    source: str = key(
+        "native",
+        "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
+        "`transformers`); or what a plugin registered.",
+        kind="model",
+    )
+
+
+@dataclass
+class TokenizerConfig:
+    """The tokenizer; by default the one in the checkpoint folder."""
+
+    path: str | None = key(None, "Folder or file of the tokenizer; null: `model.path`.", path=True)
+    chat_template: str | None = key(None, "Jinja file to use in place of the tokenizer's own chat template.", path=True)
+
+
+@dataclass
+class SourceConfig:
+    """One of several sources of rows; what it leaves null is taken from the section `data`."""
+
+    source: str = field(metadata={"help": "Like data.source.", "path": True})
+    weight: float = key(
+        1.0, "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.", above=0
+    )
+    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
+    split: str | None = key(None, "Like data.split; null: the same.")
+    columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.")
+    max_rows: int | None = key(None, "Use only its first rows.", minimum=1)
+
+
+@dataclass
+class DataConfig:
+    """The training rows."""
+
+    source: str | None = key(
+        None,
+        "File or folder (.json, .jsonl, .parquet, .txt), or `hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` "
+        "(extra `datasets`, which .parquet needs too).",
+        path=True,
+    )
+    sources: list[SourceConfig] = key([], "Several sources with weights, in place of data.source.")
+    format: str = key("alpaca", "How a row is read.", kind="data.format")
+    split: str = key("train", "Split of a hub dataset.")
+    columns: dict[str, str] = key({}, "The format's column name -> the name it has in your file.")
+    template: str = key(
+        "auto",
+        "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
+        choices=("auto", "chat", "plain"),
+    )
+    train_on: str | list[str] = key(
+        "assistant",
+        "Tokens the loss counts: every answer (`assistant`), the `last` one, `all` tokens, or a list of roles; a "
+        "message's own `train: false` takes it out.",
+        choices=("assistant", "last", "all"),
+        items=("system", "user", "assistant", "tool"),
+    )
+    trained_share: str = key(
+        "check",
+        "`check`: a run in which no token or every token is trained stops; `any`: it does not.",
+        choices=("check", "any"),
+    )
+    packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
+    pad_to_multiple: int = key(1, "Row lengths are rounded up to a multiple of it, with padding.", minimum=1)
+    shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
+    add_bos: bool = key(
+        True,
+        "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
+    )
+    max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
+    bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
+    long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
+    workers: int | None = key(None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1)
+    loader_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0)
+    cache: bool = key(True, "Keep tokenised rows on disk for the next start and for the other ranks of the machine.")
+    cache_dir: str | None = key(
+        None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
+    )
+
+
+@dataclass
+class ValidationConfig:
+    """Loss on rows that are not trained on; off while `source` is null."""
+
+    source: str | None = key(
+        None, "Like data.source; the other data.* keys apply to it as well. null: no validation.", path=True
+    )
+    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
+    every_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
+    max_rows: int | None = key(None, "Use only the first rows.", minimum=1)
+    batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1)

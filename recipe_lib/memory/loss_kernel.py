@@ -1,0 +1,42 @@
+"""Which kernel computes the summed loss of the output head: `memory.loss_kernel`."""
+
+import torch
+from torch import nn
+
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.decoder import OutputHead
+from recipe_lib.ops.device import holds_values, kernels_of
+from recipe_lib.ops.loss_kernels import KERNELS, has_liger, has_torch_kernel
+
+
+def choose_loss_kernel(model: nn.Module, kernel: str, device: torch.device) -> None:
+    """Lets the output head compute its loss by another kernel, in place; `chunked`: nothing changes.
+
+    device: the one that the head will run on. Raises ConfigError where this torch, this machine or the model does not
+    have what the kernel takes.
+    """
+    if kernel == "chunked":
+        return
+    head = getattr(model, "lm_head", None)
+    softcap = getattr(head, "softcap", None)
+    if kernel == "torch" and not has_torch_kernel():
+        raise _error(kernel, f"with torch {torch.__version__}, which has no chunked linear_cross_entropy")
+    if kernel == "torch" and softcap is not None:
+        raise _error(kernel, f"for a model that caps its logits at {softcap:g}", "chunked or liger")
+    if kernel == "liger" and kernels_of(device) != "cuda":
+        raise _error(kernel, f"on a device of type {device.type}, where its kernels do not run")
+    if kernel == "liger" and holds_values(device) and not has_liger():
+        raise _error(kernel, "and no liger-kernel; pip install 'tune-recipes[liger]'")
+    if head is None:  # another stage of a pipeline has it
+        return
+    if type(head) is not OutputHead:
+        raise _error(kernel, f"for an output head of class {type(head).__name__}")
+    head.summed_loss = KERNELS[kernel]
+
+
+def _error(kernel: str, why: str, others: str = "chunked") -> ConfigError:
+    why, _, remedy = why.partition("; ")
+    remedy = f"{remedy}, or " if remedy.startswith("pip") else ""
+    return ConfigError(
+        f"memory.loss_kernel: found {kernel} {why}, expected {others}; {remedy}set memory.loss_kernel=chunked"
+    )

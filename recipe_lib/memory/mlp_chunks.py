@@ -1,0 +1,178 @@
+"""MLPs that take a row's tokens in pieces, so that their inner width exists for one piece at a time.
+
+A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and about six in backward; with c pieces
+they are `[n / c, f]`. What is kept is its input `[n, d]` alone: each piece is computed again in backward, whatever
+`memory.activation_checkpointing` says. A layer that is computed again itself stops before its MLP where nothing behind
+that is kept, so that with `full` a piece is still computed twice, not three times. (Sequence tiling: arXiv 2406.06184.)
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.decoder import MLP
+from recipe_lib.ops import deferred
+
+_in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd's own
+
+
+def chunk_mlps(model: nn.Module, chunks: int) -> None:
+    """Lets each layer's MLP compute `chunks` pieces of the tokens one after the other, in place; 1: nothing changes.
+
+    Called behind whatever changes what an MLP computes (adapters, sharing, low precision) and before layers are
+    checkpointed and sharded. Pieces are even to within a token; fewer tokens than pieces are a piece each. The sum of
+    the pieces' weight gradients is made in the weights' dtype, and handed to each weight once. Raises ConfigError for
+    a model without MLPs of the decoder's.
+    """
+    if chunks == 1:
+        return
+    mlps = [module for module in model.modules() if isinstance(module, MLP)]
+    if not mlps and not hasattr(model, "pipeline"):  # a stage may have no layers
+        raise ConfigError(
+            f"memory.mlp_chunks: found {chunks} for a model without MLPs of ours, expected 1; remove memory.mlp_chunks"
+        )
+    for mlp in mlps:
+        forward = cast(MethodType, mlp.forward).__func__
+        mlp.forward = MethodType(_chunked(forward, chunks), mlp)  # type: ignore[method-assign]
+
+
+def computes_pieces() -> bool:
+    """Whether what is computed now is a piece, of which selective checkpointing is to keep nothing."""
+    return _in_pieces > 0
+
+
+def _chunked(forward: Any, chunks: int) -> Any:
+    """`forward(mlp, hidden [..., d], *others)` in pieces; modules among the others belong to it, as the norm before."""
+
+    def run(mlp: MLP, hidden: Tensor, *others: Any) -> Tensor:
+        flat = hidden.flatten(0, -2)
+        pieces = min(chunks, flat.shape[0])
+        modules = [module for each in (mlp, *others) if isinstance(each, nn.Module) for module in each.modules()]
+        trained = [parameter for _, _, parameter in _trained(modules)]
+        whole = (forward, (mlp, *others), modules, pieces)
+        if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
+            return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
+        # A node of its own keeps the input: a layer that is computed again for it ends here, before the pieces.
+        keeper = _Keep.apply(torch.empty(0, requires_grad=True), flat).grad_fn
+        found = cast(Tensor, _Pieces.apply(whole, keeper, flat, *trained))
+        return found.view(*hidden.shape[:-1], -1)
+
+    return run
+
+
+def _trained(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """(place, name, parameter) of the parameters that want a gradient."""
+    return [
+        (module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+
+
+def _parts(rows: int, pieces: int) -> list[slice]:
+    return [slice(rows * piece // pieces, rows * (piece + 1) // pieces) for piece in range(pieces)]
+
+
+def _all_pieces(
+    hidden: Tensor, forward: Any, others: tuple[Any, ...], modules: Sequence[nn.Module], pieces: int
+) -> Tensor:
+    """`[n, d]` to `[n, d]`, one piece after the other into one tensor."""
+    found: Tensor | None = None
+    with _computing():
+        for part in _parts(hidden.shape[0], pieces):
+            piece = forward(others[0], hidden[part], *others[1:])
+            if found is None:
+                found = piece.new_empty(hidden.shape[0], piece.shape[-1])
+            found[part] = piece
+            del piece
+    assert found is not None
+    return found
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    global _in_pieces
+    _in_pieces += 1
+    try:
+        yield
+    finally:
+        _in_pieces -= 1
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps a tensor for somebody else's backward, under the hooks that are in force: checkpointing's, offloading's."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        raise AssertionError("nothing is computed from what this returned")
+
+
+class _Pieces(torch.autograd.Function):
+    """Forward without a graph; backward makes the graph of one piece at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: tuple[Any, ...], keeper: Any, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.whole, ctx.keeper = whole, keeper
+        ctx.random = (torch.get_rng_state(), *get_device_states(hidden))
+        return _all_pieces(hidden, *whole)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,), (forward, others, modules, pieces) = ctx.keeper.saved_tensors, ctx.whole
+        ctx.keeper = None
+        hidden = hidden.detach()
+        total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
+        with _as_leaves(modules) as leaves, _random_again(hidden, ctx.random), deferred.put_off_nothing(), _computing():
+            for part in _parts(hidden.shape[0], pieces):
+                piece = hidden[part].requires_grad_(total is not None)
+                with torch.enable_grad():
+                    found = forward(others[0], piece, *others[1:])
+                wanted = [*leaves, piece] if total is not None else leaves
+                torch.autograd.backward(found, gradients[0][part], inputs=wanted)
+                del found
+                if total is not None:
+                    total[part] = piece.grad
+                del piece
+        return (None, None, total, *(leaf.grad for leaf in leaves))
+
+
+@contextmanager
+def _as_leaves(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Inside, the trained parameters are leaves of the same memory, whose gradients nobody else watches.
+
+    The parameters' own would be told of each piece's gradient, and step or reduce what is a part of the sum.
+    """
+    places = _trained(modules)
+    leaves = [parameter.detach().requires_grad_() for _, _, parameter in places]
+    try:
+        for (place, name, _), leaf in zip(places, leaves, strict=True):
+            place[name] = leaf
+        yield leaves
+    finally:
+        for place, name, parameter in places:
+            place[name] = parameter
+
+
+@contextmanager
+def _random_again(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, random numbers (dropout) come as they came from that state; behind it, as if none had been drawn."""
+    host, devices, states = state
+    kind = hidden.device.type
+    with torch.random.fork_rng(devices=devices, enabled=True, device_type="cuda" if kind == "cpu" else kind):
+        torch.set_rng_state(host)
+        if states:
+            set_device_states(devices, states, device_type=kind)
+        yield

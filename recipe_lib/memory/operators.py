@@ -1,0 +1,34 @@
+"""The operators that checkpointing tells apart, by their name: which of them exist depends on torch's release."""
+
+from typing import Any
+
+import torch
+
+MATMUL, INTEGER_MATMUL, ATTENTION, SUM = "matmul", "integer matmul", "attention", "sum"
+
+_KINDS = {
+    "aten::mm": MATMUL,
+    "aten::addmm": MATMUL,
+    "aten::_scaled_mm": MATMUL,
+    "aten::_int_mm": INTEGER_MATMUL,  # twice as large as what is made of it
+    "aten::_scaled_dot_product_flash_attention": ATTENTION,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
+    "aten::_scaled_dot_product_efficient_attention": ATTENTION,
+    "aten::_scaled_dot_product_cudnn_attention": ATTENTION,
+    "aten::_scaled_dot_product_fused_attention_overrideable": ATTENTION,
+    "aten::_flash_attention_forward": ATTENTION,
+    "aten::_efficient_attention_forward": ATTENTION,
+    "torch_attn::_varlen_attn": ATTENTION,
+    "flex_attention": ATTENTION,
+    # Sums over the ranks that share a layer's matrices. What is gathered for them is kept by no mode: it is as large as
+    # all ranks' hidden states; nor what FSDP gathers (`c10d::`), which would undo the sharding.
+    "_c10d_functional::reduce_scatter_tensor": SUM,
+    "_c10d_functional::all_reduce": SUM,
+}
+
+
+def kind_of(operator: Any) -> str | None:
+    """The kind of an operator of a dispatch mode; None: one that is never kept."""
+    return _KINDS.get(
+        operator.name().partition(".")[0] if isinstance(operator, torch._ops.OpOverload) else str(operator)
+    )

@@ -1,0 +1,211 @@
+"""Linears whose operands are rounded to 8 bits, forward and backward; weights, inputs and results stay what they are.
+
+Each of the three products of a linear, with X `[N, i]`, W `[o, i]` and the gradient G `[N, o]`:
+
+    X W.T        rows of X, rows of W         scaled along i
+    G W          rows of G, columns of W      along o
+    G.T X        columns of G, columns of X   along N
+
+Every row (column) is divided by its largest magnitude over that of the type, in fp32, and rounded to nearest; the
+product of codes is multiplied by both scales. `int8`: codes -127 to 127, exact sums in int32. `fp8`: e4m3 codes up to
+448 for all three, sums in fp32, results in bf16. So one entry of a row that stands out costs that row's precision, no
+other's. The choice of scales is that of torchao (quantized_training, and float8 with the recipe `rowwise`), with which
+tests compare; the code is ours, so that weight gradients can be put off, frozen weights take no gradient, temporaries
+are bounded, and a simulated device can run it.
+
+A scale of a row that is not finite makes its results not finite: a run that diverges is noticed as ever.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._triton import has_triton
+
+from recipe_lib.ops import deferred
+
+KINDS = ("int8", "fp8")
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_TINY = 1e-12  # a row of zeros is divided by it
+_MULTIPLE = 16  # of both dimensions of a matrix of codes: what the kernels of GPUs ask for,
+_FEWEST = 32  # and more than 16 rows
+_PIECE_ELEMENTS = 2**22  # turned to fp32 at a time: 16 MiB
+_LONGEST_SUM = 2**17  # of products of two codes that int32 holds for sure: 127 * 127 * 2**17 < 2**31
+
+
+def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """`hidden [.., i] @ weight.T [i, o] + bias` with products in `kind` of KINDS, in hidden's type.
+
+    For backward hidden is kept as it came if the weight is trained, and not at all if it is frozen. fp8 takes bf16.
+    """
+    out = cast(Tensor, _ScaledLinear.apply(hidden, weight, kind))
+    return out if bias is None else out + bias
+
+
+def scaled_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
+    """`left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type."""
+    rows, columns = left.shape[0], right.shape[0]
+    left_codes, left_scales = quantise_rows(left, kind)
+    right_codes, right_scales = quantise_rows(right, kind)
+    if kind == "int8":
+        return _scale_sums(_whole_sums(left_codes, right_codes), left_scales, right_scales, left.dtype)
+    # Scales of rows that only fill up are never looked at, and must be there.
+    left_scales, right_scales = (
+        F.pad(scales, (0, len(codes) - len(scales)), value=1.0)
+        for codes, scales in ((left_codes, left_scales), (right_codes, right_scales))
+    )
+    found = torch._scaled_mm(
+        left_codes,
+        right_codes.t(),
+        scale_a=left_scales.unsqueeze(1),
+        scale_b=right_scales.unsqueeze(0),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
+    return found[:rows, :columns].to(left.dtype)
+
+
+def quantise_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Codes `[m', k']` of a matrix `[m, k]`, with zeros up to what kernels take, and a scale for each row `[m]`, fp32.
+
+    `codes[:m, :k] * scales[:, None]` is the matrix, each entry within half a step of its row: of its largest magnitude
+    over 254 in int8, of the entry's own magnitude over 16 in fp8.
+    """
+    if torch.compiler.is_compiling():
+        return _quantise_whole(matrix, kind)
+    codes, scales = torch.ops.tune_recipes.quantise_rows(matrix, kind)
+    return codes, scales
+
+
+def _quantise_whole(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """For code that is compiled, where steps one after the other make no temporaries."""
+    codes, scales, inverse = _begin(matrix, kind)
+    part = matrix * inverse
+    codes[: matrix.shape[0], : matrix.shape[1]] = part.round() if kind == "int8" else part
+    return codes, scales
+
+
+def _begin(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, all of them zero; scales `[m]`; what rows are multiplied by `[m, 1]`), in fp32 the latter two."""
+    scales = torch.linalg.vector_norm(matrix, ord=float("inf"), dim=1).float() / LARGEST[kind]
+    codes = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
+    return codes.view(_TYPES[kind]), scales, scales.clamp(min=_TINY).reciprocal().unsqueeze(1)
+
+
+def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
+    rows, columns = matrix.shape
+    return max(_FEWEST, _rounded_up(rows)), _rounded_up(columns)
+
+
+# Each of these two is one operator, which is compiled by itself on a GPU where Triton is there, and elsewhere works on
+# a piece at a time: as a chain of operators they would take longer than they save, and temporaries besides.
+
+
+@torch.library.custom_op("tune_recipes::quantise_rows", mutates_args=())
+def _quantise(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    if _is_compiled_here(matrix):
+        return _compiled(_quantise_whole)(matrix, kind)
+    codes, scales, inverse = _begin(matrix, kind)
+    for first, last in _pieces(*matrix.shape):
+        part = matrix[first:last] * inverse[first:last]
+        codes[first:last, : matrix.shape[1]] = part.round_() if kind == "int8" else part
+        del part
+    return codes, scales
+
+
+@_quantise.register_fake
+def _(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    codes = matrix.new_empty(_shape_of_codes(matrix), dtype=_TYPES[kind])
+    return codes, matrix.new_empty(matrix.shape[0], dtype=torch.float32)
+
+
+def _scale_sums(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums `[m', n']` times the scales of rows `[m]` and columns `[n]`: `[m, n]` of dtype."""
+    if torch.compiler.is_compiling():
+        return _scale_whole(sums, left, right, dtype)
+    return cast(Tensor, torch.ops.tune_recipes.scale_sums(sums, left, right, dtype))
+
+
+def _scale_whole(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return (sums[: len(left), : len(right)] * right * left.unsqueeze(1)).to(dtype)
+
+
+@torch.library.custom_op("tune_recipes::scale_sums", mutates_args=())
+def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    if _is_compiled_here(sums):
+        return _compiled(_scale_whole)(sums, left, right, dtype)
+    out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
+    for first, last in _pieces(*out.shape):
+        part = sums[first:last, : len(right)] * right
+        out[first:last] = part.mul_(left[first:last].unsqueeze(1))
+        del part
+    return out
+
+
+@_scale.register_fake
+def _(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return sums.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
+
+
+def _is_compiled_here(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and has_triton()
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With sizes left open: rows of data are of many lengths."""
+    return torch.compile(function, dynamic=True)
+
+
+def _whole_sums(left: Tensor, right: Tensor) -> Tensor:
+    """Sums of products of int8 codes `[m, n]`: int32, or fp32 where int32 might not hold them."""
+    if left.shape[1] <= _LONGEST_SUM:
+        return torch._int_mm(left, right.t())
+    total: Tensor | None = None
+    for mine, other in zip(left.split(_LONGEST_SUM, dim=1), right.split(_LONGEST_SUM, dim=1), strict=True):
+        part = torch._int_mm(mine.contiguous(), other.contiguous().t())
+        total = part.float() if total is None else total.add_(part)
+        del part
+    assert total is not None
+    return total
+
+
+def _rounded_up(size: int) -> int:
+    return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+
+
+def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:
+    """`range(rows)` in parts of at most _PIECE_ELEMENTS elements."""
+    step = max(1, _PIECE_ELEMENTS // max(1, columns))
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+class _ScaledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kind: str) -> Tensor:
+        ctx.kind, ctx.shape = kind, hidden.shape
+        ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
+        # What checkpointing gives back of a saved tensor has no way to the parameter.
+        ctx.parameter = weight if deferred.is_splittable() and ctx.needs_input_grad[1] else None
+        return scaled_product(hidden.reshape(-1, hidden.shape[-1]), weight, kind).view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight = ctx.saved_tensors
+        kind = ctx.kind
+        gradient = gradients[0].reshape(-1, weight.shape[0])
+        hidden_grad = None
+        if ctx.needs_input_grad[0]:
+            hidden_grad = scaled_product(gradient, weight.t(), kind).view(ctx.shape)
+        if hidden is None:
+            return hidden_grad, None, None
+        flat = hidden.detach().reshape(-1, weight.shape[1])
+        if ctx.parameter is not None and deferred.puts_off():
+            deferred.note([ctx.parameter], lambda: [scaled_product(gradient.t(), flat.t(), kind)])
+            return hidden_grad, None, None
+        return hidden_grad, scaled_product(gradient.t(), flat.t(), kind), None

@@ -1,0 +1,77 @@
+"""When parameters are stepped, and where the optimizer's states are in the meantime.
+
+Of AdamW's memory gradients and states are three times the parameters. A gradient can go as soon as it is there, if its
+parameter is stepped at once (as LOMO does, arXiv 2306.09782), and states can wait in host memory, if each parameter's
+visit the device for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host instead, and steps there).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.training.clipping import EarlierNorms
+from recipe_lib.training.state_visits import StateVisits, step_only
+
+
+def arrange_steps(
+    optimizer: Optimizer, model: nn.Module, memory: MemoryConfig, device: torch.device
+) -> EarlierNorms | None:
+    """Says when the optimizer steps each parameter, and where its states wait; call it once, behind `build_optimizer`.
+
+    `memory.optimizer_offload`: states are in pinned host memory, and `optimizer.step()` takes the parameters one after
+    the other, each with its states on the device. On a CPU nothing changes.
+
+    `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient, which is freed. A
+    sharded parameter's is there when FSDP has summed it. Parameters whose gradients are not whole at that moment are
+    left for `optimizer.step()` behind backward: a tied embedding's come twice, and those that every rank of a
+    tensor-parallel group has are summed once a step. There may be one backward a step.
+
+    Returns the norms of gradients that are gone when `clip_grad_norm` is called, for that; None without the lever.
+    """
+    visits = StateVisits(optimizer, device) if memory.optimizer_offload and _has_host(device) else None
+    optimizer.steps_in_backward = memory.optimizer_in_backward  # type: ignore[attr-defined]
+    if not memory.optimizer_in_backward:
+        return None
+    norms = EarlierNorms()
+    step_one: Callable[[nn.Parameter], Any] = visits.step_one if visits else lambda one: step_only(optimizer, one)
+
+    def step(parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if parameter.grad.device.type != device.type:  # offloaded by FSDP: torch 2.11 does not wait for the copy
+            torch.get_device_module(device).current_stream().synchronize()
+        norms.add(parameter)
+        step_one(parameter)
+        parameter.grad = None
+
+    for parameter in _made_at_once(optimizer, model):
+        parameter.register_post_accumulate_grad_hook(step)
+    return norms
+
+
+def check_arranged(optimizer: Optimizer, memory: MemoryConfig) -> None:
+    """ValueError for a recipe, such as an older copy, that never called `arrange_steps` though its config asks."""
+    if (memory.optimizer_in_backward or memory.optimizer_offload) and not hasattr(optimizer, "steps_in_backward"):
+        raise ValueError("a recipe with these levers calls training.arrange_steps behind training.build_optimizer")
+
+
+def _has_host(device: torch.device) -> bool:
+    """Whether host memory is another one than the device's."""
+    return device.type != "cpu"
+
+
+def _made_at_once(optimizer: Optimizer, model: nn.Module) -> Sequence[nn.Parameter]:
+    """The optimizer's parameters whose gradient is whole when backward gives it, once."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    kinds: dict[str, str] = getattr(model, "tensor_gradients", {})
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if len(names[id(parameter)]) == 1 and kinds.get(names[id(parameter)][0]) != "partial"
+    ]

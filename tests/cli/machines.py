@@ -1,0 +1,93 @@
+"""Facts of machines that `tune doctor` might find, to plant faults in."""
+
+import copy
+from typing import Any
+
+from recipe_lib.units import GIB
+
+RANGE = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
+    """Collectives that are right."""
+    points = [
+        {"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10, "wrong": 0}
+        for size in (4096, 2**20)
+        for name in RANGE
+    ]
+    return {"backend": backend, "ranks": ranks, "points": points, "failed": [], "hung": False, "said": []} | changes
+
+
+def gpu(**changes: Any) -> dict[str, Any]:
+    """An RTX 4090 as torch describes it."""
+    size = int(23.5 * GIB)
+    card = {"name": "NVIDIA GeForce RTX 4090", "memory": size, "free": size - GIB // 2, "capability": [8, 9]}
+    return card | {"supported": True} | changes
+
+
+def ways(**changes: Any) -> list[dict[str, Any]]:
+    """Copies between two GPUs."""
+    one = {"from": 0, "to": 1, "both": False, "access": True, "wrong": [], "rate": 2e10}
+    return [
+        {**one, **changes},
+        {**one, "from": 1, "to": 0},
+        {"from": 0, "to": 1, "both": True, "wrong": [], "rate": 4e10},
+    ]
+
+
+def healthy() -> dict[str, Any]:
+    """A machine with two RTX 4090 on which all is well."""
+    folder = {
+        "path": "/runs", "exists": True, "file_system": "ext4", "shared": False, "total": 900 * GIB,
+        "free": 500 * GIB, "write_rate": 1e9, "fault": None,
+    }  # fmt: skip
+    calibration = {
+        "version": 1, "device": "NVIDIA GeForce RTX 4090", "dry_run": False, "torch": "2.13.0", "date": "2026-11-22",
+        "matmul": {"bf16": [{"shape": [4096, 14336, 4096], "rate": 1.4e14}]}, "attention": 6e13, "bandwidth": 8e11,
+        "host_seconds": 5e-6, "kernel_seconds": 2e-6, "link_bandwidth": None,
+        "copy_to_device": 2.4e10, "copy_to_host": 2.5e10,
+    }  # fmt: skip
+    facts = {
+        "machine": {
+            "python": "3.12.3",
+            "system": "Linux",
+            "cores": 32,
+            "packages": dict.fromkeys(("safetensors", "peft"), "1.0") | {"torch": "2.13.0+cu130", "torchao": "0.18.0"},
+            "driver": "580.65",
+            "listed_gpus": [{"name": "NVIDIA GeForce RTX 4090", "memory": 24 * GIB}] * 2,
+            "environment": {"OMP_NUM_THREADS": "8"},
+            "memory": {"total": 256 * GIB, "free": 200 * GIB, "what": "free on this machine"},
+            "locked_memory": 8 * 2**20,
+            "shared_memory": {"total": 128 * GIB, "free": 127 * GIB},
+            "infiniband": [],
+            "folders": [{"use": use, **folder} for use in ("output_dir", "models", "data.cache_dir")],
+        },
+        "steps": {
+            "torch": {
+                "version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "nccl": "2.28.9",
+                "built_for": ["sm_89", "sm_90"], "gpus": [gpu(), gpu()], "error": None,
+            },
+            "int8 matmuls": 2.8e14,
+            "fp8 matmuls": 2.7e14,
+            "calibration": calibration,
+        },
+        "failed": {},
+        "torchao_said": [],
+        "peers": ways(),
+        "links": links(),
+        "links_without_p2p": None,
+    }  # fmt: skip
+    for number in (0, 1):
+        facts["steps"][f"matmuls of GPU {number}"] = 1.4e14 + number * 1e12
+        facts["steps"][f"copies of GPU {number}"] = {"copy_to_device": 2.4e10, "copy_to_host": 2.5e10}
+    return copy.deepcopy(facts)  # rows that are alike are no longer one
+
+
+def put(facts: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+    """The facts with another value: `machine/memory/available`, `steps/torch/gpus/0/free`."""
+    *way, last = place.split("/")
+    target: Any = facts
+    for step in way:
+        target = target[int(step) if isinstance(target, list) else step]
+    target[int(last) if isinstance(target, list) else last] = value
+    return facts

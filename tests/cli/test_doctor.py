@@ -1,0 +1,252 @@
+"""`tune doctor`: every finding from a machine that has the fault, the report, and a whole run over gloo."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_lib.cli import doctor, doctor_findings, doctor_machine, doctor_probes
+from recipe_lib.cli.doctor_findings import advice, findings
+from recipe_lib.cli.doctor_report import report
+from recipe_lib.cli.main import main
+from recipe_lib.plan import calibrate, links
+from recipe_lib.units import GIB, MIB
+from tests.cli.commands import ROOT
+from tests.cli.machines import gpu, healthy, put, ways
+from tests.cli.machines import links as collectives
+from tests.plan.apart import apart
+
+ZEROS = ["4100 bytes of noise: 1025 of 1025 words are others, the first is 0 where 7 was sent"]
+HANGS = collectives(failed=["rank 0: all_reduce of 1.00 MiB: not done after 60 s"], hung=True)
+WRONG = collectives(points=[{"operation": "all_gather", "bytes": 4096, "seconds": 1e-5, "wrong": 12}])
+# Where, what is there, the finding, and what its line has to say.
+PLANTED: list[tuple[str, Any, str, str]] = [
+    ("machine/packages/torchao", None, "package-missing", "torchao: not installed, expected torchao>=0.15,<0.19"),
+    ("machine/packages/torch", "2.9.1", "package-version", "found 2.9.1, expected torch>=2.11,<2.14; pip install"),
+    ("machine/packages/torch", "2.14.0.dev20261101", "package-version", "found 2.14.0"),
+    ("failed/torchao", "ImportError: no such symbol", "torchao", "torchao 0.18.0 cannot be imported beside torch 2.13"),
+    ("failed/torch", "not done after 60 s", "torch-broken", "torch cannot be used: not done after 60 s; install"),
+    ("machine/driver", "does not answer", "driver", "nvidia-smi does not answer"),
+    ("steps/torch/gpus/1/supported", False, "gpu-architecture", "GPU 1 (NVIDIA GeForce RTX 4090) is sm_89"),
+    ("steps/torch/gpus/0", gpu(capability=[7, 5]), "gpu-bf16", "sm_75"),
+    ("steps/torch/gpus/1/free", 20 * GIB, "gpu-in-use", "GPU 1: 3.50 GiB of 23.50 GiB are in use"),
+    ("steps/matmuls of GPU 1", 1.0e14, "gpu-slow", "GPU 1: bf16 matmuls at 100 TFLOP/s, another"),
+    ("failed/matmuls of GPU 1", "ended by SIGSEGV", "gpu-broken", "matmuls of GPU 1: ended by SIGSEGV"),
+    ("peers", ways(wrong=ZEROS), "peer-copies-wrong", "the driver reports peer access all the same; set NCCL_P2P_DIS"),
+    ("failed/copies from GPU 0 to GPU 1", "not done after 60 s", "peer-copies-hang", "NCCL_P2P_DISABLE=1"),
+    ("links", HANGS, "collectives-hang", "all_reduce of 1.00 MiB: not done after 60 s; run with NCCL_DEBUG=INFO"),
+    ("links", collectives(failed=["rank 1: meet: ended by SIGABRT"]), "collectives-fail", "rank 1: meet: ended by"),
+    ("links", WRONG, "collectives-wrong", "all_gather of 4.00 KiB among 2 ranks gives 12 wrong numbers"),
+    ("machine/memory/free", GIB, "host-memory", "1.00 GiB free on this machine"),
+    ("machine/shared_memory/free", 64 * MIB, "shared-memory", "/dev/shm: 64.00 MiB is free"),
+    ("machine/infiniband", ["mlx5_0"], "locked-memory", "limited to 8.00 MiB"),
+    ("machine/folders/0/fault", "Read-only file system", "folder-unwritable", "output_dir (/runs): Read-only file"),
+    ("machine/folders/1/free", GIB, "disk-full", "models (/runs): 1.00 GiB are free"),
+    ("failed/calibration", "RuntimeError: no kernel image", "not-measured", "calibration: RuntimeError: no kernel"),
+]
+HINTED: list[tuple[str, Any, str]] = [
+    ("torchao_said", ["Please upgrade to torch >= 2.11.0"], "torchao-pair"),
+    ("steps/torch/gpus/1/name", "NVIDIA Unheard Of", "gpus-unlike"),
+    ("failed/fp8 matmuls", "RuntimeError: unsupported", "low-precision"),
+    ("peers", ways(access=False)[:1], "no-peer-access"),
+    ("machine/environment/NCCL_P2P_DISABLE", "1", "p2p-disabled"),
+    ("steps/copies of GPU 1/copy_to_host", 3e9, "slow-copies"),
+    ("machine/memory/what", "left in this process's control group", "memory-limit"),
+    ("machine/folders/0/write_rate", 20 * MIB, "slow-disk"),
+    ("machine/folders/2/shared", True, "shared-cache"),
+]
+
+
+def test_of_a_healthy_machine_nothing_is_found() -> None:
+    facts = healthy()
+    assert findings(facts) == advice(facts) == []
+    text = report(facts, [], [])
+    assert text.endswith("findings\n  none: all is well\n")
+    assert "NVIDIA GeForce RTX 4090, sm_89, 23.50 GiB, 23.00 GiB free" in text
+    assert "bf16 matmuls 140.0 TFLOP/s, int8 280.0, fp8 270.0, to it 24.0 GB/s, from it 25.0 GB/s" in text
+    assert "2 of 2 ways, as the driver says" in text and "3 of 3 arrive whole; one way 20.0 GB/s to 20.0 GB/s" in text
+    # 4096 bytes in 10.4 us: each of two ranks sends all of them in an all-reduce, half of them in an all-gather
+    assert re.search(r"4 KiB +10 us +393 MB/s +10 us +197 MB/s", text)
+
+
+@pytest.mark.parametrize(("place", "value", "name", "told"), PLANTED, ids=[row[2] for row in PLANTED])
+def test_a_fault_is_found_and_told_with_its_remedy(place: str, value: Any, name: str, told: str) -> None:
+    facts = put(healthy(), place, value)
+    (found,) = findings(facts)
+    assert found["name"] == name and told in f"{found['line']}; {found['remedy']}"
+    assert found["remedy"] and "\n" not in found["line"] + found["remedy"]
+    assert report(facts, [found], []).endswith(f"  {name}: {found['line']}\n    -> {found['remedy']}\n")
+
+
+@pytest.mark.parametrize(("place", "value", "name"), HINTED, ids=[row[2] for row in HINTED])
+def test_what_is_worth_knowing_is_no_fault(place: str, value: Any, name: str) -> None:
+    facts = put(healthy(), place, value)
+    assert [each["name"] for each in advice(facts)] == [name]
+    assert findings(facts) == []
+
+
+def test_every_finding_is_explained() -> None:
+    """Each name that the code gives stands in the document's table or is advice, and has a machine above."""
+    code = Path(doctor_findings.__file__).read_text()
+    names = set(re.findall(r'_finding\(\s*"([\w-]+)"', code)) | {"collectives-hang", "collectives-fail"}
+    table = (ROOT / "docs" / "doctor.md").read_text().split("## Findings")[1].split("## ")[0]
+    faults = set(re.findall(r"`([\w-]+)`", "".join(line.split("|")[1] for line in table.splitlines() if "| `" in line)))
+    assert faults == {row[2] for row in PLANTED} | {"gpu-unseen"}
+    assert names == faults | {row[2] for row in HINTED} | {"no-links"}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "error", "told"),
+    [(None, None, "built without CUDA: install one"), ("13.0", "driver too old", "it says: driver too old; install a")],
+)
+def test_gpus_that_torch_does_not_see(cuda: str | None, error: str | None, told: str) -> None:
+    facts = healthy() | {"peers": [], "links": None}
+    facts["steps"] = {"torch": facts["steps"]["torch"] | {"gpus": [], "cuda": cuda, "error": error}}
+    (found,) = findings(facts)
+    assert found["name"] == "gpu-unseen" and "the driver lists 2 GPUs" in found["line"] and told in found["remedy"]
+
+
+def test_a_card_alone_is_held_against_its_data_sheet() -> None:
+    facts = healthy()
+    for number in (0, 1):
+        facts["steps"][f"matmuls of GPU {number}"] = 5e13
+    assert [each["name"] for each in findings(facts)] == ["gpu-slow"] * 2
+    assert "the data sheet of rtx4090 says 165" in findings(facts)[0]["line"]
+
+
+def faked(found: dict[str, Any]) -> Any:
+    """Steps that give what is said, in place of a GPU's."""
+    return lambda rank, folder: [(name, lambda value=value: value) for name, value in found.items()]
+
+
+def test_what_hangs_is_tried_without_peer_access(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """Two cards that deliver zeros: NCCL stands still, and does not with NCCL_P2P_DISABLE=1."""
+    facts, tried = healthy(), []
+    copies = ways(wrong=ZEROS)
+    good = collectives()
+
+    def measured(ranks: int, on_gpu: bool, **environment: str) -> dict[str, Any]:
+        tried.append((ranks, on_gpu, environment))
+        return good if environment else HANGS
+
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(doctor_machine, "machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "device_steps", faked(facts["steps"]))
+    monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
+    monkeypatch.setattr(doctor_probes, "peer_steps", faked(dict(enumerate(copies))))
+    monkeypatch.setattr(doctor, "measure_links", measured)
+    path = tmp_path / "rates.json"
+    assert main(["doctor", "--json", "--write", str(path)]) == doctor.FOUND
+    assert tried == [(2, True, {}), (2, True, {"NCCL_P2P_DISABLE": "1"})]
+    told = json.loads(capsys.readouterr().out)
+    assert not told["healthy"]
+    assert [each["name"] for each in told["findings"]] == ["peer-copies-wrong", "collectives-hang"]
+    assert told["findings"][1]["remedy"] == ("with NCCL_P2P_DISABLE=1 they are right: set it for every run")
+    read = calibrate.read_calibration(path, doctor_findings.find_hardware("rtx4090"))
+    assert read.links and read.links.points["all_gather"][-1] == (2**19, 1e-5 + 2**20 / 1e10)
+    assert read.matmul["fp8"][0][1] == 2.7e14 and read.copy_to_host == 2.5e10
+    assert main(["doctor", "--nproc_per_node", "3"]) == 2
+    assert "found 3, expected at most 2, the GPUs that torch sees" in capsys.readouterr().err
+
+
+def test_a_torch_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor_machine, "machine", lambda folders: healthy()["machine"])
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.FOUND
+    out = capsys.readouterr().out
+    assert "torch-broken: torch cannot be used: ModuleNotFoundError" in out
+    assert "not written, as the device's rates could not be measured" in out and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is written, sent and computed, torchao (seconds) is not imported, and no disk is too full."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU this would be the real thing")
+    monkeypatch.setattr(doctor_machine, "WRITTEN", MIB)
+    monkeypatch.setattr(links, "CPU_SIZES", (4096, 65536))
+    monkeypatch.setattr(links, "ROUNDS", 2)
+    monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
+    monkeypatch.setattr(doctor_machine, "installed", lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name))
+    for name in ("DISK", "MEMORY"):
+        monkeypatch.setattr(doctor_findings, name, 0)
+
+
+def test_what_doctor_measures_over_gloo_a_plan_uses(quick: None, tmp_path: Path, capsys: Any) -> None:
+    """From the measurement to the planned time of a step, all of it real."""
+    path, folder = tmp_path / "machine.json", tmp_path / "out"
+    code = main(["doctor", "--nproc_per_node", "2", "--output_dir", str(folder), "--write", str(path)])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "2 ranks on the CPU, over gloo (which says nothing of GPUs)" in out and f"{folder} (not there yet)" in out
+    assert f"`tune plan --device cpu --calibration {path}` uses the file" in out
+    assert list(tmp_path.iterdir()) == [path]  # what the disk was measured with is gone
+    values = json.loads(path.read_text())
+    assert [point["bytes"] for point in values["links"]["all_gather"]] == [4096, 65536]
+
+    def planned(file: Path) -> float:
+        words = ["--nproc_per_node", "2", "--device", "cpu", "--sequence", "max", "--json", str(tmp_path / "plan.json")]
+        assert apart(main, ["plan", "--config", "demo/full", *words, "--calibration", str(file)]) == 0
+        return json.loads((tmp_path / "plan.json").read_text())["time"]["communication"]
+
+    for operation in links.OPERATIONS:
+        for point in values["links"][operation]:
+            point["seconds"] *= 1000
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps(values))
+    assert planned(slow) == pytest.approx(1000 * planned(path), rel=1e-6)
+
+
+def test_wrong_numbers_and_ranks_that_stand_still(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a backend that scatters zeros, and of one in which rank 1 never comes."""
+    import time
+
+    import torch.distributed as dist
+
+    monkeypatch.setattr(links, "CPU_SIZES", (4096,))
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda result, whole: result.zero_())
+    found = doctor.measure_links(2, on_gpu=False)
+    assert [(row["operation"], row["wrong"]) for row in found["points"]] == [
+        ("all_reduce", 0),
+        ("all_gather", 0),
+        ("reduce_scatter", 2 * 2 * 512),  # each rank's 512 numbers, before and after; no sum is zero
+    ]
+    assert not found["failed"] and not doctor.usable(found)
+
+    original = links.measure_collective
+
+    def late(operation: str, size: int, rank: int, *rest: Any) -> dict[str, Any]:
+        if rank == 1 and operation == "all_gather":
+            time.sleep(60)
+        return original(operation, size, rank, *rest)
+
+    monkeypatch.setattr(links, "measure_collective", late)
+    monkeypatch.setattr(doctor, "STEP_SECONDS", 4.0)
+    found = doctor.measure_links(2, on_gpu=False)
+    assert found["hung"] and found["failed"][0] == "rank 0: all_gather of 4.00 KiB: not done after 4 s"
+    assert [row["operation"] for row in found["points"]] == ["all_reduce"]
+    (line,) = findings(healthy() | {"links": found})
+    assert line["name"] == "collectives-hang" and "/etc/hosts" in line["remedy"]
+
+
+def test_the_benchmark_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from benchmarks import gpu_check, gpu_doctor
+
+    facts = healthy()
+    monkeypatch.setattr(gpu_doctor.doctor, "gather", lambda arguments: facts)
+    monkeypatch.setattr(gpu_doctor, "own_gpus", lambda: [])
+    assert gpu_check.main(["doctor", "--output", str(tmp_path)]) == 0
+    facts["steps"]["torch"]["gpus"] = []
+    facts["links"]["failed"] = ["rank 0: meet: RuntimeError"]
+    facts["machine"]["listed_gpus"] = []
+    assert gpu_check.main(["doctor", "--output", str(tmp_path)]) == doctor.FOUND
+    names = ["gpu-doctor-2x-nvidia-geforce-rtx-4090", "gpu-doctor-dry-run-cpu"]
+    endings = ["-rates.json", ".json", ".md"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(a + b for a in names for b in endings)
+    assert "Nothing was measured on a GPU" in (tmp_path / f"{names[1]}.md").read_text()
+    assert "Nothing was measured" not in (tmp_path / f"{names[0]}.md").read_text()

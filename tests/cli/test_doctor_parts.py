@@ -1,0 +1,274 @@
+"""The parts of `tune doctor`: processes that may hang, copies that arrive wrong, limits of groups, file systems."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_lib.cli import doctor_probes
+from recipe_lib.cli.doctor_apart import Step, run_apart
+from recipe_lib.cli.doctor_machine import file_system, folder, host_memory, in_range, machine
+from recipe_lib.cli.doctor_probes import describe_torch, has_kernels, verify_copies
+from recipe_lib.plan import calibrate
+from recipe_lib.units import GIB, MIB
+
+SIZES = (4, 4100)
+
+
+def no_child_is_left() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG) == (0, 0)  # others of the test process
+    except ChildProcessError:
+        return True
+
+
+def test_a_process_goes_on_after_a_step_that_failed() -> None:
+    def work(rank: int, folder: Path) -> Iterator[Step]:
+        yield "one", lambda: 1
+        yield "two", lambda: 1 // 0
+        yield "three", lambda: print("said") or [3]
+
+    (found,) = run_apart(work)
+    assert found.values == {"one": 1, "three": [3]} and found.failed == {"two": "ZeroDivisionError: " + str_of_zero()}
+    assert not found.fine and not found.hung and "said" in found.said and "Traceback" in found.said
+
+
+def str_of_zero() -> str:
+    try:
+        return str(1 // 0)
+    except ZeroDivisionError as error:
+        return str(error)
+
+
+def test_what_hangs_is_ended_and_what_was_found_is_kept() -> None:
+    def work(rank: int, folder: Path) -> Iterator[Step]:
+        for number in range(3):  # together longer than the limit, which is for each
+            yield f"quick {number}", lambda: time.sleep(0.8)
+        yield "slow", lambda: signal.pause()
+        yield "never", lambda: 1
+
+    (found,) = run_apart(work, seconds=2)  # without a limit this would never end
+    assert list(found.values) == ["quick 0", "quick 1", "quick 2"]
+    assert found.failed == {"slow": "not done after 2 s"} and found.hung == "slow"
+    assert no_child_is_left()
+
+
+def test_a_process_that_breaks_off_is_told_by_its_signal_or_code() -> None:
+    def crash(rank: int, folder: Path) -> Iterator[Step]:
+        yield "fine", lambda: 1
+        yield "crash", lambda: os.kill(os.getpid(), signal.SIGTERM)
+
+    (found,) = run_apart(crash)
+    assert found.values == {"fine": 1} and found.failed == {"crash": "ended by SIGTERM"} and not found.hung
+    (found,) = run_apart(lambda rank, folder: [("leave", lambda: os._exit(9))])
+    assert found.failed == {"leave": "ended with exit code 9"}
+
+    def unwritten(rank: int, folder: Path) -> Iterator[Step]:
+        raise ValueError("before the first step")
+        yield
+
+    (found,) = run_apart(unwritten)
+    assert found.failed == {"start": "ended with exit code 1"} and "before the first step" in found.said
+
+
+def test_of_several_the_one_that_fails_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipe_lib.cli.doctor_apart.GRACE_SECONDS", 0.2)
+
+    def work(rank: int, folder: Path) -> Iterator[Step]:
+        yield "meet", lambda: rank
+        yield "exchange", lambda: 1 // 0 if rank == 1 else signal.pause()
+        yield "more", lambda: rank
+
+    first, second = run_apart(work, ranks=2, seconds=30)
+    assert first.values == {"meet": 0} and first.failed == {"exchange": "ended, as another rank had failed"}
+    assert second.values == {"meet": 1} and second.failed["exchange"].startswith("ZeroDivisionError")
+    assert not first.hung and no_child_is_left()
+
+
+def test_copies_that_arrive_are_right() -> None:
+    found = verify_copies([("cpu", "cpu"), ("cpu", "cpu")], sizes=SIZES)
+    assert found["wrong"] == [] and found["rate"] > 0
+
+
+def ragged(target: torch.Tensor, source: torch.Tensor) -> None:
+    target[:1024].copy_(source[:1024])
+
+
+def shifted(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source.roll(1))
+
+
+@pytest.mark.parametrize(
+    ("copy", "faults"),
+    [
+        (lambda target, source: target.zero_(), 2 * 3),  # all but zeros
+        (lambda target, source: None, 2 * 4),
+        (lambda target, source: source.copy_(target), 2 * 4),  # the other way round
+        (ragged, 4),  # the last word of the second size, in every pattern
+        (shifted, 2),  # noise and places
+    ],
+    ids=["zeros", "never", "backwards", "ragged", "shifted"],
+)
+def test_copies_that_arrive_otherwise_are_seen(copy: Any, faults: int) -> None:
+    wrong = verify_copies([("cpu", "cpu")], copy, SIZES)["wrong"]
+    assert len(wrong) == faults
+    if copy is ragged:
+        assert wrong[1] == (
+            f"4100 bytes of zeros: 1 of 1025 words are others, the first is {0x5A5A5A5A} where 0 was sent"
+        )
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "expected"),
+    [
+        ((8, 9), ["sm_80", "sm_86", "sm_90"], True),  # code of 8.0 runs on 8.9
+        ((8, 6), ["sm_89"], False),
+        ((12, 0), ["sm_90", "sm_100"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),  # the driver compiles it
+        ((7, 0), ["sm_75", "compute_90"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((9, 0), [], False),
+    ],
+)
+def test_kernels_for_a_card(capability: tuple[int, int], built_for: list[str], expected: bool) -> None:
+    assert has_kernels(capability, built_for) is expected
+
+
+def test_torch_is_described_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    told = describe_torch()
+    assert told["version"] == torch.__version__ and told["gpus"] == [] and told["cuda"] == torch.version.cuda
+
+
+class Cards:
+    """Stands in for torch.cuda: two cards, of which the second cannot read the first."""
+
+    nccl = SimpleNamespace(version=lambda: (2, 28, 9))
+
+    def init(self) -> None: ...
+
+    def get_arch_list(self) -> list[str]:
+        return ["sm_80"]
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_device_capability(self, number: int) -> tuple[int, int]:
+        return (8, 9) if number == 0 else (9, 0)
+
+    def get_device_name(self, number: int) -> str:
+        return f"card {number}"
+
+    def mem_get_info(self, number: int) -> tuple[int, int]:
+        return 3 * GIB, 4 * GIB
+
+    def can_device_access_peer(self, device: int, peer: int) -> bool:
+        return (device, peer) != (1, 0)
+
+
+def test_cards_are_described_and_every_way_between_them_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: Cards())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    told = describe_torch()
+    common = {"memory": 4 * GIB, "free": 3 * GIB}
+    assert told["nccl"] == "2.28.9" and told["gpus"] == [
+        common | {"name": "card 0", "capability": [8, 9], "supported": True},
+        common | {"name": "card 1", "capability": [9, 0], "supported": False},
+    ]
+    monkeypatch.setattr(
+        doctor_probes, "verify_copies", lambda ways: {"wrong": [f"{a} {b}" for a, b in ways], "rate": 1.0}
+    )
+    found = [step() for _, step in doctor_probes.peer_steps(0, Path())]
+    assert [(way["from"], way["to"], way["both"], way["access"], way["wrong"]) for way in found] == [
+        (0, 1, False, False, ["cuda:0 cuda:1"]),
+        (1, 0, False, True, ["cuda:1 cuda:0"]),
+        (0, 1, True, False, ["cuda:0 cuda:1", "cuda:1 cuda:0"]),
+    ]
+
+
+def test_each_card_is_measured_and_what_it_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = {"name": "card", "memory": GIB, "free": GIB, "capability": [8, 6], "supported": True}
+    monkeypatch.setattr(doctor_probes, "describe_torch", lambda: {"gpus": [card, card]})
+    monkeypatch.setattr(doctor_probes, "on_device", lambda device, measure: (device, measure.func, *measure.args))
+    steps = doctor_probes.device_steps(0, Path())
+    assert next(steps)[1]()["gpus"] == [card, card]
+    done = dict(steps)
+    assert done.pop("calibration").args == ("cuda",)
+    assert {name: step() for name, step in done.items()} == {
+        "copies of GPU 0": ("cuda:0", calibrate.copy_rates, "cuda:0"),
+        "matmuls of GPU 0": ("cuda:0", calibrate.matmul_rate, "cuda:0", "bf16"),
+        "copies of GPU 1": ("cuda:1", calibrate.copy_rates, "cuda:1"),
+        "matmuls of GPU 1": ("cuda:1", calibrate.matmul_rate, "cuda:1", "bf16"),
+        "int8 matmuls": ("cuda:0", calibrate.matmul_rate, "cuda:0", "int8"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "expected"),
+    [
+        ("torch", "2.11.0+cu130", True),
+        ("torch", "2.13.1", True),
+        ("torch", "2.9.1", False),
+        ("torch", "2.14.0", False),
+        ("torchao", "0.15.0", True),
+        ("torchao", "0.9.0", False),
+        ("torchao", "0.19.0", False),
+    ],
+)
+def test_ranges(package: str, version: str, expected: bool) -> None:
+    assert in_range(package, version) is expected
+
+
+def test_ranges_are_those_of_the_package() -> None:
+    from recipe_lib.cli.doctor_machine import RANGES
+    from tests.house.test_imports import PROJECT
+
+    lines = PROJECT["project"]["dependencies"]
+    for name, ((major, minor), (above, behind)) in RANGES.items():
+        assert f"{name}>={major}.{minor},<{above}.{behind}" in lines
+
+
+def test_the_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/b /data/fast xfs rw 0 0\n"
+        "one /over tmpfs rw 0 0\ntwo /over lustre rw 0 0\nc /with\\040space 9p rw 0 0\n"
+    )
+    places = {"/": "ext4", "/data/runs": "nfs4", "/data/fast": "xfs", "/data/faster": "nfs4", "/database": "ext4",
+              "/over/x": "lustre", "/with space/x": "9p"}  # fmt: skip
+    assert {place: file_system(Path(place), mounts) for place in places} == places
+    assert file_system(Path("/"), tmp_path / "absent") == "unknown"
+
+
+def test_a_folder_is_measured_where_it_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipe_lib.cli.doctor_machine.WRITTEN", MIB)
+    found = folder(tmp_path / "a" / "b")
+    assert not found["exists"] and found["fault"] is None and found["free"] > 0 and found["write_rate"] > 0
+    assert not list(tmp_path.iterdir())
+    refused = folder(Path("/proc"))
+    assert refused["fault"] and refused["write_rate"] is None and refused["file_system"] == "proc"
+
+
+def test_secrets_of_the_environment_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"NCCL_P2P_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "4"}
+    hidden = {"HF_TOKEN": "x", "WANDB_API_KEY": "x", "AWS_SECRET": "x", "MY_NCCL_TOKEN": "x"}
+    for name, value in (told | hidden).items():
+        monkeypatch.setenv(name, value)
+    seen = machine({})["environment"]
+    assert told.items() <= seen.items() and not hidden.keys() & seen.keys()
+
+
+def test_free_memory_is_what_offloading_counts_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe_lib.memory import host
+
+    monkeypatch.setattr(host, "free_host_memory", lambda: (3 * GIB, "left in this process's control group"))
+    found = host_memory()
+    assert (found["free"], found["what"]) == (3 * GIB, "left in this process's control group")
+    assert found["total"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,181 @@
+"""Products of operands rounded to 8 bits: against fp64 within what rounding theory says, and against torchao's."""
+
+import logging
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_lib.ops import low_precision
+from recipe_lib.ops.deferred import put_off, splittable
+from recipe_lib.ops.low_precision import KINDS, quantise_rows, scaled_linear, scaled_product
+
+TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden `[.., i]`, weight, bias, gradient; with rows and columns of very different size."""
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*shape: int) -> Tensor:
+        sizes = torch.exp(2 * torch.randn(shape[0], 1, generator=generator))
+        return (torch.randn(*shape, generator=generator) * sizes).to(dtype)
+
+    return made(TOKENS, IN).view(1, TOKENS, IN), made(OUT, IN), made(OUT, 1).flatten(), made(TOKENS, OUT)
+
+
+def step_of(matrix: Tensor, kind: str) -> Tensor:
+    """By how much each entry of a matrix may be off when it is rounded row by row, fp64."""
+    wide = matrix.double().abs()
+    step = wide.amax(dim=1, keepdim=True) / low_precision.LARGEST[kind]
+    if kind == "int8":
+        return (step / 2).expand_as(wide)
+    return torch.maximum(wide / 16, step * 2**-10)  # 3 bits of mantissa; below 2^-6 of a step subnormal numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
+    matrix = operands()[0][0]
+    matrix[3] = 0
+    codes, scales = quantise_rows(matrix, kind)
+    assert codes.shape == (48, 80) and codes.dtype == low_precision._TYPES[kind] and scales.dtype == torch.float32
+    assert torch.equal(codes[TOKENS:].float(), torch.zeros(48 - TOKENS, IN))
+    back = codes[:TOKENS].double() * scales.double().unsqueeze(1)
+    assert ((back - matrix).abs() <= step_of(matrix, kind) * (1 + 1e-5)).all()
+    assert torch.equal(back[3], torch.zeros(IN, dtype=torch.float64))
+    assert (codes[:TOKENS].float().abs().amax(dim=1) == low_precision.LARGEST[kind]).sum() == TOKENS - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_those_that_rounding_makes(kind: str):
+    """Each entry within the sum of all steps; all together as large as independent, uniform errors would be."""
+    generator = torch.Generator().manual_seed(2)
+    left, right = torch.randn(64, 512, generator=generator), torch.randn(96, 512, generator=generator)
+    exact = left.double() @ right.double().t()
+    error = (scaled_product(left, right, kind).double() - exact).abs()
+    one, other = step_of(left, kind), step_of(right, kind)
+    most = one @ right.double().abs().t() + left.double().abs() @ other.t() + one @ other.t()
+    rounding = 2**-8 * exact.abs() if kind == "fp8" else 1e-5 * most  # of the result: bf16 and fp32
+    assert (error <= most + rounding).all()
+    if kind == "int8":
+        expected = ((one**2) @ right.double().t() ** 2 + left.double() ** 2 @ (other**2).t()).div(3).mean().sqrt()
+        assert 0.9 < error.square().mean().sqrt() / expected < 1.1
+    assert error.square().mean().sqrt() / exact.square().mean().sqrt() < {"int8": 0.011, "fp8": 0.045}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("int8", torch.float32), ("int8", torch.bfloat16), ("fp8", torch.bfloat16)]
+)
+def test_gradients_are_products_of_the_rounded_operands(kind: str, dtype: torch.dtype):
+    """The three products, from fp64 operands that were rounded by hand along the right dimension."""
+
+    def rounded(matrix: Tensor) -> Tensor:
+        codes, scales = quantise_rows(matrix, kind)
+        return codes[: matrix.shape[0], : matrix.shape[1]].double() * scales.double().unsqueeze(1)
+
+    hidden, weight, bias, gradient = operands(dtype)
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    out = scaled_linear(*leaves, kind)
+    out.backward(gradient.unsqueeze(0))
+    flat = hidden[0]
+    expected = [
+        (rounded(flat) @ rounded(weight).t() + bias.double(), out[0]),
+        (rounded(gradient) @ rounded(weight.t().contiguous()).t(), leaves[0].grad[0]),
+        (rounded(gradient.t().contiguous()) @ rounded(flat.t().contiguous()).t(), leaves[1].grad),
+        (gradient.double().sum(dim=0), leaves[2].grad),
+    ]
+    for exact, found in expected:
+        assert found.dtype == dtype
+        assert (found.double() - exact).abs().max() <= exact.abs().max() * (2**-7 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.fixture(scope="module")
+def torchao() -> Any:
+    """torchao's modules, which say on a CPU's build what they cannot do there."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear
+        from torchao.prototype.quantized_training.int8_mixed_precision import (
+            Int8MixedPrecisionTrainingConfig,
+            Int8MixedPrecisionTrainingLinear,
+        )
+    except ImportError:
+        pytest.skip("torchao is not installed")
+    finally:
+        logging.disable(logging.NOTSET)
+
+    def linear(kind: str, weight: Tensor) -> Any:
+        if kind == "int8":
+            made: Any = Int8MixedPrecisionTrainingLinear(
+                IN, OUT, bias=False, dtype=weight.dtype, config=Int8MixedPrecisionTrainingConfig()
+            )
+        else:
+            config = Float8LinearConfig.from_recipe_name("rowwise")
+            object.__setattr__(config, "emulate", True)
+            object.__setattr__(config, "round_scales_to_power_of_2", False)  # ours are as they are
+            plain = torch.nn.Linear(IN, OUT, bias=False, dtype=weight.dtype)
+            made = Float8Linear.from_float(plain, config)
+        made.weight = torch.nn.Parameter(weight.clone())
+        return made
+
+    return linear
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.float32), ("fp8", torch.bfloat16)])
+def test_torchao_finds_the_same(torchao: Any, kind: str, dtype: torch.dtype):
+    hidden, weight, _, gradient = operands(dtype)
+    theirs, other = torchao(kind, weight), hidden.clone().requires_grad_()
+    expected = theirs(other)
+    expected.backward(gradient.unsqueeze(0))
+    mine, own = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = scaled_linear(mine, own, None, kind)
+    out.backward(gradient.unsqueeze(0))
+    for found, wanted in ((out, expected), (mine.grad, other.grad), (own.grad, theirs.weight.grad)):
+        off = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
+        assert off <= (1e-6 if dtype == torch.float32 else 2**-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_can_be_put_off_and_frozen_weights_have_none(kind: str):
+    hidden, weight, bias, gradient = operands(torch.bfloat16)
+    at_once = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    scaled_linear(*at_once, kind).backward(gradient.unsqueeze(0))
+    later_on = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    with splittable():
+        out = scaled_linear(*later_on, kind)
+        with put_off() as later:
+            out.backward(gradient.unsqueeze(0))
+        assert later_on[1].grad is None and len(later) == 1
+        later.pop().run()
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(at_once, later_on, strict=True))
+    frozen = hidden.clone().requires_grad_()
+    out = scaled_linear(frozen, weight, None, kind)
+    assert [tensor is None for tensor in out.grad_fn.saved_tensors] == [True, False]  # its input is not kept
+    out.backward(gradient.unsqueeze(0))
+    assert torch.equal(frozen.grad, at_once[0].grad)
+
+
+def test_long_sums_do_not_overflow(monkeypatch: pytest.MonkeyPatch):
+    ones = torch.ones(1, low_precision._LONGEST_SUM + 32)
+    assert scaled_product(ones, ones, "int8").item() == pytest.approx(ones.shape[1], rel=1e-6)
+    hidden, weight = operands()[0][0], operands()[1]
+    whole = scaled_product(hidden, weight, "int8")
+    monkeypatch.setattr(low_precision, "_LONGEST_SUM", 32)
+    monkeypatch.setattr(low_precision, "_PIECE_ELEMENTS", 200)
+    assert torch.allclose(scaled_product(hidden, weight, "int8"), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_stays_so(kind: str, value: float):
+    hidden, weight = operands(torch.bfloat16)[:2]
+    hidden[0, 5, 7] = value
+    finite = scaled_linear(hidden, weight, None, kind).isfinite()[0]
+    assert not finite[5].any() and finite[:5].all() and finite[6:].all()
+    assert F.linear(hidden, weight)[0, 5].isfinite().sum() == 0

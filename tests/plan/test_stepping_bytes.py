@@ -1,0 +1,61 @@
+"""What stepping in backward, and states on the host, leave on the device: a simulation's bytes against formulas."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+from tests.plan.test_closed_forms import BF16, LAYER, VOCABULARY, WIDTH, Found, model, part, trace, write_models
+from tests.recipes.runs import FULL
+
+IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
+ON_HOST = ("memory.optimizer_offload=true",)
+CASES = {
+    "plain": (1, ()),
+    "in backward": (1, IN_BACKWARD),
+    "on host": (1, ON_HOST),
+    "both": (1, (*IN_BACKWARD, *ON_HOST)),
+    "in backward, two": (2, (*IN_BACKWARD, "parallel.wrapping=memory_efficient")),
+    "both, two": (2, (*IN_BACKWARD, *ON_HOST, "parallel.wrapping=memory_efficient")),
+}
+MATRIX = VOCABULARY * WIDTH * BF16  # embedding, and output projection
+COUNTERS = 4 * len(model())  # a count of steps in fp32 for each parameter
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder: Path = tmp_path_factory.mktemp("stepping")
+
+    def work() -> dict[str, dict[str, Any]]:
+        write_models(folder)
+        return {name: vars(trace((ranks, 0, FULL, *overrides), folder)) for name, (ranks, overrides) in CASES.items()}
+
+    return {name: Found(**fields) for name, fields in run_ranks(work, 1, process_group=False)[0].items()}
+
+
+def test_one_gradient_at_a_time(found: dict[str, Found]) -> None:
+    """On one rank a parameter's; on two those that FSDP reduces together, of which a rank keeps half."""
+    assert found["plain"].most["gradients"] == part(model(), 1) * BF16
+    assert found["in backward"].most["gradients"] == MATRIX
+    assert found["in backward, two"].most["gradients"] == MATRIX // 2
+    assert part(LAYER, 2) * BF16 < MATRIX // 2
+
+
+def test_states_of_three_parameters_at_most(found: dict[str, Found]) -> None:
+    """One leaving, one stepped, one arriving. Behind the other in the optimizer: embedding, q, k. In backward: output
+    projection, last norm, down; where FSDP reduces: output projection, q, k (the last norm is the root's)."""
+    assert found["plain"].most["optimizer"] == part(model(), 1) * BF16 * 2 + COUNTERS
+    q, k, down, norm = 4096 * WIDTH, 1024 * WIDTH, 14336 * WIDTH, WIDTH
+    for name, ranks, others in (("on host", 1, q + k), ("both", 1, norm + down), ("both, two", 2, q + k)):
+        assert found[name].most["optimizer"] == (2 * MATRIX + 2 * others * BF16) // ranks + COUNTERS
+
+
+def test_peaks_are_what_is_left(found: dict[str, Found]) -> None:
+    """States on the host: the peak is the optimizer's step. Stepped in backward too: the output projection's."""
+    parameters = part(model(), 1) * BF16
+    left = found["on host"].peak - 2 * parameters - found["on host"].most["optimizer"]
+    assert 0 <= left < 4096  # the batch, the loss
+    left = found["both"].peak - parameters - MATRIX - 2 * MATRIX - COUNTERS
+    assert 0 <= left < 2 * MATRIX // 20  # what the layers keep, the projection's input and its gradient
+    assert found["both, two"].peak < found["in backward, two"].peak - part(model(), 2) * BF16

@@ -1,0 +1,247 @@
+"""The levers of a run, with the values that they are tried with, and which of these are refused together.
+
+`test_levers` runs what is made from this table: each value, and few runs of many levers at once in which every pair of
+values that is not refused meets. `docs/levers.md` shows it (`python -m benchmarks.levers --output docs/levers.md`).
+"""
+
+from dataclasses import dataclass
+from itertools import combinations
+
+STEPS = 2
+ROWS = 8  # rows of a step, over all ranks
+LOSS = "smoothed_for_tests"
+MOST = 12  # levers of one run: if all were in all runs, one that hides what another does would hide it everywhere
+FINE = 1e-6  # tolerance where nothing is rounded but sums in another order
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A lever's value. overrides: `{folder}` stands for the tests' own files. basis: overrides of the run of one
+    process that it is compared with; none: of the plain run. tolerance: relative, of the losses. ranks: least number to
+    try it on.
+    """
+
+    lever: str
+    overrides: tuple[str, ...]
+    basis: tuple[str, ...] = ()
+    tolerance: float = FINE
+    ranks: int = 2
+
+    def __str__(self) -> str:
+        return " ".join(self.overrides)
+
+    @property
+    def keys(self) -> set[str]:
+        """Every key that it sets."""
+        return {override.partition("=")[0] for override in self.overrides}
+
+
+def _same(lever: str, *overrides: str, tolerance: float = FINE, ranks: int = 2) -> Setting:
+    return Setting(lever, overrides, tolerance=tolerance, ranks=ranks)
+
+
+def _other(lever: str, *overrides: str, tolerance: float = FINE) -> Setting:
+    """Another run: compared with one of one process that has the same."""
+    return Setting(lever, overrides, overrides, tolerance)
+
+
+# bf16 keeps 8 bits: sums in another order differ by 2^-8 of a gradient, which two steps carry into the losses.
+BF16 = 1e-2
+# So do sums that are rounded to 8 or 4 bits, or to bf16, afterwards.
+LOW_BITS = 1e-3
+
+ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading is refused
+NO_CLIPPING = "clip_grad_norm=null"
+COMPILE = _same("compile", "compile=true")
+LEVERS = [
+    COMPILE,
+    _same("wrapping", "parallel.wrapping=layers"),
+    _same("wrapping", "parallel.wrapping=memory_efficient"),
+    _same("wrapping", "parallel.wrapping=[model.layers.*, model.layers.*.mlp, lm_head]"),
+    _same("resharding", "parallel.reshard_after_forward=false"),
+    _same("shards", "parallel.data_shard=2"),
+    _same("replicas", "parallel.data_replicate=2", ranks=4),
+    _same("tensor", "parallel.tensor=2", ranks=4),
+    _same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
+    _same("reduction", "parallel.reduce_dtype=fp32"),
+    _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
+    _same("checkpointing", "memory.activation_checkpointing=full"),
+    _same("checkpointing", "memory.activation_checkpointing=selective"),
+    _same("checkpointing", "memory.activation_checkpointing=budget", "memory.activation_budget=0.01"),
+    _same("activation offload", "memory.activation_offload=true", ON_ANY_DEVICE),
+    _same("activation offload", "memory.activation_offload=true", "memory.activation_offload_ahead=2", ON_ANY_DEVICE),
+    _same("offload", "memory.cpu_offload=true", ON_ANY_DEVICE),
+    _same("optimizer offload", "memory.optimizer_offload=true", ON_ANY_DEVICE),
+    Setting("in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)),
+    _same("MLP chunks", "memory.mlp_chunks=3"),
+    _same("strategy", "parallel.strategy=ddp"),
+    _same("loss kernel", "memory.loss_kernel=torch"),
+    _same("loss chunks", "memory.loss_chunks=5"),
+    _same("accumulation", "gradient_accumulation_steps=2"),
+    _same("kernels", "optimizer.implementation=single"),
+    _same("kernels", "optimizer.implementation=foreach"),
+    _same("kernels", "optimizer.implementation=fused"),
+    _same(
+        "validation",
+        "validation.source=examples/demo/heldout.jsonl",
+        "validation.format=alpaca",
+        "validation.every_steps=1",
+        "validation.max_rows=5",
+        "validation.batch_size=2",
+    ),
+    _same("saving", "checkpoint.save_every_steps=1", "checkpoint.keep=3"),
+    _other("packing", "data.packing=true", "data.max_rows=300"),
+    _other("tying", "model.preset={folder}/untied.json"),
+    _other("optimizer", "optimizer.name=sgd", "~optimizer.betas"),
+    _other("optimizer", "optimizer.name=sgd", "optimizer.momentum=0.9"),
+    _other("optimizer", "optimizer.name=muon", tolerance=LOW_BITS),
+    _other("state bits", "optimizer.state_bits=32"),
+    _other("state bits", "optimizer.state_bits=16", tolerance=LOW_BITS),
+    _other("state bits", "optimizer.state_bits=8", tolerance=LOW_BITS),
+    _other("state bits", "optimizer.state_bits=4", tolerance=LOW_BITS),
+    _other("rounding", "optimizer.stochastic_rounding=true", "dtype=bf16", tolerance=BF16),
+    _other("rounding", "optimizer.master_weights=true", "dtype=bf16", tolerance=BF16),
+    _other("matmuls", "matmul_dtype=int8", tolerance=BF16),
+    _other("decay", "optimizer.weight_decay=0.1"),
+    _other("clipping", "clip_grad_norm=0.1"),
+    _other("clipping", "clip_grad_norm=null"),
+    _other("dtype", "dtype=bf16", tolerance=BF16),
+    _other("loss", f"loss={LOSS}"),
+]
+
+# Keys that act before the first batch or beside the training, each with why no pair with it can matter.
+NOT_LEVERS = {
+    "recipe": "a name",
+    "model.path": "where weights come from; test_worlds",
+    "model.source": "another model; test_foreign_runs runs those of transformers on one rank and on two",
+    "tokenizer.*": "how rows are read",
+    "data.*": "which rows there are",
+    "parallel.tensor_recompute_gather": "both values with every kind of model; tests/parallel/test_tensor",
+    "parallel.tensor_copy_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
+    "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
+    "parallel.pipeline_stages_per_rank": "of two schedules; tests/parallel/pipeline",
+    "parallel.pipeline_split": "which rank has which layers; tests/parallel/pipeline",
+    "parallel.pipeline_put_off": "the order of a step's work; tests/parallel/pipeline",
+    "parallel.pipeline_timeout": "when a run ends; tests/parallel/pipeline/test_watch",
+    "lr_schedule.*": "one number a step, a function of the step alone",
+    "optimizer.lr": "a number of the optimizer's formula",
+    "optimizer.betas": "a number of the optimizer's formula",
+    "optimizer.eps": "a number of the optimizer's formula",
+    "checkpoint.save_model": "written after the last step; test_worlds",
+    "checkpoint.max_shard_gib": "written after the last step; tests/checkpoint",
+    "log.*": "what is shown",
+    "seed": "a number",
+    "device": "there is one device here",
+    "batch_size": "test_equality",
+    "epochs": "how many steps",
+    "max_steps": "how many steps",
+    "max_seq_len": "how rows are read",
+    "output_dir": "a name",
+    "overwrite": "of one start only",
+    "resume": "of one start only; test_resume",
+}
+
+# Overrides that are refused together -> words of the line. Everything else must run.
+PIPELINE, TENSOR, DDP = "parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=ddp"
+IN_BACKWARD, INT8, MUON = "memory.optimizer_in_backward=true", "matmul_dtype=int8", "optimizer.name=muon"
+REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
+    (
+        {"optimizer.name=sgd", "optimizer.implementation=fused"},
+        "sharded parameters, for which torch has no such kernel",
+    ),
+    ({TENSOR, f"loss={LOSS}"}, "it is called with the logits of the whole vocabulary, which no rank has"),
+    ({IN_BACKWARD, "clip_grad_norm=0.1"}, "before the norm of all gradients is known"),
+    ({IN_BACKWARD, "gradient_accumulation_steps=2"}, "each backward would be a step of its own"),
+    ({IN_BACKWARD, PIPELINE}, "a pipeline adds up the gradients of several micro-batches"),
+    ({IN_BACKWARD, DDP}, "replicas sum their gradients once a step, behind backward"),
+    ({"memory.optimizer_offload=true", "memory.cpu_offload=true"}, "the states are in host memory already"),
+    ({DDP, "parallel.data_shard=2"}, "every data rank has all parameters, and none has shards"),
+    ({DDP, "memory.cpu_offload=true"}, "it is FSDP that brings offloaded parameters to the device"),
+    ({INT8, TENSOR}, "gather and multiply in one, in dtype"),
+)
+HALVING = {TENSOR, PIPELINE, "parallel.data_replicate=2", "parallel.data_shard=2"}
+
+
+def refusal(settings: "Settings") -> str | None:
+    """Words of the line that these settings together are refused with; None: they must run."""
+    overrides = {override for setting in settings for override in setting.overrides}
+    for together, words in REFUSED_TOGETHER:
+        if together <= overrides:
+            return words
+    if len(overrides & HALVING) > 2:
+        return "start 8 ranks"
+    return None
+
+
+Settings = tuple[Setting, ...]
+SINGLES: list[Settings] = [(setting,) for setting in LEVERS]
+
+
+def pairs() -> list[Settings]:
+    """Every two values of different levers."""
+    return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
+
+
+def met(row: Settings) -> set[Settings]:
+    """The pairs that a run of these settings says something about.
+
+    Those that its tolerance is not too wide for. Compiling takes seconds, so that few runs do, of all levers that can
+    be together: they say something about compiling alone.
+    """
+    widest, compiled = max(setting.tolerance for setting in row), COMPILE in row
+    return {
+        pair
+        for pair in combinations(row, 2)
+        if max(setting.tolerance for setting in pair) == widest and (COMPILE in pair) == compiled
+    }
+
+
+def together() -> list[Settings]:
+    """Runs of several levers, so that every pair that is not refused is met by one of them (a covering array).
+
+    Each begins with a pair that none has met yet; then the setting joins that meets most new pairs, if there is one
+    and the run is not refused for it.
+    """
+    rows: list[Settings] = []
+    left = dict.fromkeys(pair for pair in pairs() if not refusal(pair))  # in order
+
+    def new(row: Settings) -> int:
+        return sum(pair in left for pair in met(row))
+
+    def joined_by_one(row: Settings) -> list[Settings]:
+        levers = {setting.lever for setting in row}
+        others = [setting for setting in LEVERS if setting.lever not in levers and setting.tolerance == FINE]
+        if COMPILE in row:  # once on four ranks is enough
+            others = [setting for setting in others if setting.ranks == 2]
+        longer = [tuple(sorted((*row, setting), key=LEVERS.index)) for setting in others]
+        return [row, *(settings for settings in longer if not refusal(settings))]
+
+    while left:
+        row, longer = (), next(iter(left))
+        while longer != row and (len(longer) <= MOST or COMPILE in longer):
+            row, longer = longer, max(joined_by_one(longer), key=new)
+        rows.append(row)
+        for pair in met(row):
+            left.pop(pair, None)
+    return rows
+
+
+REFUSED = [pair for pair in pairs() if refusal(pair)]
+TOGETHER = together()
+
+
+def basis(settings: Settings) -> tuple[str, ...]:
+    """Overrides of the run of one process that a run of these settings is compared with."""
+    return tuple(dict.fromkeys(override for setting in settings for override in setting.basis))
+
+
+def on_one_rank(settings: Settings) -> Settings:
+    """Those of the settings that one process can have."""
+    return tuple(setting for setting in settings if setting.ranks == 2 and setting.lever != "shards")
+
+
+def title(settings: Settings) -> str:
+    """For reports."""
+    if settings in TOGETHER:
+        return f"together {TOGETHER.index(settings)}"
+    return " + ".join(map(str, settings)) or "plain"

@@ -1,0 +1,168 @@
+"""The benchmark of planted faults: its rules of judging, and our own column for faults that a moment tells."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.planted import tensors
+from benchmarks.planted.faults import FAULTS, SOUND
+from benchmarks.planted.ground import make_model
+from benchmarks.planted.ours import Ours
+from benchmarks.planted.page import page
+from benchmarks.planted.playing import play_one
+from benchmarks.planted.running import Result, run
+from benchmarks.planted.states import CHANGES, Sound, apart
+from benchmarks.planted.verdict import judge
+from benchmarks.planted.words import WORDS, all_of
+from recipe_lib.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+TOKENIZER = ROOT / "examples" / "demo" / "tokenizer"
+
+
+def result(*lines: str, code: int | None = 0) -> Result:
+    return Result(["tool"], code, [(float(at), line) for at, line in enumerate(lines)], seconds=9.0)
+
+
+def test_every_fault_has_words_of_its_own():
+    names = [fault.name for fault in (*FAULTS, *CHANGES)]
+    assert len(names) == len(set(names)) >= 30 and set(names) == set(WORDS)
+    for words in WORDS.values():
+        assert not re.search(words, "Step 4 of 8", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    "found, steps, outcome, seconds",
+    [
+        (result("hello", "error: the disk is full", code=2), 0, "rejected", 1),
+        (result("hello", "error: the disk is full", code=2), 3, "stopped", 1),
+        (result("the disk is full"), 3, "warned", 0),
+        (result("hello"), 3, "silent", 9),
+        (result("hello", code=1), 0, "ends, unnamed", 9),
+        (result("Traceback (most recent call last):", "  x.py", "OSError: no disk", code=1), 0, "traceback, named", 0),
+        (result("no disk", "Traceback (most recent call last):", "  disk", "KeyError: 'x'", code=1), 0, "traceback", 1),
+        (Result(["tool"], None, [(0.0, "the disk")], 300.0, timed_out=True), 0, "hangs", 0),
+    ],
+)
+def test_rules(found, steps, outcome, seconds):
+    told = judge(found, "disk", steps)
+    assert (told.outcome, told.seconds) == (outcome, seconds)
+
+
+def test_what_is_no_news_is_no_message():
+    echo, metric, known = "  path: /disk", "step 3 disk 0.1", "took 0.31 s of disk time"
+    found = result(echo, metric, known.replace("0.31", "12"))
+    assert judge(found, "disk", 1, [known], r"^step \d", ["a: 1\n  path: /disk\n"]).outcome == "silent"
+    for arguments in (([], r"^step", [echo]), ([known], "", [echo]), ([known], r"^step", [])):
+        assert judge(found, "disk", 1, *arguments).outcome == "warned"
+
+
+def test_a_launcher_is_not_the_fault():
+    ends = ("Traceback (most recent call last):", "  File", "subprocess.CalledProcessError: Command 'disk' failed")
+    found = result(
+        "Traceback (most recent call last):", "  File", "ValueError: bad", "row 7 of the disk", *ends, code=1
+    )
+    told = judge(found, "disk", 0)
+    assert (told.outcome, told.line) == ("traceback, named", "ValueError: bad")
+    assert judge(found, "Command", 0).outcome == "traceback"
+
+
+def test_losses_that_are_the_same():
+    assert apart([9.0, 4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.0]) == 0
+    assert apart([4.0, 3.0, 2.0, 1.1], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(0.1)
+    assert (
+        apart([1.0], [4.0, 3.0, 2.0, 1.0]) == apart([4.0, 3.0, 2.0, float("nan")], [4.0, 3.0, 2.0, 1.0]) == float("inf")
+    )
+
+
+def test_a_command_is_timed_and_killed(tmp_path: Path):
+    said = run(["sh", "-c", "echo one; sleep 0.3; echo two >&2; exit 3"], tmp_path, {})
+    assert said.code == 3 and [line for _, line in said.lines] == ["one", "two"]
+    assert said.lines[1][0] - said.lines[0][0] > 0.2
+    killed = run(["sh", "-c", "touch seen; sleep 60"], tmp_path, {}, stop_when=(tmp_path / "seen").exists)
+    assert killed.code is None and not killed.timed_out and killed.seconds < 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random decoder of two layers with the demo's tokenizer, complete as the benchmark makes it."""
+    from recipe_lib.models import build_meta, init_weights, spec_from_config
+
+    folder = tmp_path_factory.mktemp("given")
+    config = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text(encoding="utf-8"))
+    spec = spec_from_config(config, "tiny")
+    model = build_meta(spec, torch.float32).to_empty(device="cpu")
+    init_weights(model, 1, spec)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for path in TOKENIZER.iterdir():
+        shutil.copyfile(path, folder / path.name)
+    save_file({name: value.detach().clone() for name, value in model.named_parameters()}, folder / "model.safetensors")
+    made = folder.parent / f"{folder.name}_made"
+    make_model(folder, made)
+    return made
+
+
+class Here(Ours):
+    """Our command line in this process."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+
+    def start(self, setup, command, **options):
+        self.remember(setup)
+        self._capture.readouterr()
+        code = main(list(command[3:]))
+        written = self._capture.readouterr()
+        text = (written.out + written.err).replace(f"{setup.folder}/", "")
+        return Result(list(command), code, [(0.0, line) for line in text.splitlines()])
+
+
+EXPECTED = {
+    "typo": "rejected", "zero_rate": "rejected", "adapter_target": "rejected", "no_answer": "rejected",
+    "broken_line": "rejected", "duplicates": "warned", "overlap": "warned", "no_end": "rejected",
+    "drops_system": "warned", "unmarked": "handled", "missing_shard": "rejected", "truncated_weights": "rejected",
+    "nan_weight": "stopped", "other_tokenizer": "rejected", "earlier_work": "rejected", "beyond_positions": "warned",
+}  # fmt: skip
+
+
+def test_our_column(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    tool, faults = Here(capfd), {fault.name: fault for fault in FAULTS}
+    WORDS[SOUND.name] = "."
+    try:
+        sound = play_one(SOUND, tool, tmp_path, checkpoint, Sound([], []))
+    finally:
+        del WORDS[SOUND.name]
+    assert (sound.outcome, sound.steps) == ("warned", 4), sound  # every word of it is news to these rules
+    lines = (tmp_path / "sound" / "output" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 4
+    found = {name: play_one(faults[name], tool, tmp_path, checkpoint, Sound([], [])) for name in EXPECTED}
+    assert {name: outcome.outcome for name, outcome in found.items()} == EXPECTED
+    cells = {name: outcome.to_json() for name, outcome in found.items()}
+    told = {"title": "ours", "told": "", "versions": {}, "date": "", "machine": "", "cells": cells}
+    text = page({"ours": told}, ["ours"])
+    assert "| **told or handled, of those that apply** | **16 of 16** |" in text and "not run" in text
+
+
+def test_damage_is_what_it_says(checkpoint: Path, tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    shutil.copyfile(checkpoint / "model.safetensors", path)
+    header, before = tensors.read(path)
+    tensors.flip_exponent_bit(path)
+    _, after = tensors.read(path)
+    (place,) = [at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    assert before[place] ^ after[place] == 0x40
+    tensors.resize_embedding(path, 300)
+    smaller, content = tensors.read(path)
+    width = header["model.embed_tokens.weight"]["shape"][1]
+    assert smaller["model.embed_tokens.weight"]["shape"] == [300, width] and len(content) < len(after)
+    tensors.drop_tensor(path)
+    assert len(tensors.read(path)[0]) == len(header) - 1
+
+
+def test_all_of_takes_any_order():
+    assert re.search(all_of("a", "b|c"), "xcxa") and not re.search(all_of("a", "b|c"), "xa")
