@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from recipe_lib import training
 from recipe_lib.cli.recipes import Recipe, load_module
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.memory import apply_activation_checkpointing, checkpointing
+from recipe_lib.memory.operators import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
 from recipe_lib.parallel import DTYPES, materialize
@@ -132,18 +132,7 @@ def attention_with_expanded_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, i
 
 def _first_matmuls_kept() -> Any:
     """Outputs of attention and of the first, third, ... matmul of a layer are kept."""
-    matmuls = {False: 0, True: 0}
-
-    def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = operator.name().partition(".")[0] if isinstance(operator, torch._ops.OpOverload) else str(operator)
-        if name in checkpointing._MATMULS:
-            matmuls[context.is_recompute] += 1
-            kept = matmuls[context.is_recompute] % 2 == 1
-        else:
-            kept = name in checkpointing._ATTENTION
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(choose)
+    return checkpointing._contexts(lambda kind, number: kind == ATTENTION or (kind == MATMUL and number % 2 == 0))
 
 
 def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> None:

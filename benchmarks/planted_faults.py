@@ -27,7 +27,7 @@ from benchmarks.planted.litgpt import LitGpt
 from benchmarks.planted.llamafactory import LlamaFactory
 from benchmarks.planted.ours import Ours
 from benchmarks.planted.page import page
-from benchmarks.planted.playing import play_one, sound_runs
+from benchmarks.planted.playing import known_sound_runs, play_one
 from benchmarks.planted.states import CHANGES, Change, Unfit
 from benchmarks.planted.tool import Tool
 from benchmarks.planted.torchtune import Torchtune
@@ -67,7 +67,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tools", type=_names, default=[kind.name for kind in TOOLS], help="names, with commas")
     parser.add_argument("--install", type=_names, default=[], help="tools whose environments to make first")
     parser.add_argument("--only", default="", help="faults that match this regular expression; others are kept")
-    parser.add_argument("--work", type=Path, help="folder for the runs, kept; default: one that is removed")
+    parser.add_argument(
+        "--work", type=Path, help="folder for the runs, kept, sound runs for the next time; default: removed"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path, default=RESULTS.with_suffix(".md"))
     return parser.parse_args(argv)
@@ -91,7 +93,7 @@ def examine(tool: Tool, work: Path, model: Path, only: str, before: dict[str, An
         "date": datetime.date.today().isoformat(), "cells": cells,
     }  # fmt: skip
     try:
-        sound, outcomes = sound_runs(tool, work, model)
+        sound, outcomes = known_sound_runs(tool, work, model)
     except Unfit as reason:
         print(f"{tool.name}: {reason}", flush=True)
         yield found | {"unfit": str(reason)}

@@ -87,10 +87,7 @@ class PreferenceTraining:
         elif self.adapts:
             add_adapters(model, cfg.lora, dtype)
         shard_tensors(model, cfg.parallel, cfg.memory, self.world)
-        use_low_precision(model, cfg.matmul_dtype, self.device)
-        chunk_mlps(model, cfg.memory.mlp_chunks)
-        if trained:  # nothing of the reference is kept for a backward
-            apply_activation_checkpointing(model, cfg.memory.activation_checkpointing, cfg, self.device)
+        apply_layer_levers(model, cfg, self.device, keeps=trained)  # nothing of the reference is kept for a backward
         if cfg.compile:
             compile_layers(model)
         if trained:
@@ -118,8 +115,8 @@ class PreferenceTraining:
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        named = self.model.named_parameters()
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, named, self.device, self.world, self.cfg.seed)
+        weights = self.model.named_parameters()
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, weights, self.device, self.world, self.cfg.seed)
         self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
 
     def resume(self) -> None:

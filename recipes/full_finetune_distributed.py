@@ -28,13 +28,7 @@ from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import (
-    apply_activation_checkpointing,
-    choose_loss_kernel,
-    chunk_mlps,
-    offload_activations,
-    use_low_precision,
-)
+from recipe_lib.memory import apply_layer_levers, offload_activations
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
@@ -66,10 +60,7 @@ class FullFinetune:
         self.model = build_meta(self.spec, DTYPES[cfg.dtype])
         split_pipeline(self.model, cfg, self.world)
         shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
-        use_low_precision(self.model, cfg.matmul_dtype, self.device)
-        chunk_mlps(self.model, cfg.memory.mlp_chunks)
-        choose_loss_kernel(self.model, cfg.memory.loss_kernel, self.device)
-        apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing, cfg, self.device)
+        apply_layer_levers(self.model, cfg, self.device)
         if cfg.compile:
             compile_layers(self.model)
         offload_activations(self.model, cfg.memory, self.device)

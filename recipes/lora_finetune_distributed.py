@@ -28,13 +28,7 @@ from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import (
-    apply_activation_checkpointing,
-    choose_loss_kernel,
-    chunk_mlps,
-    offload_activations,
-    use_low_precision,
-)
+from recipe_lib.memory import apply_layer_levers, offload_activations
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
@@ -68,10 +62,7 @@ class LoraFinetune:
         split_pipeline(self.model, cfg, self.world)
         add_adapters(self.model, cfg.lora, dtype)
         shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
-        use_low_precision(self.model, cfg.matmul_dtype, self.device)
-        chunk_mlps(self.model, cfg.memory.mlp_chunks)
-        choose_loss_kernel(self.model, cfg.memory.loss_kernel, self.device)
-        apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing, cfg, self.device)
+        apply_layer_levers(self.model, cfg, self.device)
         if cfg.compile:
             compile_layers(self.model)
         offload_activations(self.model, cfg.memory, self.device)
@@ -95,8 +86,8 @@ class LoraFinetune:
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""
-        named = self.adapters.items()
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, named, self.device, self.world, self.cfg.seed)
+        adapters = self.adapters.items()
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, adapters, self.device, self.world, self.cfg.seed)
         self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
 
     def resume(self) -> None:

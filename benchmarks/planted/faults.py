@@ -210,6 +210,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("no_answer", "a conversation without an answer", DATA, _rows(_without_answer)),
     Fault("unknown_role", "role misspelt in one row", DATA, _rows(_unknown_role)),
     Fault("over_long", "a row longer than the limit, its answer behind it", DATA, _rows(_over_long)),
+    Fault("beyond_positions", "rows longer than the model's positions", DATA, _beyond_positions),
     Fault("duplicates", "every row twice", DATA, _rows(_repeated)),
     Fault("overlap", "validation rows that are trained on", DATA, _overlap),
     Fault("no_end", "template that writes no end token", TEMPLATES, _template(_no_end)),
@@ -231,7 +232,6 @@ FAULTS: tuple[Fault, ...] = (
     Fault("nan_weight", "a weight that is NaN", FILES, _nan_weight),
     Fault("small_disk", "output on a disk too small for the model", FILES, _small_disk),
     Fault("earlier_work", "output folder that holds an earlier run", FILES, _earlier_work),
-    Fault("beyond_positions", "rows longer than the model's positions", DATA, _beyond_positions),
 )
 
 SOUND = Fault("sound", "nothing: the sound run", CONFIG, lambda setup: None)

@@ -15,7 +15,7 @@ class LlamaFactory(Tool):
 
     name = "llamafactory"
     title = "LLaMA-Factory"
-    packages = (("torch==2.13.0",), ("llamafactory==0.9.5",))
+    packages = (("torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"), ("llamafactory==0.9.5",))
     shown = ("llamafactory", "transformers", "trl", "peft", "datasets", "torch")
     metric = r"\{'(loss|eval_loss|train_runtime)'|\d+%\||^\s*(train|eval)_\w+\s*=|examples/s"
     told = (

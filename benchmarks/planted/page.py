@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.planted.faults import FAULTS, SOUND
 from benchmarks.planted.states import CHANGES, SOUND_RESUME
-from benchmarks.planted.verdict import GOOD, NOT_APPLICABLE, OUTCOMES
+from benchmarks.planted.verdict import FOUND, GOOD, NAMED_TRACEBACK, NOT_APPLICABLE, OUTCOMES
 
 COMMAND = "python -m benchmarks.planted_faults --model FOLDER --environments FOLDER"
 _GROUP_OF_STATES = "saving, going on, packing"
@@ -67,6 +67,8 @@ def _summary(tools: list[dict[str, Any]]) -> list[str]:
             lines.append(f"| {outcome} |" + "".join(f" {count[outcome]} |" for count in counts))
     good = [(sum(count[name] for name in GOOD), sum(count.values()) - count[NOT_APPLICABLE]) for count in counts]
     lines.append("| **told or handled, of those that apply** |" + "".join(f" **{a} of {b}** |" for a, b in good))
+    told = [sum(count[name] for name in (*GOOD, FOUND, NAMED_TRACEBACK)) for count in counts]
+    lines.append("| the same with check commands and tracebacks that name it |" + "".join(f" {n} |" for n in told))
     return lines
 
 

@@ -130,8 +130,8 @@ def damaged_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)
     setup, result = go_on(tool, second_half(setup))
-    harmless, note = _same(tool, setup, result, sound.losses, CLOSE)
-    return setup, result, harmless, f"{path.name} of {path.parent.name}; {note}"
+    _, note = _same(tool, setup, result, sound.losses, CLOSE)  # one number among many shows in no loss: luck counts not
+    return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
 
 
 def killed_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:

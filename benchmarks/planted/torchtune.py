@@ -118,6 +118,8 @@ class Torchtune(Tool):
             epochs=max(1, setup.steps // _PER_EPOCH), lr=setup.lr, schedule=_SCHEDULE if adapters else "",
             per_epoch=min(_PER_EPOCH, setup.steps),
         )  # fmt: skip
+        if setup.twist == "typo":
+            text += "batch_sise: 2\n"  # beside the right key, which its recipes read without a default
         (setup.folder / "tune.yaml").write_text(text, encoding="utf-8")
         return [text]
 
@@ -126,13 +128,12 @@ class Torchtune(Tool):
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else set()
 
     def command(self, setup: Setup) -> list[str]:
-        """`tune run`; a misspelt key as an override, where it is typed by hand."""
+        """`tune run`."""
         kind = "full_finetune" if setup.targets is None else "lora_finetune"
         recipe = f"{kind}_single_device" if setup.ranks == 1 else f"{kind}_distributed"
         if setup.twist == "unknown_recipe":
             recipe = f"fulll{recipe[4:]}"
         ranks = ["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else []
-        typo = ["batch_sise=2"] if setup.twist == "typo" else []
         return [
             str(self.environment / "bin" / "tune"),
             "run",
@@ -140,13 +141,11 @@ class Torchtune(Tool):
             recipe,
             "--config",
             str(self._file(setup)),
-            *typo,
         ]
 
     def check(self, setup: Setup) -> list[str] | None:
         """`tune validate`."""
-        typo = ["batch_sise=2"] if setup.twist == "typo" else []
-        return [str(self.environment / "bin" / "tune"), "validate", str(self._file(setup)), *typo]
+        return [str(self.environment / "bin" / "tune"), "validate", str(self._file(setup))]
 
     def _file(self, setup: Setup) -> Path:
         return setup.folder / "tune.yaml"

@@ -62,10 +62,13 @@ class Trl(Tool):
         return [text]
 
     def command(self, setup: Setup) -> list[str]:
-        """`trl sft`; of several processes with accelerate's flags, as its documentation has it."""
+        """`trl sft`; of several processes its script under torchrun: the command's own launcher wants GPUs for that."""
         verb = "sftt" if setup.twist == "unknown_recipe" else "sft"
-        ranks = ["--num_processes", str(setup.ranks), "--multi_gpu", "--cpu"] if setup.ranks > 1 else []
-        return [str(self.environment / "bin" / "trl"), verb, "--config", str(setup.folder / "sft.yaml"), *ranks]
+        words = ["--config", str(setup.folder / "sft.yaml")]
+        if setup.ranks == 1:
+            return [str(self.environment / "bin" / "trl"), verb, *words]
+        (script,) = self.environment.glob("lib/python*/site-packages/trl/scripts/sft.py")
+        return [str(self.environment / "bin" / "torchrun"), "--nproc_per_node", str(setup.ranks), str(script), *words]
 
     def variables(self, setup: Setup) -> dict[str, str]:
         """With the environment's own programs first: the command starts `accelerate`."""

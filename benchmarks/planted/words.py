@@ -19,6 +19,7 @@ _COMPLAINT = any_of(
     "unknown", "unexpected", "unrecogni[sz]ed", "undefined", "invalid", "ignored", "unused", "extra", "no such",
     "not (a )?(valid|known|recogni[sz]ed|used|found|accepted|supported|allowed|in |defined)", "did you mean",
     "not exist", "could ?n.t", "cannot", "can't", "expected", "validation", "choose from", "no module", "missing",
+    "should be", "must be",
 )  # fmt: skip
 _END = any_of(
     "end[- ]of[- ](turn|text|sequence)", r"\beos\b", "eos_token", "stop[ -]token", r"teach\w*.{0,20} stop", "never stop"

@@ -1,7 +1,8 @@
 """`parallel.strategy: auto` on the command line: both are planned before the ranks start, which are told the choice.
 
-Planning happens in a process of its own, since a simulated device cannot be taken back, with little time and no GPU.
-Whatever goes wrong in it, the run goes on with `fsdp`, and says so.
+Planning happens in a process of its own, since a simulated device cannot be taken back, and takes no GPU. Whatever goes
+wrong in it, the run goes on with `fsdp`, and says so. Of several machines each chooses for itself, from the config and
+its own device alone, so that machines with equal GPUs agree; name the strategy where they are not equal.
 """
 
 import json
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> int:
 
 
 def _choose(arguments: Any) -> Any:
-    from recipe_lib.cli.plan import recipe_class, settings_for
+    from recipe_lib.cli.plan import rank_count, recipe_class, settings_for
     from recipe_lib.cli.run_plan import is_expandable
     from recipe_lib.config import load_config
     from recipe_lib.config.plugins import load_plugin
@@ -122,6 +123,8 @@ def _choose(arguments: Any) -> Any:
         load_plugin(plugin)
     recipe = Recipe.find(arguments.recipe)
     cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    if rank_count(arguments.flags)[1] > 1:
+        arguments.sequence = "max"  # which rows are at hand may differ between machines
     settings, _ = settings_for(recipe, cfg, arguments)
     from recipe_lib.plan.model import plannable
     from recipe_lib.plan.strategy import choose

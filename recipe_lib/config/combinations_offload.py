@@ -15,9 +15,7 @@ OFFLOAD: tuple[Incompatible, ...] = (
     ),
     Incompatible(
         "activation offload with a checkpointing that chooses operators",
-        lambda cfg: (
-            cfg.memory.activation_offload and cfg.memory.activation_checkpointing in ("selective", "budget")
-        ),
+        lambda cfg: cfg.memory.activation_offload and cfg.memory.activation_checkpointing in ("selective", "budget"),
         ("memory.activation_checkpointing", "memory.activation_offload"),
         "what selective and budget keep is in a store of their own, which stays on the device",
         "choose full (each layer's input is sent) or none (all that it keeps is sent)",

@@ -11,8 +11,9 @@ BY_CHANCE = "optimizer.stochastic_rounding=true"
 def trained_dtype(cfg: Any) -> str:
     """The type of what is trained: the adapters' own, where adapters are."""
     lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    adapts = lora is not None and (dpo is None or dpo.train == "lora")
-    return (lora.dtype if adapts else None) or cfg.dtype
+    if lora is None or (dpo is not None and dpo.train == "full"):
+        return str(cfg.dtype)
+    return str(lora.dtype or cfg.dtype)
 
 
 def has_own_step(cfg: Any) -> bool:

@@ -27,7 +27,7 @@ STEPPING: tuple[Incompatible, ...] = (
         ("memory.optimizer_in_backward", "parallel.pipeline"),
         "a pipeline adds up the gradients of several micro-batches",
         "remove one of the two",
-        (IN_BACKWARD, "clip_grad_norm=null", "parallel.pipeline=2"),
+        (IN_BACKWARD, "clip_grad_norm=null", "parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4"),
     ),
     Incompatible(
         "replicas of an optimizer in backward",

@@ -41,8 +41,10 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
 
 def warn_of_overlap(rows: Dataset, validation: Dataset | None) -> None:
     """Warns of validation rows that are trained on, token by token the same: their loss says nothing of new rows."""
-    shared = overlap(rows, validation) if validation is not None else ()
-    if validation is not None and len(shared):
+    if validation is None:
+        return
+    shared = overlap(rows, validation)
+    if len(shared):
         get_logger().info(
             "warning: %d of %d validation rows of %s are training rows as well (first: %s); take them out of one",
             len(shared), len(validation), validation.report.source, validation.place(int(shared[0])),

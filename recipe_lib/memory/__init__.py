@@ -1,6 +1,7 @@
 """Levers that trade time for memory, and measured peaks."""
 
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
+from recipe_lib.memory.levers import apply_layer_levers
 from recipe_lib.memory.loss_kernel import choose_loss_kernel
 from recipe_lib.memory.low_precision import use_low_precision
 from recipe_lib.memory.mlp_chunks import chunk_mlps
@@ -12,6 +13,7 @@ __all__ = [
     "PeakMemory",
     "Peaks",
     "apply_activation_checkpointing",
+    "apply_layer_levers",
     "choose_loss_kernel",
     "chunk_mlps",
     "explain_out_of_memory",

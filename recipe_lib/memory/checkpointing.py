@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -83,7 +84,9 @@ def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> 
     assert cfg.memory.activation_budget is not None
     rows, count = micro_batches(cfg)
     rows *= 2 if hasattr(cfg, "dpo") else 1  # a chosen answer and a rejected one
-    costs = layer_costs(model, rows, cfg.max_seq_len, cfg.parallel.tensor, kernels_of(device))
+    multiple = lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor)
+    length = -(-cfg.max_seq_len // multiple) * multiple
+    costs = layer_costs(model, rows, length, cfg.parallel.tensor, kernels_of(device))
     pipeline = getattr(model, "pipeline", None)
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)  # type: ignore[operator]
     return choose(costs, cfg.memory.activation_budget, moments)

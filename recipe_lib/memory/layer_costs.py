@@ -19,7 +19,6 @@ from recipe_lib.memory.budget import BANDWIDTH, FLOPS, LINK, LayerCost, Operator
 from recipe_lib.memory.mlp_chunks import computes_pieces
 from recipe_lib.memory.operators import ATTENTION, SUM, kind_of
 
-
 _RANDOM_STATE = 128  # bytes at most that a GPU's kernel of attention keeps of random numbers
 
 

@@ -14,6 +14,7 @@ None of this has run on CUDA so far: streams and events are torch's documented o
 checked on the simulated device, and the values on a CPU.
 """
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +68,7 @@ def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         try:
-            tokens = args[0].shape[:-1].numel() if args else 0
+            tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
             with window.keeping(number, own.of_call((args[1:], kwargs)), tokens):
                 return forward(*args, **kwargs)
         finally:
@@ -104,7 +105,7 @@ class Kept:
             self.moved = None
 
     def __del__(self) -> None:
-        if self.on_device is not None and self.moved is not None:
+        if self.on_device is not None and self.moved is not None and not sys.is_finalizing():
             self.stream.wait_event(self.moved)
 
 
@@ -170,7 +171,7 @@ class Window:
     @contextmanager
     def keeping(self, number: int, staying: Callable[[int], bool], tokens: int = 0) -> Iterator[None]:
         """Around a layer's forward. staying: whether a storage (by its address) is none of the layer's to send. tokens:
-        that the layer is given."""
+        that the layer is given; 0: not known."""
         call = Call(number, staying, self._last)
         self._present = None
         with saved_tensors_hooks(lambda tensor: self._pack(call, tensor), self._unpack):

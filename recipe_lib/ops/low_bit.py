@@ -55,7 +55,7 @@ class Code:
 def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
     """The code of 8 or 4 bits, for numbers of both signs or for those from 0 on; its tables take at most 2 KiB."""
     levels, borders = _tables(bits, signed)
-    return Code(bits, torch.tensor(levels).to(device), torch.tensor(borders).to(device))
+    return Code(bits, torch.tensor(levels).to(device, copy=True), torch.tensor(borders).to(device, copy=True))
 
 
 @lru_cache
@@ -70,7 +70,7 @@ def _tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ..
 
 def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
     """For each power of ten up to 1 the middles of equal parts of [0.1, 1], twice as many as for the power below it."""
-    found = [np.array([0, 1], dtype=np.float32)]
+    found: list[np.ndarray] = [np.array([0, 1], dtype=np.float32)]
     exponents = _EXPONENTS[bits]
     for exponent in range(exponents):
         parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))

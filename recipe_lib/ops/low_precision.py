@@ -82,18 +82,20 @@ def quantise_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _quantise_whole(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """For code that is compiled, where steps one after the other make no temporaries."""
-    codes, scales, inverse = _begin(matrix, kind)
-    part = matrix * inverse
-    codes[: matrix.shape[0], : matrix.shape[1]] = part.round() if kind == "int8" else part
-    return codes, scales
+    """For code that is compiled, where steps one after the other make no temporaries.
+
+    Filled up before it is converted: the compiler has no choice between numbers of FP8.
+    """
+    scales, inverse = _scales_of(matrix, kind)
+    rows, columns = _shape_of_codes(matrix)
+    part = F.pad(matrix * inverse, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
+    return (part.round() if kind == "int8" else part).to(_TYPES[kind]), scales
 
 
-def _begin(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, all of them zero; scales `[m]`; what rows are multiplied by `[m, 1]`), in fp32 the latter two."""
+def _scales_of(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(scales of the rows `[m]`, what rows are multiplied by `[m, 1]`), fp32."""
     scales = torch.linalg.vector_norm(matrix, ord=float("inf"), dim=1).float() / LARGEST[kind]
-    codes = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
-    return codes.view(_TYPES[kind]), scales, scales.clamp(min=_TINY).reciprocal().unsqueeze(1)
+    return scales, scales.clamp(min=_TINY).reciprocal().unsqueeze(1)
 
 
 def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
@@ -109,7 +111,9 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 def _quantise(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if _is_compiled_here(matrix):
         return _compiled(_quantise_whole)(matrix, kind)
-    codes, scales, inverse = _begin(matrix, kind)
+    scales, inverse = _scales_of(matrix, kind)
+    zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
+    codes = zeros.view(_TYPES[kind])  # zero in both types
     for first, last in _pieces(*matrix.shape):
         part = matrix[first:last] * inverse[first:last]
         codes[first:last, : matrix.shape[1]] = part.round_() if kind == "int8" else part

@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from recipe_lib.plan.levers import Changes, changed, in_processes, override_text, try_quick, usable_bytes, with_ranks
+from recipe_lib.plan.levers import (
+    Changes,
+    changed,
+    checkpointing,
+    in_processes,
+    override_text,
+    try_quick,
+    usable_bytes,
+    with_ranks,
+)
 from recipe_lib.plan.make import PlanSettings
 from recipe_lib.plan.quick import Quick
 from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
@@ -143,7 +152,7 @@ def _rows(cfg: Any) -> list[Lever]:
 def _layers(cfg: Any) -> list[Lever]:
     """What is kept for backward, and logits."""
     own = cfg.memory.activation_checkpointing
-    found = [Lever({"memory.activation_checkpointing": kind}) for kind in CHECKPOINTING if kind != own]
+    found = [Lever(checkpointing(cfg, kind)) for kind in CHECKPOINTING if kind != own]
     if cfg.memory.loss_chunks < MOST_LOSS_CHUNKS:
         found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MOST_LOSS_CHUNKS)}))
     if cfg.max_seq_len >= LONG and cfg.memory.mlp_chunks == 1:
@@ -164,6 +173,10 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
             found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
         if parallel.data_shard == -1 and data_ranks(cfg, ranks) % (2 * parallel.data_replicate) == 0:
             found.append(Lever({"parallel.data_replicate": 2 * parallel.data_replicate}, "copies of the sharded model"))
+        whole = parallel.strategy == "ddp"
+        found.append(
+            Lever({"parallel.strategy": "fsdp" if whole else "ddp"}, "" if whole else "whole models, nothing gathered")
+        )
         if parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16":
             found.append(Lever({"parallel.reduce_dtype": None}, "gradients are summed in bf16: less exact"))
     turns, changes, note = cfg.gradient_accumulation_steps, {}, "more rows a step"
@@ -180,6 +193,8 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
 def _weights(cfg: Any) -> list[Lever]:
     """What is trained, in which type, by which optimizer."""
     found = []
+    if cfg.matmul_dtype is None:
+        found.append(Lever({"matmul_dtype": "int8"}, "products of rounded operands: compare the losses"))
     if cfg.dtype == "fp32":
         found.append(Lever({"dtype": "bf16"}, "other rounding: compare the losses"))
     if cfg.optimizer.implementation not in ("auto", "fused"):

@@ -53,6 +53,14 @@ def _refused(cfg: Any) -> set[str]:
     return {entry.name for entry in incompatibilities(cfg, set_ones, list(keys))}
 
 
+def checkpointing(cfg: Any, kind: str) -> Changes:
+    """What sets the kind of checkpointing; a budget belongs to `budget` alone."""
+    changes: Changes = {"memory.activation_checkpointing": kind}
+    if kind != "budget" and value_of(cfg, "memory.activation_budget") is not None:
+        changes["memory.activation_budget"] = None
+    return changes
+
+
 def override_text(changes: Changes) -> str:
     """The changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
     return " ".join(f"{key}={_written(value)}" for key, value in changes.items())

@@ -44,6 +44,7 @@ from recipe_lib.plan.scratch import kernel_memory
 from recipe_lib.plan.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.stages import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
+from recipe_lib.units import GIB, format_bytes
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
 RISKY_SHARE = 0.03
@@ -345,9 +346,23 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
             f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part of uneven shards"
         )
     lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
+    lines += _host_memory(cfg, settings, found.trace)
     if not found.repeats:
         lines.append("the second step left more or less memory than the first: later steps may differ from it")
     return lines + found.notes
+
+
+def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
+    """Whether what the ranks of a machine keep on the host is what the config allows them."""
+    if cfg.memory.host_memory is None:
+        return []
+    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
+    most = ranks * max(trace.active_peaks(device=False).values(), default=0)
+    allowed = f"memory.host_memory allows {cfg.memory.host_memory:g} GiB"
+    verdict = "enough" if most <= cfg.memory.host_memory * GIB else "TOO LITTLE, a run may be refused"
+    return [
+        f"{allowed} for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which take {format_bytes(most)}: {verdict}"
+    ]
 
 
 def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
@@ -355,8 +370,11 @@ def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
     if cfg.memory.cpu_offload:
-        lines.append("cpu_offload: the time of its copies and of the optimizer on the CPU; a step takes longer")
-        lines.append("cpu_offload: blocks of pinned host memory may be rounded up to powers of two, to twice at most")
+        lines.append("cpu_offload: the time of the optimizer on the CPU; a step takes longer")
+    if (cfg.memory.activation_offload or cfg.memory.cpu_offload) and ranks > 1:
+        lines.append(
+            "copies between host and device: that ranks of a machine may share its links and host memory's rate"
+        )
     if getattr(getattr(cfg, "lora", None), "merge", False):
         lines.append("lora.merge: the merged model is written layer by layer after training")
     return lines

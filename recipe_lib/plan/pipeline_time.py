@@ -14,7 +14,7 @@ from recipe_lib.parallel.pipeline.timeline import Timeline, simulate
 from recipe_lib.plan.actions import orders_of, stand_ins
 from recipe_lib.plan.cost import Calibration, collective_seconds
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.schedule import StepTime, is_transfer, is_kernel
+from recipe_lib.plan.schedule import StepTime, is_kernel, is_transfer
 from recipe_lib.plan.trace import ACTION, OP, Trace
 
 _Seconds = dict[Action, float]

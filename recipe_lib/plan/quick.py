@@ -52,7 +52,8 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
     if cfg.parallel.pipeline > 1:
         return quick_pipeline(recipe_class, cfg, settings)
     layers = layer_count(cfg)
-    short, long = short_depths(layers, layer_period(cfg))
+    ahead = cfg.memory.activation_offload_ahead if cfg.memory.activation_offload else 0
+    short, long = short_depths(layers, layer_period(cfg), ahead)
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
     if long >= layers or budget or _names_layers(cfg.parallel.wrapping):
         whole = _simulate(recipe_class, cfg, settings, layers)
@@ -61,9 +62,13 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
     return _continue(pair[0], pair[1], layers)
 
 
-def short_depths(layers: int, period: int) -> tuple[int, int]:
-    """Layers of the two simulations: as few as possible, so that whole periods are missing from the model's own."""
-    short = SHORTEST + (layers - SHORTEST) % period
+def short_depths(layers: int, period: int, ahead: int = 0) -> tuple[int, int]:
+    """Layers of the two simulations: as few as possible, so that whole periods are missing from the model's own.
+
+    ahead: layers beside a present one whose activations are on the device, where the others' are sent away.
+    """
+    shortest = SHORTEST + ahead
+    short = shortest + (layers - shortest) % period
     return short, short + period
 
 

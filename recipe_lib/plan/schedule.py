@@ -18,9 +18,10 @@ from recipe_lib.plan.trace import ACTION, OP, RECORD, WAIT, ActionMark, Collecti
 class StepTime:
     """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all collectives, alone;
     exposed: while a collective runs and no kernel does; copies, copies_exposed: the same of copies between host and
-    device; launch: the host's; step: from the first operator issued to the last one done. collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end), as
-    issued. actions: of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was done with
-    all before it); what is in one is here as often as it was traced, and what ranks exchange in it is not here.
+    device; launch: the host's; step: from the first operator issued to the last one done. collectives: by number in
+    `Trace.ops`, how long each takes alone. timeline: (number, start, end), as issued. actions: of a rank of a pipeline,
+    (number in `Trace.actions`, when the stream that computes was done with all before it); what is in one is here as
+    often as it was traced, and what ranks exchange in it is not here.
     """
 
     compute: float

@@ -17,6 +17,7 @@ from recipe_lib.parallel.world import mesh_shape
 from recipe_lib.plan.levers import (
     Changes,
     changed,
+    checkpointing,
     in_processes,
     override_text,
     try_quick,
@@ -183,7 +184,7 @@ def _first(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
 ) -> _Candidate | None:
     """The leanest settings: one row at a time, everything computed again."""
-    kind = {} if CHECKPOINTING_KEY in fixed else {CHECKPOINTING_KEY: CHECKPOINTING[0]}
+    kind = {} if CHECKPOINTING_KEY in fixed else checkpointing(cfg, CHECKPOINTING[0])
     size = {} if SIZE_KEYS & set(fixed) else micro_batch(cfg, changes, min(sizes(cfg, changes), default=1))
     return _try(recipe_class, cfg, settings, changes | kind | size, fixed)
 
@@ -243,7 +244,7 @@ def _micro_batches(
     found: list[_Candidate] = []
     for kind in kinds:
         run = functools.partial(
-            _with_micro_batch, recipe_class, cfg, settings, changes | {CHECKPOINTING_KEY: kind}, fixed
+            _with_micro_batch, recipe_class, cfg, settings, changes | checkpointing(cfg, kind), fixed
         )
         found += _largest(run, left, settings)
         fitting = [one.changes.get("batch_size", rows) for one in found if one.short <= _doubt(settings)]

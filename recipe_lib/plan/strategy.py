@@ -10,7 +10,8 @@ from typing import Any
 from recipe_lib.plan.levers import Changes, changed, in_processes, try_quick, usable_bytes
 from recipe_lib.plan.make import PlanSettings
 from recipe_lib.plan.quick import Quick
-from recipe_lib.units import format_bytes, format_seconds
+from recipe_lib.plan.tables import duration
+from recipe_lib.units import format_bytes
 
 KEY = "parallel.strategy"
 AUTO, SHARDS, WHOLE = "auto", "fsdp", "ddp"
@@ -71,6 +72,6 @@ def decide(found: dict[str, Quick | None], usable: int, settings: PlanSettings, 
     other = WHOLE if best == SHARDS else SHARDS
     return Choice(
         best,
-        f"a step is estimated at {format_seconds(estimates[best].seconds)}, with {other} at "
-        f"{format_seconds(estimates[other].seconds)}; about {format_bytes(reserved[best])} of the {of}",
+        f"a step is estimated at {duration(estimates[best].seconds)}, with {other} at "
+        f"{duration(estimates[other].seconds)}; about {format_bytes(reserved[best])} of the {of}",
     )

@@ -153,7 +153,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._muted:
             return func(*args, **kwargs)
-        known = None
+        known, self._pinned = None, func is _PIN or bool(kwargs.get("pin_memory"))
         if self.fast is not None and func is _PIN:  # the fake mode has no answer; it is a copy on the host
             func, kwargs = _LIKE, {}
             args = args[:1]
@@ -173,7 +173,6 @@ class Tracer(TorchDispatchMode):
             cost = cost_of(func, args, kwargs, result)
             if known is not None:
                 known.cost = cost
-        self._pinned = bool(kwargs.get("pin_memory"))
         self._note(func, args, kwargs, result, cost)
         return result
 

@@ -1,6 +1,6 @@
 """How much of a step goes to communication: one step of a run is profiled on rank 0, the others are left alone.
 
-torch.profiler notes when each kernel of the device runs, NCCL's among them; on a CPU when operators and gloo's
+torch's profiler notes when each kernel of the device runs, NCCL's among them; on a CPU when operators and gloo's
 collectives do. From these times, each counted once however many run at a time:
 
     communication_share          time in which a collective runs / time of the step
@@ -54,11 +54,12 @@ class CommunicationProbe:
             _say_none("another profiler is at work")
             return
         os.environ.setdefault(*_SILENT)
-        kind = torch.profiler.ProfilerActivity
-        kinds = [kind.CPU if self._device.type == "cpu" else kind.CUDA]
+        on_cpu = self._device.type == "cpu"
+        device = None if on_cpu else self._device.type
         try:
-            profiler = torch.profiler.profile(activities=kinds, acc_events=True)  # else one release warns at the end
-            profiler.start()
+            # What torch.profiler stands on: that would import the compiler first, for seconds.
+            profiler = torch.autograd.profiler.profile(use_cpu=on_cpu, use_device=device, use_kineto=True)
+            profiler.__enter__()
         except Exception as error:  # noqa: BLE001
             _say_none(_first_line(error))
             return
@@ -70,8 +71,8 @@ class CommunicationProbe:
         if profiler is None:
             return {}
         try:
-            profiler.stop()
-            communication, computation = spans_of(profiler.profiler.kineto_results.events(), self._device)
+            profiler.__exit__(None, None, None)
+            communication, computation = spans_of(profiler.kineto_results.events(), self._device)
         except Exception as error:  # noqa: BLE001
             _say_none(_first_line(error))
             return {}
@@ -85,7 +86,7 @@ class CommunicationProbe:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             try:
-                profiler.stop()
+                profiler.__exit__(None, None, None)
             except Exception as error:  # noqa: BLE001
                 _say_none(_first_line(error))
 

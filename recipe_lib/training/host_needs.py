@@ -13,9 +13,7 @@ from recipe_lib.parallel import World
 from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
 
 
-def check_host_memory(
-    model: nn.Module, cfg: FullFinetuneConfig, world: World, beside: nn.Module | None = None
-) -> None:
+def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, beside: nn.Module | None = None) -> None:
     """SetupError where what all ranks of this machine keep on the host is more than `memory.host_memory`, or is free.
 
     Call it when the model is sharded and has no memory yet. Parameters, gradients and states are judged at once;
@@ -34,7 +32,9 @@ def check_host_memory(
         longest = longest_tokens(model, cfg)
 
         def judge(num_bytes: int, tokens: int) -> None:
-            kept = calls * num_bytes * max(longest, tokens) // max(tokens, 1)
+            kept = calls * num_bytes
+            if 0 < tokens < longest:
+                kept = kept * longest // tokens
             check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory, ranks, free)
 
         window.judge_first(judge)

@@ -70,7 +70,7 @@ class Part:
     def put(self, rows: slice, values: Tensor) -> None:
         """Rounds rows that were taken to the weights' type."""
         stored = self.weights[rows]
-        if values.dtype == stored.dtype:
+        if MASTER not in self.state and values.dtype == stored.dtype:
             return  # they are the weights themselves
         if self.key is None:
             stored.copy_(values)

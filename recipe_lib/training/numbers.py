@@ -26,6 +26,7 @@ def derived_numbers(
         _steps(cfg, rows, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_model(cfg, model),
+        *([f"checkpointing: {kept}"] if (kept := getattr(model, "kept_for_backward", None)) else []),
     ]
 
 
@@ -34,7 +35,9 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
         return f"devices: 1 {world.device.type}"
     shape = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
     dims = [f"{name} {size}" for name, size in shape if size > 1 or name.startswith("data")]
-    return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}"
+    undecided = cfg.parallel.strategy == "auto" and world.data_ranks > 1
+    auto = "; parallel.strategy=auto is fsdp here, since `tune run` has not planned both" if undecided else ""
+    return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
 
 
 def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "DataPlan") -> list[str]:

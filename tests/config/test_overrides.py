@@ -77,7 +77,7 @@ WRONG = [
     ("optimizer.lrr=3", "unknown key; did you mean optimizer.lr?"),
     ("optimiser.lr=3", "unknown key; did you mean optimizer.lr?"),
     ("optimizer.zzzz=3", "unknown key; the keys of optimizer are name, lr, weight_decay, betas, eps, momentum, "
-     "implementation"),
+     "implementation, state_bits, master_weights, stochastic_rounding"),
     ("zzzz=3", "unknown key; `tune cat CONFIG --describe` lists all keys"),
     ("=3", "unknown key; `tune cat CONFIG --describe` lists all keys"),
     ("optimizer=adamw", "found 'adamw', expected keys of the section, as in optimizer.name=VALUE"),

@@ -4,6 +4,7 @@ import numpy as np
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, ValidationConfig
 from recipe_lib.data import build_dataset, build_validation_dataset, warn_of_overlap
+from recipe_lib.data.inspect import inspect
 from recipe_lib.tokenizers import load_tokenizer
 from tests.tokenizers.made import write_json
 
@@ -24,7 +25,10 @@ def rows():
 
 def unseen(tmp_path, rows_file, template):
     tokenizer = load_tokenizer(write_json(tmp_path, template=template))
-    return build_dataset(DataConfig(source=rows_file(*rows()), format="messages"), tokenizer, 64).report
+    dataset = build_dataset(DataConfig(source=rows_file(*rows()), format="messages"), tokenizer, 64)
+    findings = {finding.name: finding.rows for finding in inspect(dataset, None, 64, None).findings}
+    assert findings.get("unseen-messages", 0) == dataset.report.unseen_rows
+    return dataset.report
 
 
 def test_a_system_message_that_is_left_out_is_told(tmp_path, rows_file):

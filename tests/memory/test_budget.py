@@ -1,6 +1,7 @@
 """Checkpointing under a budget: what is chosen, that so many bytes are kept, and that the gradients stay the same."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from recipe_lib.adapters import add_adapters
+from recipe_lib.config.pipeline import stage_count, stages_of_rank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
@@ -15,6 +17,8 @@ from recipe_lib.memory.budget import Choice, LayerCost, Operator, choose
 from recipe_lib.memory.layer_costs import layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.parallel import materialize, shard_tensors, start_world
+from recipe_lib.parallel.pipeline.driver import Pipeline
+from recipe_lib.parallel.pipeline.theory import in_flight
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
@@ -138,6 +142,25 @@ def test_a_budget_below_the_inputs_is_refused() -> None:
     assert "memory.activation_budget: found 2.78465e-07 GiB, expected at least 2.79e-07" in str(caught.value)
     with pytest.raises(ConfigError, match="expected at least 9.16e-05, which the layers' inputs take"):
         decoder(config(0.00001))
+    padded = config(0.0001)
+    padded.data.pad_to_multiple = 16  # rows of 12 tokens
+    with pytest.raises(ConfigError, match="expected at least 0.000122, "):
+        decoder(padded)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+def test_what_a_pipeline_may_keep_at_once(schedule: str) -> None:
+    """The most of it is what the schedule's formula says."""
+    ranks, count = 4, 8
+    parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
+    if schedule.startswith("interleaved"):
+        parallel.pipeline_stages_per_rank = 2
+    per_rank = stage_count(parallel) // ranks
+    for rank in range(ranks):
+        layers = {stage: range(1) for stage in stages_of_rank(parallel, rank)}
+        moments = Pipeline.in_flight(SimpleNamespace(layers=layers, _parallel=parallel, _place=rank), count)  # type: ignore[arg-type]
+        assert max(sum(one.values()) for one in moments) == in_flight(schedule, ranks, rank, count, per_rank)
+        assert all(set(one) == set(layers) for one in moments) and {} not in moments
 
 
 def test_worth_follows_the_length_of_rows() -> None:
@@ -152,7 +175,8 @@ def test_worth_follows_the_length_of_rows() -> None:
     layer = layer_costs(model, 1, 4096, 1, "cuda")[1]
     d, queries, keys, f = 4096, 4096, 1024, 14336
     elements = 4 * d + 2 * queries + 2 * keys + 4 * f
-    assert layer.everything == 4096 * (2 * elements + 4 * (32 + 2))  # log-sum-exp and two norms in fp32
+    # Log-sum-exp and two norms in fp32, and a random state.
+    assert layer.everything == 4096 * (2 * elements + 4 * (32 + 2)) + 128
 
 
 def ranks() -> list[Any]:

@@ -1,4 +1,4 @@
-"""Activation offload where layers are shared out: the losses and gradients of the same ranks without it, bit for bit."""
+"""Activation offload where layers are shared out: losses and norms of the same ranks without it, bit for bit."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,12 @@ def losses_of_each(folder: Path) -> dict[str, Any]:
         for lever in ("false", "true"):
             output = folder / f"{number}{lever}"
             argv = arguments(output, "demo/lora" if recipe == LORA else "demo/full")
-            argv += [f"model.preset={folder / 'model.json'}", "device=auto", "max_steps=2", "checkpoint.save_model=false"]
+            argv += [
+                f"model.preset={folder / 'model.json'}",
+                "device=auto",
+                "max_steps=2",
+                "checkpoint.save_model=false",
+            ]
             argv += [*overrides, f"memory.activation_offload={lever}"]
             argv += [] if lever == "true" else ["~memory.activation_offload_ahead"]
             done(run_here(argv, recipe=recipe))

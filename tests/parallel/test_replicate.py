@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel import replicate
-from recipe_lib.parallel.replicate import Replicas, sum_gradients_of_replicas
+from recipe_lib.parallel.replicate import Replicas, is_replicated, sum_gradients_of_replicas
 from recipe_lib.parallel.world import mesh_shape
+from recipe_lib.training.numbers import _devices
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
 
@@ -90,6 +91,15 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
 def test_the_mesh_has_copies_and_no_shards():
     assert mesh_shape(ParallelConfig(strategy="ddp"), 8) == (1, 8, 1, 1)
     assert mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8) == (2, 2, 1, 2)
+
+
+def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
+    mesh = SimpleNamespace(mesh_dim_names=("data_replicate", "data_shard"), shape=(1, 2))
+    world = SimpleNamespace(size=2, data_ranks=2, device=torch.device("cpu"), mesh=mesh)
+    cfg = FullFinetuneConfig(parallel=ParallelConfig(strategy="auto"))
+    said = "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here, since `tune run` "
+    assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
+    assert mesh_shape(cfg.parallel, 2) == (1, 1, 2, 1) and not is_replicated(cfg.parallel)
 
 
 class Runs:

@@ -70,6 +70,9 @@ CASES = GRID | {
     "int8": (2, LORA, TIED, "lora.quantize=int8", "lora.dora=true"),
     "pairs": (2, DPO, TIED, PAIRS),
     "pairs, full": (2, DPO, TIED, PAIRS, "dpo.train=full", "optimizer.name=sgd", "optimizer.momentum=0.9"),
+    "8 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=8", "optimizer.stochastic_rounding=true"),
+    "4 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=4", "optimizer.master_weights=true"),
+    "muon": (2, FULL, TIED, "optimizer.name=muon"),
     "packed": (2, FULL, TIED, "data.packing=true"),
     "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
 }
@@ -81,6 +84,7 @@ COLLECTIVES = (
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "all_reduce",
+    "all_to_all_single",
 )
 Event = tuple[int, int]  # ALLOC or FREE, bytes
 
@@ -166,7 +170,9 @@ def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, A
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in GRID if name.endswith(" 1")] + ["untied", "foreach, one rank", "bf16", "pairs"]
+    "name",
+    [name for name in GRID if name.endswith(" 1")]
+    + ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"],
 )
 def test_every_allocation_and_release_is_that_of_the_real_run(
     runs: tuple[dict[str, Any], dict[str, Any]], name: str
