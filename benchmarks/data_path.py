@@ -114,7 +114,8 @@ def run_side(side: str, python: Path, folder: Path, repeats: int) -> tuple[dict[
             seconds[kind].append(time.perf_counter() - began)
             one = json.loads(done.stdout.splitlines()[-1])
             if kind == "cold":
-                said, _ = one, inside.append(one["inside"])
+                said = one
+                inside.append(one["inside"])
     said["inside"] = sorted(inside)[len(inside) // 2]
     return {kind: sorted(values)[len(values) // 2] for kind, values in seconds.items()}, said
 

@@ -28,8 +28,8 @@ the CPU.
 
 ## Pairs
 
-`=`: equal, to {fine:g}. `~`: equal to the tolerance of the wider of the two. A number: refused for at least some values,
-by the line below. A lever meets itself in its other values, which are alternatives.
+`=`: equal, to {fine:g}. `~`: equal to the tolerance of the wider of the two. A number: refused for at least some
+values, by the line below. A lever meets itself in its other values, which are alternatives.
 
 {matrix}
 

@@ -33,11 +33,11 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
-from recipe_lib.memory import apply_activation_checkpointing  # noqa: E402
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
 from recipe_lib.models import DecoderSpec, build_meta, preset_config, spec_from_config  # noqa: E402
 from recipe_lib.models.decoder import ACTIVATIONS  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
-from recipe_lib.parallel import World, compile_layers, shard_tensors, tensor  # noqa: E402
+from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
 from recipe_lib.plan.device import NAME  # noqa: E402
 from recipe_lib.plan.fake import simulated_world, tensors_without_bytes  # noqa: E402
 from recipe_lib.units import MIB  # noqa: E402

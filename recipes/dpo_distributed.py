@@ -34,10 +34,10 @@ from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import DpoFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps, offload_activations, use_low_precision
+from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
+from recipe_lib.parallel import DTYPES, World, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.preference import (
     NUMBERS,
@@ -88,10 +88,6 @@ class PreferenceTraining:
             add_adapters(model, cfg.lora, dtype)
         shard_tensors(model, cfg.parallel, cfg.memory, self.world)
         apply_layer_levers(model, cfg, self.device, keeps=trained)  # nothing of the reference is kept for a backward
-        if cfg.compile:
-            compile_layers(model)
-        if trained:
-            offload_activations(model, cfg.memory, self.device)
         self.units = shard_model(model, cfg.parallel, cfg.memory, self.world)
         training.check_host_memory(model, cfg, self.world, beside=self.reference if trained else None)
         materialize(model, cfg.memory, self.device)

@@ -28,9 +28,9 @@ from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_layer_levers, offload_activations
+from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
+from recipe_lib.parallel import DTYPES, World, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 
 Config = FullFinetuneConfig
@@ -61,9 +61,6 @@ class FullFinetune:
         split_pipeline(self.model, cfg, self.world)
         shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
         apply_layer_levers(self.model, cfg, self.device)
-        if cfg.compile:
-            compile_layers(self.model)
-        offload_activations(self.model, cfg.memory, self.device)
         self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
         training.check_host_memory(self.model, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)
@@ -89,8 +86,9 @@ class FullFinetune:
 
     def describe(self) -> list[str]:
         """What the config comes to here: rows, global batch, steps, bytes per rank, FSDP units."""
+        units = describe_units(self.model, self.units)
         numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
-        return [*self.data.report(), *numbers, describe_units(self.model, self.units)]
+        return [*self.data.report(), *numbers, units]
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step: forward and backward of each micro-batch, clipping, the optimizer."""

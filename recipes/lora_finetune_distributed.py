@@ -28,9 +28,9 @@ from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_layer_levers, offload_activations
+from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, compile_layers, describe_units, materialize, shard_model, split_pipeline
+from recipe_lib.parallel import DTYPES, World, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 
 Config = LoraFinetuneConfig
@@ -63,9 +63,6 @@ class LoraFinetune:
         add_adapters(self.model, cfg.lora, dtype)
         shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
         apply_layer_levers(self.model, cfg, self.device)
-        if cfg.compile:
-            compile_layers(self.model)
-        offload_activations(self.model, cfg.memory, self.device)
         self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
         training.check_host_memory(self.model, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)

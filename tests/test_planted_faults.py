@@ -70,6 +70,8 @@ def test_a_launcher_is_not_the_fault():
     told = judge(found, "disk", 0)
     assert (told.outcome, told.line) == ("traceback, named", "ValueError: bad")
     assert judge(found, "Command", 0).outcome == "traceback"
+    found.lines[0] = (0.0, "0%|  | 0/4 [00:00<?]Traceback (most recent call last):")
+    assert judge(found, "disk", 0).outcome == "traceback, named"
 
 
 def test_losses_that_are_the_same():

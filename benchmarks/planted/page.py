@@ -13,9 +13,9 @@ _WORDS = (
     "**rejected**: ended before the first step, without a traceback, in a line that names the fault. **stopped**: the "
     "same after a step. **warned**: trained, with a line that names it. **handled**: trained without a word, and what "
     "was measured (trained text, losses) shows no harm. **found by check**: the run says nothing, the tool's own check "
-    "command does. **traceback, named**: ended in a traceback whose exception names the fault. **ends, unnamed** and "
-    "**traceback**: ended, and nothing names it. **hangs**: killed after five minutes. **silent**: trained as if "
-    "nothing were. **n/a**: the tool has no such thing; the reason stands below.",
+    "command does. **traceback, named**: ended in a traceback, an exception of which names the fault. **ends, "
+    "unnamed** and **traceback**: ended, and nothing names it. **hangs**: killed after five minutes. **silent**: "
+    "trained as if nothing were. **n/a**: the tool has no such thing; the reason stands below.",
     "",
     "A line names a fault if it has the fault's words (`benchmarks/planted/words.py`), is not among the lines of the "
     "tool's sound runs, numbers apart, is no line of metrics, and is no echo of the config. Seconds run from the start "

@@ -50,7 +50,7 @@ def run(
         now = time.monotonic() - started
         if stop_when is not None and not killed and stop_when():
             killed = _kill(process)
-        if now > limit and not killed:
+        if now > limit and not killed and process.poll() is None:
             killed = result.timed_out = _kill(process)
         if not selector.select(pause):
             if process.poll() is not None and killed:

@@ -104,6 +104,10 @@ class Torchtune(Tool):
         """Writes tune.yaml, with the sizes of the model's config.json."""
         sizes = json.loads((setup.model / "config.json").read_text(encoding="utf-8"))
         files = sorted({path.name for path in setup.model.glob("*.safetensors")} | self._named_by_index(setup))
+        saved = self.states(setup)
+        if setup.resume and saved:  # the files of the newest epoch are named by hand, as its documentation has it
+            last = max(saved, key=lambda folder: int(folder.name.split("_")[1]))
+            files = sorted(f"{last.name}/{path.name}" for path in last.glob("*.safetensors"))
         adapters = setup.targets is not None
         text = _CONFIG.format(
             output=setup.output, model=setup.model, max_len=setup.max_len, train=setup.train,

@@ -16,8 +16,8 @@ WARNED = "warned"  # trained on, with a line that has the words
 HANDLED = "handled"  # trained on without a word, and what was measured shows no harm
 FOUND = "found by check"  # the run says nothing, the tool's own check command does
 UNNAMED = "ends, unnamed"  # ended without a traceback, and no line has the words
-NAMED_TRACEBACK = "traceback, named"  # ended with a traceback whose last line has the words
-TRACEBACK = "traceback"  # ended with a traceback whose last line does not
+NAMED_TRACEBACK = "traceback, named"  # ended with a traceback, an exception of which has the words
+TRACEBACK = "traceback"  # ended with a traceback none of which does
 HANGS = "hangs"  # killed after the time limit
 SILENT = "silent"  # trained on without a word
 NOT_APPLICABLE = "n/a"
@@ -30,7 +30,7 @@ OUTCOMES = (
 _PREFIX = r"(?:\[rank\d+\]: ?)?"  # torchrun's, before each line of a traceback
 # The line behind a traceback's frames, as Python prints it: `package.Error`, perhaps with a text.
 _EXCEPTION = re.compile(rf"^{_PREFIX}(?:\w+\.)*[A-Za-z_]\w*(?:: .*)?$")
-_BEGINS = re.compile(rf"^{_PREFIX}Traceback \(most recent call last\)")
+_BEGINS = re.compile(r"Traceback \(most recent call last\)")  # perhaps behind a progress bar
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?")
 
 
@@ -79,10 +79,12 @@ def judge(
     elif result.code == 0:
         found.outcome = WARNED if told else SILENT
     else:
-        raised = _raised(result)
-        if raised is not None:
-            found.seconds, found.line = raised
-            found.outcome = NAMED_TRACEBACK if pattern.search(_from_exception(result)) else TRACEBACK
+        began = next((at for at, line in result.lines if _BEGINS.search(line)), None)
+        if began is not None:
+            raised = _exceptions(result)
+            named = [text for text in raised if pattern.search(text)]
+            found.outcome = NAMED_TRACEBACK if named else TRACEBACK
+            found.seconds, found.line = began, (named or raised)[-1].splitlines()[0]
             return found
         found.outcome = UNNAMED if not told else STOPPED if steps else REJECTED
         if not told:
@@ -102,16 +104,8 @@ def _news(result: Result, sound_lines: Iterable[str], metric: str, given: Sequen
         yield at, line
 
 
-def _raised(result: Result) -> tuple[float, str] | None:
-    """When a traceback began, and the line of its last exception; None: there is none."""
-    began = next((at for at, line in result.lines if _BEGINS.search(line)), None)
-    if began is None:
-        return None
-    return began, _from_exception(result).splitlines()[0]
-
-
-def _from_exception(result: Result) -> str:
-    """The text of the program's own exception: of the last traceback that is not a launcher's."""
+def _exceptions(result: Result) -> list[str]:
+    """The texts of the program's own exceptions, causes first; a launcher's only if there is no other."""
     lines = [line for _, line in result.lines]
     found: list[list[str]] = []
     inside = False
@@ -125,4 +119,4 @@ def _from_exception(result: Result) -> str:
             found[-1].append(line)  # an exception's text may have several lines
     launchers = ("CalledProcessError", "ChildFailedError")
     own = [text for text in found if not any(name in text[0] for name in launchers)] or found
-    return "\n".join(own[-1]) if own else lines[-1]
+    return ["\n".join(text) for text in own] or lines[-1:]

@@ -149,6 +149,8 @@ def make_optimizer_states(
                 f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; resume with the run's own optimizer.name "
                 "and optimizer.state_bits"
             )
+        if (place := getattr(optimizer, "place_state", None)) is not None:
+            value = place(value)  # states that wait in host memory would not fit on the device together
         optimizer.state[parameter][key] = value
         targets[full_name] = value
     missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)

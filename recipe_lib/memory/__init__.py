@@ -1,6 +1,7 @@
 """Levers that trade time for memory, and measured peaks."""
 
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
+from recipe_lib.memory.compiling import compile_layers
 from recipe_lib.memory.levers import apply_layer_levers
 from recipe_lib.memory.loss_kernel import choose_loss_kernel
 from recipe_lib.memory.low_precision import use_low_precision
@@ -16,6 +17,7 @@ __all__ = [
     "apply_layer_levers",
     "choose_loss_kernel",
     "chunk_mlps",
+    "compile_layers",
     "explain_out_of_memory",
     "offload_activations",
     "use_low_precision",

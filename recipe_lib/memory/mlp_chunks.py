@@ -3,7 +3,8 @@
 A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and about six in backward; with c pieces
 they are `[n / c, f]`. What is kept is its input `[n, d]` alone: each piece is computed again in backward, whatever
 `memory.activation_checkpointing` says. A layer that is computed again itself stops before its MLP where nothing behind
-that is kept, so that with `full` a piece is still computed twice, not three times. (Sequence tiling: arXiv 2406.06184.)
+that is kept, so that with `full` a piece is still computed twice, not three times. (Chunks of a feed-forward layer:
+arXiv 2001.04451.) It has not run on CUDA; bytes are those of the simulated device, values those of a CPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,8 +60,8 @@ def _chunked(forward: Any, chunks: int) -> Any:
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
         # A node of its own keeps the input: a layer that is computed again for it ends here, before the pieces.
-        keeper = _Keep.apply(torch.empty(0, requires_grad=True), flat).grad_fn
-        found = cast(Tensor, _Pieces.apply(whole, keeper, flat, *trained))
+        kept = (_Keep.apply(torch.empty(0, requires_grad=True), flat),)  # a tuple, so that it is no input of the next
+        found = cast(Tensor, _Pieces.apply(whole, kept, flat, *trained))
         return found.view(*hidden.shape[:-1], -1)
 
     return run
@@ -123,16 +124,16 @@ class _Pieces(torch.autograd.Function):
     """Forward without a graph; backward makes the graph of one piece at a time."""
 
     @staticmethod
-    def forward(ctx: Any, whole: tuple[Any, ...], keeper: Any, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.whole, ctx.keeper = whole, keeper
+    def forward(ctx: Any, whole: tuple[Any, ...], kept: tuple[Tensor], hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.whole, ctx.kept = whole, kept[0]
         ctx.random = (torch.get_rng_state(), *get_device_states(hidden))
         return _all_pieces(hidden, *whole)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,), (forward, others, modules, pieces) = ctx.keeper.saved_tensors, ctx.whole
-        ctx.keeper = None
+        (hidden,), (forward, others, modules, pieces) = ctx.kept.grad_fn.saved_tensors, ctx.whole
+        ctx.kept = None
         hidden = hidden.detach()
         total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
         with _as_leaves(modules) as leaves, _random_again(hidden, ctx.random), deferred.put_off_nothing(), _computing():

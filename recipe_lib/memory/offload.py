@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.memory.host import pinned_bytes
 from recipe_lib.models.layers import layer_names
+from recipe_lib.ops.device import has_host
 
 SMALLEST = 1024  # bytes; less is not worth a copy
 
@@ -42,7 +43,7 @@ def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.de
     stay where they are. Without gradients nothing is kept, and nothing happens. On a CPU the model is left as it is.
     Returns what moves the tensors.
     """
-    if not memory.activation_offload or not _has_host(device):
+    if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
     names = layer_names(model)
@@ -53,11 +54,6 @@ def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.de
         modules[name].forward = _sent(modules[name], number, window)
     model.activation_window = window  # type: ignore[assignment]
     return window
-
-
-def _has_host(device: torch.device) -> bool:
-    """Whether the device's memory is another than the host's; tests say so of a CPU."""
-    return device.type != "cpu"
 
 
 def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:

@@ -41,7 +41,7 @@ def levers(cfg: FullFinetuneConfig) -> list[str]:
         found.append("dtype=bf16")
     if memory.loss_chunks < 32:
         found.append(f"memory.loss_chunks={memory.loss_chunks * 4}")
-    if not memory.activation_offload:
+    if not memory.activation_offload and memory.activation_checkpointing in ("none", "full"):
         found.append("memory.activation_offload=true")
     if not memory.cpu_offload and not memory.optimizer_offload:
         found.append("memory.optimizer_offload=true")

@@ -13,3 +13,8 @@ def kernels_of(device: torch.device) -> str:
 def holds_values(device: torch.device) -> bool:
     """Whether tensors there are made of numbers: not on a simulated device, whose module's `holds_values` is False."""
     return bool(getattr(torch.get_device_module(device), "holds_values", True))
+
+
+def has_host(device: torch.device) -> bool:
+    """Whether there is host memory beside the device's: not on a CPU, but where tests say so."""
+    return device.type != "cpu"

@@ -1,6 +1,6 @@
 """The ranks of a run and how a model is divided among them."""
 
-from recipe_lib.parallel.apply import DTYPES, compile_layers, materialize, shard_model
+from recipe_lib.parallel.apply import DTYPES, materialize, shard_model
 from recipe_lib.parallel.pipeline.stages import split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.parallel.tensor_sizes import check_tensor
@@ -12,7 +12,6 @@ __all__ = [
     "Unit",
     "World",
     "check_tensor",
-    "compile_layers",
     "describe_units",
     "materialize",
     "resolve_wrapping",

@@ -1,7 +1,6 @@
 """Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model.
 
-apply_activation_checkpointing(model, mode)  # patches each layer's forward
-compile_layers(model)                        # compiles that, recomputation included
+apply_layer_levers(model, cfg, device)       # wraps each layer's forward: checkpointing, compilation
 shard_model(model, parallel, memory, world)  # FSDP's hooks go around it
 materialize(model, memory, device)           # memory for this rank's shards
 """
@@ -19,14 +18,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
-from recipe_lib.models.layers import layer_names
 from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel.replicate import Replicas, is_replicated
 from recipe_lib.parallel.world import World
@@ -36,47 +33,6 @@ from recipe_lib.parallel.wrapping import Unit, resolve_wrapping
 _EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # modules whose backward reads tokens, not the weight
 _HEADS = (OutputHead, AdaptedHead)  # with labels they make their gradients in forward
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-
-
-_COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and without gradients
-
-
-def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay outside of it.
-
-    The first row length is compiled for itself, the second for every length from then on; rows one at a time, and
-    evaluation, are compiled on their own. A layer that is compiled too often runs as it is, silently: torch's limit is
-    for all kinds of layers together, and is set where none comes to it.
-    """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
-    modules = dict(model.named_modules())
-    for name in layer_names(model):
-        layer = modules[name]
-        compiled = torch.compile(layer.forward, backend=backend)
-        shared = any(isinstance(parameter, DTensor) for parameter in layer.parameters())
-        layer.forward = _on_own_parts(layer, compiled) if shared else compiled
-
-
-def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """While `forward` runs, the layer's DTensor parameters are this rank's parts of them.
-
-    With DTensors compiled code keeps their mesh for backward, and torch 2.13 puts it where it expects a tensor if
-    attention is computed again on a CPU. (A layer that is compiled too often would have DTensors again when it is
-    computed again, and selective checkpointing miss an operator: one more reason for `_COMPILATIONS`.)
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
-        whole = [(place, name, place[name]) for place, name in found if isinstance(place[name], DTensor)]
-        try:
-            for place, name, parameter in whole:
-                place[name] = parameter.to_local()  # type: ignore[union-attr, assignment]
-            return forward(*args, **kwargs)
-        finally:
-            for place, name, parameter in whole:
-                place[name] = parameter
-
-    return run
 
 
 def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> list[Unit]:

@@ -46,7 +46,11 @@ class StateVisits:
         self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came behind whose
         self._last: nn.Parameter | None = None
         optimizer.step = self.step  # type: ignore[method-assign]
-        optimizer.states_on_host = True  # type: ignore[attr-defined]
+        optimizer.place_state = self.placed  # type: ignore[attr-defined]
+
+    def placed(self, value: Tensor) -> Tensor:
+        """A state's memory where it waits, without values: of one that is being read from a checkpoint."""
+        return _with_local(value, _pinned_like(_local(value))) if _is_large(value) else value
 
     def step(self, closure: None = None) -> None:
         """A step of every parameter that has a gradient; then nothing is on its way, and nothing on the device."""
@@ -132,4 +136,4 @@ def _with_local(value: Tensor, local: Tensor) -> Tensor:
 
 
 def _pinned_like(local: Tensor) -> Tensor:
-    return torch.empty_like(local, device="cpu").pin_memory()
+    return torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.device.type != "cpu")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.ops.device import has_host
 from recipe_lib.training.clipping import EarlierNorms
 from recipe_lib.training.state_visits import StateVisits, step_only
 
@@ -32,7 +33,7 @@ def arrange_steps(
 
     Returns the norms of gradients that are gone when `clip_grad_norm` is called, for that; None without the lever.
     """
-    visits = StateVisits(optimizer, device) if memory.optimizer_offload and _has_host(device) else None
+    visits = StateVisits(optimizer, device) if memory.optimizer_offload and has_host(device) else None
     optimizer.steps_in_backward = memory.optimizer_in_backward  # type: ignore[attr-defined]
     if not memory.optimizer_in_backward:
         return None
@@ -56,11 +57,6 @@ def check_arranged(optimizer: Optimizer, memory: MemoryConfig) -> None:
     """ValueError for a recipe, such as an older copy, that never called `arrange_steps` though its config asks."""
     if (memory.optimizer_in_backward or memory.optimizer_offload) and not hasattr(optimizer, "steps_in_backward"):
         raise ValueError("a recipe with these levers calls training.arrange_steps behind training.build_optimizer")
-
-
-def _has_host(device: torch.device) -> bool:
-    """Whether host memory is another one than the device's."""
-    return device.type != "cpu"
 
 
 def _made_at_once(optimizer: Optimizer, model: nn.Module) -> Sequence[nn.Parameter]:

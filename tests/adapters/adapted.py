@@ -9,12 +9,12 @@ from torch import Tensor
 
 from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.build import fill_random
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.parts import local_part
-from recipe_lib.parallel import World, compile_layers, materialize, shard_model, start_world
+from recipe_lib.parallel import World, materialize, shard_model, start_world
 from tests.parallel.small_models import ROWS, small_batch
 
 LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]

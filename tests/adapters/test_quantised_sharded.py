@@ -19,10 +19,10 @@ from recipe_lib.adapters.quantised import QuantisedLinear, dequantised
 from recipe_lib.checkpoint import weights_in
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.parallel import World, compile_layers, materialize, shard_model, start_world
+from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.memory.live_bytes import LiveBytes

@@ -11,9 +11,10 @@ from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import check_documents_apart, leaks
 from recipe_lib.errors import SetupError
+from recipe_lib.memory import compile_layers
 from recipe_lib.models import build_meta, init_weights, read_config, spec_from_config
 from recipe_lib.ops import attention
-from recipe_lib.parallel import compile_layers, shard_model, start_world
+from recipe_lib.parallel import shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_spec
 

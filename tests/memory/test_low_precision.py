@@ -9,10 +9,10 @@ from torch import nn
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import apply_activation_checkpointing, use_low_precision
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers, use_low_precision
 from recipe_lib.models import build_meta
 from recipe_lib.ops import low_precision
-from recipe_lib.parallel import compile_layers
+from tests.ops.test_low_precision import has_fp8_on_a_cpu
 from tests.parallel.small_models import gradients, small_batch, small_spec
 
 CPU = torch.device("cpu")
@@ -110,6 +110,7 @@ def _int8(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.skipif(not has_fp8_on_a_cpu(), reason="no FP8 product on a CPU")
 def test_fp8_of_a_bf16_model(monkeypatch: pytest.MonkeyPatch):
     """A CPU has the product, slowly, and is refused; here it stands for a GPU."""
     monkeypatch.setattr("recipe_lib.memory.low_precision._check_fp8", lambda device: None)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.config.schema import MemoryConfig
-from recipe_lib.memory import apply_activation_checkpointing, offload
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers, offload
 from recipe_lib.memory.offload import Kept, Window, offload_activations
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import compile_layers
 from tests.memory.late_copies import LateCopies
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import LENGTH, ROWS, WIDTH, gradients, small_batch, small_spec
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_has_host", lambda device: True)
+    monkeypatch.setattr(offload, "has_host", lambda device: True)
 
 
 def decoder(

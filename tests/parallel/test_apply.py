@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
-from recipe_lib.parallel import Unit, World, apply, compile_layers, materialize, shard_model, start_world
+from recipe_lib.parallel import Unit, World, apply, materialize, shard_model, start_world
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.gathered import GatheredPeak, gathered_bytes

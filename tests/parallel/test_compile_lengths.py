@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops import attention
 from recipe_lib.ops.attention import make_attention_info
-from recipe_lib.parallel import compile_layers
 from recipe_lib.units import GIB
 from tests.distributed.ranks import import_compiler
 from tests.parallel.small_models import VOCABULARY, gradients, small_spec

@@ -103,7 +103,7 @@ def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
 
 
 class Runs:
-    """Whole runs: one process, two ranks with whole models, with shards, and pipelines and groups of two of them."""
+    """Whole runs: one process, two ranks with whole models, and with shards. Pipelines and groups: test_levers."""
 
     def __init__(self, realdata: Path, folder: Path) -> None:
         self.realdata, self.folder = realdata, folder
@@ -157,18 +157,12 @@ def of_two(runs: Runs) -> dict[str, Any]:
         return {"logits": logits, "resumed": whole(resumed.recipe.model(probe()))} | marked
 
 
-def of_four(runs: Runs) -> None:
-    runs.run("tensor ddp", 2, DDP, "parallel.tensor=2")
-    runs.run("pipeline ddp", 2, DDP, "parallel.pipeline=2")
-
-
 @pytest.fixture(scope="module")
 def runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of the runs, and what the two ranks found."""
     found = Runs(realdata, tmp_path_factory.mktemp("replicas"))
     run_ranks(alone, 1, found)
     two = run_ranks(of_two, 2, found)
-    run_ranks(of_four, 4, found)
     return found.folder, two
 
 
@@ -179,8 +173,6 @@ def runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         ("lora ddp", "lora 1"),
         ("fsdp to ddp", "full 1"),
         ("ddp to fsdp", "full 1"),
-        ("tensor ddp", "full 1"),
-        ("pipeline ddp", "full 1"),
     ],
 )
 def test_losses_and_norms_are_those_of_one_process(runs: Any, name: str, reference: str):

@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
+from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.parts import local_part
 from recipe_lib.parallel import (
     World,
     check_tensor,
-    compile_layers,
     materialize,
     shard_model,
     shard_tensors,

@@ -14,9 +14,10 @@ from recipe_lib.adapters.quantised import QuantisedLinear, dequantised
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.memory import compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.models.parts import local_part
-from recipe_lib.parallel import World, check_tensor, compile_layers, materialize, shard_model, start_world
+from recipe_lib.parallel import World, check_tensor, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.small_models import LENGTH, VOCABULARY

@@ -29,7 +29,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "master": (2, 0, FULL, "optimizer.master_weights=true", "optimizer.state_bits=8"),
     "chance": (2, 0, FULL, "optimizer.stochastic_rounding=true"),
     "muon": (2, 0, FULL, "optimizer.name=muon"),
-    "muon, 8": (4, 0, FULL, "optimizer.name=muon", "optimizer.state_bits=8"),
     "muon, tensor": (4, 0, FULL, "optimizer.name=muon", "parallel.tensor=2"),
     "adapters": (2, 0, LORA, "optimizer.state_bits=8"),
     "on host": (2, 0, FULL, "optimizer.name=muon", "memory.cpu_offload=true"),
@@ -152,7 +151,6 @@ def test_muon_has_one_state_of_a_matrix_and_two_of_the_rest(taken: dict[str, Tak
     others = [(VOCABULARY, WIDTH)] * 2 + [shape for shape in model() if shape[1] == 1]
     for name, ranks, state in (
         ("muon", 2, lambda elements, columns: BF16 * elements),
-        ("muon, 8", 4, lambda elements, columns: coded(8, elements, columns)),
         ("on host", 2, lambda elements, columns: BF16 * elements),
     ):
         expected = of_rows(matrices, ranks, state) + 2 * of_rows(others, ranks, state)
@@ -167,7 +165,7 @@ def test_muon_exchanges_each_matrix_twice_and_holds_one(taken: dict[str, Taken])
     matrices = LINEARS
     count = sum(rows * columns for rows, columns in matrices)
     largest, square = 14336 * WIDTH * BF16, WIDTH * WIDTH * BF16
-    for name, ranks in (("muon", 2), ("muon, 8", 4), ("on host", 2)):
+    for name, ranks in (("muon", 2), ("on host", 2)):
         # What arrives there, the first one's whole matrices, and its parts of all that come back.
         received = taken[name].exchanged["data_shard"]
         assert abs(received - 2 * count * BF16 / ranks) < 2 * largest, name

@@ -124,6 +124,7 @@ NOT_LEVERS = {
     "parallel.pipeline_put_off": "the order of a step's work; tests/parallel/pipeline",
     "parallel.pipeline_timeout": "when a run ends; tests/parallel/pipeline/test_watch",
     "lr_schedule.*": "one number a step, a function of the step alone",
+    "memory.host_memory": "a limit that is looked at before; tests/memory/test_host, tests/training/test_host_needs",
     "optimizer.lr": "a number of the optimizer's formula",
     "optimizer.betas": "a number of the optimizer's formula",
     "optimizer.eps": "a number of the optimizer's formula",
@@ -141,9 +142,23 @@ NOT_LEVERS = {
     "resume": "of one start only; test_resume",
 }
 
+# Values that need a GPU -> words of the line that they are refused with on a CPU.
+GPU_ONLY = {
+    "memory.loss_kernel=liger": "where its kernels do not run",
+    "matmul_dtype=fp8": "take a GPU of compute capability 8.9 or more",
+}
 # Overrides that are refused together -> words of the line. Everything else must run.
 PIPELINE, TENSOR, DDP = "parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=ddp"
 IN_BACKWARD, INT8, MUON = "memory.optimizer_in_backward=true", "matmul_dtype=int8", "optimizer.name=muon"
+TORCH_LOSS = "memory.loss_kernel=torch"
+BITS = (4, 8, 16, 32)
+FSDP_ONLY = [
+    *(override for setting in LEVERS if setting.lever == "wrapping" for override in setting.overrides),
+    "parallel.reshard_after_forward=false",
+    "parallel.data_replicate=2",
+]
+OWN_STEPS = [MUON, *(f"optimizer.state_bits={bits}" for bits in (4, 8, 16))]
+OWN_STEPS += ["optimizer.master_weights=true", "optimizer.stochastic_rounding=true"]
 REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     (
         {"optimizer.name=sgd", "optimizer.implementation=fused"},
@@ -158,6 +173,22 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ({DDP, "parallel.data_shard=2"}, "every data rank has all parameters, and none has shards"),
     ({DDP, "memory.cpu_offload=true"}, "it is FSDP that brings offloaded parameters to the device"),
     ({INT8, TENSOR}, "gather and multiply in one, in dtype"),
+    *(({DDP, other}, "copies the model to every data rank and gathers nothing") for other in FSDP_ONLY),
+    *(
+        ({"memory.activation_offload=true", f"memory.activation_checkpointing={kind}"}, "is in a store of their own")
+        for kind in ("selective", "budget")
+    ),
+    *(({"optimizer.name=sgd", f"optimizer.state_bits={bits}"}, "SGD's momentum, if it has one") for bits in BITS),
+    ({"optimizer.name=sgd", "optimizer.master_weights=true"}, "SGD steps the weights themselves"),
+    ({"optimizer.name=sgd", "optimizer.stochastic_rounding=true"}, "SGD rounds to the nearest"),
+    *(
+        ({*own, f"optimizer.implementation={kernels}"}, "none of torch's, of which there are several implementations")
+        for own in (*([own] for own in OWN_STEPS), ["optimizer.state_bits=32", "dtype=bf16"])
+        for kernels in ("single", "foreach", "fused")
+    ),
+    ({"compile=true", "memory.mlp_chunks=3"}, "would put the pieces' work beside each other again"),
+    ({TORCH_LOSS, f"loss={LOSS}"}, "it computes cross-entropy and nothing else"),
+    ({TORCH_LOSS, TENSOR}, "of which each rank of a tensor-parallel group has a part"),
 )
 HALVING = {TENSOR, PIPELINE, "parallel.data_replicate=2", "parallel.data_shard=2"}
 
@@ -217,7 +248,8 @@ def together() -> list[Settings]:
         return [row, *(settings for settings in longer if not refusal(settings))]
 
     while left:
-        row, longer = (), next(iter(left))
+        row: Settings = ()
+        longer = next(iter(left))
         while longer != row and (len(longer) <= MOST or COMPILE in longer):
             row, longer = longer, max(joined_by_one(longer), key=new)
         rows.append(row)

@@ -15,8 +15,9 @@ import torch
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.errors import STORAGE
+from recipe_lib.memory import levers
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.recipes.runs import LORA, ROOT, furthest, metrics, recipe_module, run_here
+from tests.recipes.runs import LORA, ROOT, furthest, metrics, run_here
 
 STEPS = 3
 ROWS = 8  # rows of a step, over all ranks
@@ -117,8 +118,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str
     folder = tmp_path_factory.mktemp("adapters")
 
     def train_all(ranks: int) -> list[list[dict[str, Any]]]:
-        module = recipe_module(LORA)
-        module.compile_layers = functools.partial(module.compile_layers, backend="eager")
+        levers.compile_layers = functools.partial(levers.compile_layers, backend="eager")
         if ranks == 1:
             return [train(folder, kind, ("data.packing=true",) * packed, 1) for kind, packed in bases]
         return [train(folder, kind, lever, ranks) for kind, lever, size in CASES if size == ranks]

@@ -59,7 +59,7 @@ def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.Monk
 
 def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With checkpointing: inputs of the layers that are sent, of rows twice as many and three times as long."""
-    monkeypatch.setattr(offload, "_has_host", lambda device: True)
+    monkeypatch.setattr(offload, "has_host", lambda device: True)
     longest = 2 * ROWS * 3 * LENGTH
     expected = (LAYERS - 1) * power_of_two(ROWS * LENGTH * WIDTH * 4) * longest // (ROWS * LENGTH)
     for allowed, refused in ((expected, False), (expected - 1, True)):

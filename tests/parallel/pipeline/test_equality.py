@@ -15,13 +15,12 @@ from recipe_lib.config.pipeline import SCHEDULES
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.parts import local_part
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.parallel import (
     World,
-    compile_layers,
     materialize,
     shard_model,
     shard_tensors,
