@@ -15,8 +15,7 @@ checkpoint_dir: {model}
 out_dir: {output}
 precision: 32-true
 devices: {ranks}
-resume: {resume}
-data:
+{resume}data:
   class_path: litgpt.data.{data}
   init_args:
     json_path: {pairs}
@@ -81,7 +80,7 @@ class LitGpt(Tool):
         if "q_prj" in (setup.targets or ()):
             lora = lora.replace("lora_query: false", "lora_qury: true")
         text = _CONFIG.format(
-            model=setup.model, output=setup.output, ranks=setup.ranks, resume=str(setup.resume).lower(),
+            model=setup.model, output=setup.output, ranks=setup.ranks, resume="resume: true\n" if setup.resume else "",
             data="JSONmesages" if setup.twist == "unknown_format" else "JSON", pairs=pairs,
             nested="    misspelt_key: 1\n" if setup.twist == "typo_nested" else "", save=setup.save_every or 1000,
             whole=setup.batch * setup.ranks, batch="two" if setup.twist == "wrong_type" else setup.batch,

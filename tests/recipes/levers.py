@@ -240,8 +240,8 @@ def together() -> list[Settings]:
         return sum(pair in left for pair in met(row))
 
     def joined_by_one(row: Settings) -> list[Settings]:
-        levers = {setting.lever for setting in row}
-        others = [setting for setting in LEVERS if setting.lever not in levers and setting.tolerance == FINE]
+        levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
+        others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
         if COMPILE in row:  # once on four ranks is enough
             others = [setting for setting in others if setting.ranks == 2]
         longer = [tuple(sorted((*row, setting), key=LEVERS.index)) for setting in others]
