@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
 from recipe_lib.errors import CheckpointError
@@ -17,12 +18,14 @@ from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
+from recipe_lib.ops.device import holds_values
 from recipe_lib.units import MIB
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
 MAX_INDEX_BYTES = 64 * MIB
+_CHECKED = 2**24  # numbers that are looked at together
 # transformers gives the tensors of some architectures other names, or joins them, when it loads them.
 _RENAMED = "; if transformers renames them, save the model with save_pretrained(..., save_original_format=False)"
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
@@ -173,7 +176,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
     model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
     parameter's type. Weights that are quantised are so while they are read, from the rows that hold a rank's blocks;
     no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
-    Raises CheckpointError as `check_weights` does.
+    Raises CheckpointError as `check_weights` does, and for weights that are not finite.
     """
     parameters: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
     stored = stored_weights(model)
@@ -195,6 +198,22 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
                     continue
                 for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
                     _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]))
+    read = {entry.our_name for entry in entries} & parameters.keys()
+    _check_finite({name: parameters[name] for name in sorted(read)}, folder)
+
+
+def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """CheckpointError for numbers that are none: every later step would be NaN. Each rank looks at its own parts."""
+    found = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    checks: dict[str, torch.Tensor] = {}
+    for name, tensor in found.items():
+        if tensor.numel() and tensor.is_floating_point() and holds_values(tensor.device):
+            parts = [torch.isfinite(part).all() for part in tensor.reshape(-1).split(_CHECKED)]
+            checks[name] = torch.stack(parts).all()
+    bad = [name for name, good in checks.items() if not good]
+    if bad:
+        more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
+        raise CheckpointError(f"{folder}: {bad[0]}{more} NaN or infinite numbers; download the folder again")
 
 
 def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:

@@ -68,6 +68,7 @@ class TrainingLoop:
         self._peak = PeakMemory(world.device)
         self._probe = CommunicationProbe(cfg.log.communication_step, world)
         self._began = 0.0
+        self._told_of_zero = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -139,6 +140,12 @@ class TrainingLoop:
         self._log.step(line | of_places | shares | {name: value.item() for name, value in step.metrics.items()})
         if shares:
             get_logger().info(describe(self.step, shares))
+        if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
+            self._told_of_zero = True
+            get_logger().warning(
+                "step %d: the gradient is exactly 0, so nothing is learnt; look for damaged weights, or a frozen model",
+                self.step,
+            )
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
             self._log.close("diverged")
             raise DivergedError(

@@ -58,6 +58,22 @@ def test_parameters_are_those_of_the_files(folders: dict[str, Path], case: str) 
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_numbers_that_are_none_are_told_with_their_tensor(
+    folders: dict[str, Path], tmp_path: Path, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(folders["llama3.1"], tmp_path / "damaged")
+    monkeypatch.setattr(weights_in, "_CHECKED", 100)  # so that it is in one of several pieces
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float(number)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(empty_model(folder), spec_of(folder), folder)
+    assert str(caught.value) == (
+        f"{folder}: model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; download the folder again"
+    )
+
+
 @pytest.mark.parametrize("case", ["llama3.1", "phi3"])
 def test_a_rank_of_two_reads_its_half(folders: dict[str, Path], case: str) -> None:
     folder = folders[case]

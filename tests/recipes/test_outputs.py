@@ -40,12 +40,21 @@ STEP_KEYS = {
     "seconds",
     "tokens",
 }
+COMMUNICATION_KEYS = {"communication_share", "communication_exposed_share", "scaling_efficiency"}
 RANKS = 2
+
+
+@torch.no_grad()
+def flatten(model: torch.nn.Module) -> None:
+    """A model that learns nothing: all weights are 0."""
+    for parameter in model.parameters():
+        parameter.zero_()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs of two ranks from random weights: `fp32` with validation, `again` from its config.yaml, `diverged`."""
+    """Runs of two ranks from random weights: `fp32` with validation, `again` from its config.yaml, `diverged`; `flat`:
+    from zeros."""
     folder = tmp_path_factory.mktemp("outputs")
     validation = ["validation.source=examples/demo/heldout.jsonl", "validation.max_rows=7", "validation.every_steps=2"]
 
@@ -60,6 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "diverged": run_here(
                 [*arguments(folder / "diverged"), *small, "optimizer.name=sgd", "optimizer.lr=1e30", "~clip_grad_norm"]
             ),
+            "flat": run_here([*arguments(folder / "flat"), *small], lambda recipe: flatten(recipe.model)),
         }
         ended = {name: {"code": run.code, "said": run.said} for name, run in found.items()}
         return {**ended, "start": start}
@@ -81,7 +91,8 @@ def test_metrics_of_every_step(runs: dict[str, Any]):
     validated = [line for line in lines if "loss" not in line]
     assert [line["step"] for line in trained] == [1, 2, 3]
     assert [line["step"] for line in validated] == [2, 3]
-    assert all(set(line) == STEP_KEYS for line in trained)
+    assert all(set(line) == STEP_KEYS for line in trained[:2])
+    assert set(trained[2]) == STEP_KEYS | COMMUNICATION_KEYS  # log.communication_step is 3
     assert all(set(line) == {"step", "validation_loss", "validation_tokens"} for line in validated)
     for line in trained:
         assert line["epoch"] == line["step"] / 3  # 24 rows, 8 a step
@@ -199,6 +210,15 @@ def test_a_run_that_diverges_ends_with_its_own_code(runs: dict[str, Any]):
     assert None in (lines[-1]["loss"], lines[-1]["grad_norm"])
     assert json.loads((runs["folder"] / "diverged" / "summary.json").read_text())["status"] == "diverged"
     assert not (runs["folder"] / "diverged" / "model").exists()
+
+
+def test_a_gradient_of_zero_is_told_once(runs: dict[str, Any]):
+    said = [line for line in runs["flat"]["said"] if "the gradient is exactly 0" in line]
+    assert runs["flat"]["code"] == 0
+    assert said == [
+        "step 1: the gradient is exactly 0, so nothing is learnt; look for damaged weights, or a frozen model"
+    ]
+    assert not any("exactly 0" in line for line in runs["fp32"]["said"])
 
 
 def test_random_weights_are_the_same_on_any_number_of_ranks(runs: dict[str, Any], tmp_path: Path):
