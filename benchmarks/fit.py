@@ -1,6 +1,6 @@
-"""What fits where: the fastest settings of Llama 3 on cards of 24 GB and more, as docs/fit.md.
+"""What fits where: the fastest settings of Llama 3 on cards of 24 GB and more, as docs/fit_search.md.
 
-    python -m benchmarks.fit --output docs/fit.md
+    python -m benchmarks.fit --output docs/fit_search.md
 
 Needs no GPU, no weights and no data: rows are as long as max_seq_len says.
 """
@@ -23,7 +23,7 @@ from recipe_lib.plan.model import plannable
 from recipe_lib.plan.search import Found, Search, search, speed_text
 from recipe_lib.units import format_bytes
 
-COMMAND = "python -m benchmarks.fit --output docs/fit.md"
+COMMAND = "python -m benchmarks.fit --output docs/fit_search.md"
 # (config, what it is, devices)
 PLACES = (
     ("llama3/8B_full", "Llama 3 8B, full fine-tuning", ("1x24GB", "2x24GB", "4x24GB", "1x80GB")),

@@ -7,7 +7,7 @@ import argparse
 from itertools import combinations
 from pathlib import Path
 
-from tests.recipes.levers import FINE, LEVERS, REFUSED, STEPS, TOGETHER, Setting, refusal
+from tests.recipes.levers import FINE, LEVERS, LOSS, REFUSED, STEPS, TOGETHER, Setting, refusal
 
 TEXT = """# Levers
 
@@ -81,11 +81,13 @@ def _cell(pairs: list[tuple[Setting, Setting]], reasons: list[str]) -> str:
 def _value(setting: Setting) -> str:
     basis = " ".join(setting.basis)
     other = "the plain run" if not basis else "one process, the same" if basis == str(setting) else f"`{basis}`"
-    return f"| {setting.lever} | `{setting}` | {other} | {setting.tolerance:g} |".replace("{folder}/", "")
+    shown = "a loss of the user's own" if LOSS in str(setting) else f"`{setting}`"
+    return f"| {setting.lever} | {shown} | {other} | {setting.tolerance:g} |".replace("{folder}/", "")
 
 
 def _pair(pair: tuple[Setting, ...]) -> str:
-    return " with ".join(f"`{setting}`" for setting in pair)
+    shown = ("a loss of the user's own" if LOSS in str(setting) else f"`{setting}`" for setting in pair)
+    return " with ".join(shown)
 
 
 def main() -> None:

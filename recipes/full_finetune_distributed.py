@@ -13,6 +13,10 @@ what the layers keep for backward. The levers, in the order in which they are us
     parallel.wrapping=memory_efficient     gather embedding and output one at a time, not throughout the step
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     parallel.pipeline=4                    a quarter of the layers on each rank; only hidden states are sent
+    optimizer.state_bits=8                 half of AdamW's states in bf16, rounded in blocks
+    memory.optimizer_offload=true          states in host memory; each parameter's visit the device for its step
+    memory.optimizer_in_backward=true      step each parameter when its gradient is there; needs clip_grad_norm=null
+    memory.activation_offload=true         what the layers keep waits in host memory
     memory.cpu_offload=true                parameters, gradients and states in host memory
 
 To change it: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.py --config ...`. A key of your own is

@@ -20,6 +20,10 @@ MODEL, OPTIMIZER = "model", "optimizer"
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
 
 _OWN_KEYS = {"state_bits", "master_weights"}  # of optimizers that make their states themselves
+_OWN = (  # each of them decides which states there are
+    "resume with the run's own optimizer.name, optimizer.state_bits, optimizer.master_weights and "
+    "optimizer.stochastic_rounding"
+)
 
 
 def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
@@ -146,8 +150,7 @@ def make_optimizer_states(
         if value is None or (_is_torchs(optimizer) and shape and dtype != parameter.dtype):
             raise CheckpointError(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
-                f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; resume with the run's own optimizer.name "
-                "and optimizer.state_bits"
+                f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
             )
         if (place := getattr(optimizer, "place_state", None)) is not None:
             value = place(value)  # states that wait in host memory would not fit on the device together
@@ -181,9 +184,7 @@ def _own_state(
 
 
 def _other_states(what: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: {what}; resume with the run's own optimizer.name, optimizer.state_bits and optimizer.master_weights"
-    )
+    return CheckpointError(f"{where}: {what}; {_OWN}")
 
 
 def describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

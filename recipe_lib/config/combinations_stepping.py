@@ -38,6 +38,14 @@ STEPPING: tuple[Incompatible, ...] = (
         (IN_BACKWARD, "clip_grad_norm=null", "parallel.strategy=ddp"),
     ),
     Incompatible(
+        "copies of an optimizer in backward",
+        lambda cfg: cfg.memory.optimizer_in_backward and cfg.parallel.data_replicate > 1,
+        ("memory.optimizer_in_backward", "parallel.data_replicate"),
+        "FSDP holds what it sums over copies of the model to the end of backward, so that no gradient would be freed",
+        "set parallel.data_replicate=1, or remove memory.optimizer_in_backward",
+        (IN_BACKWARD, "clip_grad_norm=null", "parallel.data_replicate=2"),
+    ),
+    Incompatible(
         "states offloaded twice",
         lambda cfg: cfg.memory.optimizer_offload and cfg.memory.cpu_offload,
         ("memory.cpu_offload", "memory.optimizer_offload"),

@@ -34,6 +34,7 @@ _TINY = 1e-12  # a row of zeros is divided by it
 _MULTIPLE = 16  # of both dimensions of a matrix of codes: what the kernels of GPUs ask for,
 _FEWEST = 32  # and more than 16 rows
 _PIECE_ELEMENTS = 2**22  # turned to fp32 at a time: 16 MiB
+_COMPILATIONS = 64  # of one function, before torch runs it as it is
 _LONGEST_SUM = 2**17  # of products of two codes that int32 holds for sure: 127 * 127 * 2**17 < 2**31
 
 
@@ -110,7 +111,7 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 @torch.library.custom_op("tune_recipes::quantise_rows", mutates_args=())
 def _quantise(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if _is_compiled_here(matrix):
-        return _compiled(_quantise_whole)(matrix, kind)
+        return _alike(_quantise_whole, matrix, kind)
     scales, inverse = _scales_of(matrix, kind)
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
@@ -141,7 +142,7 @@ def _scale_whole(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) 
 @torch.library.custom_op("tune_recipes::scale_sums", mutates_args=())
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if _is_compiled_here(sums):
-        return _compiled(_scale_whole)(sums, left, right, dtype)
+        return _alike(_scale_whole, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
     for first, last in _pieces(*out.shape):
         part = sums[first:last, : len(right)] * right
@@ -159,9 +160,21 @@ def _is_compiled_here(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and has_triton()
 
 
+def _alike(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The compiled function, of tensors that differ in shapes and strides alone, from wherever it is called.
+
+    Parameters, and forward and backward, would each be compiled for themselves; at torch's limit of compilations the
+    function would run as it is, whole.
+    """
+    plain = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
+    with torch.no_grad():
+        return _compiled(function)(*plain)
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With sizes left open: rows of data are of many lengths."""
+    """With sizes left open: rows of data are of many lengths. Those that happen to be equal are told apart still."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     return torch.compile(function, dynamic=True)
 
 

@@ -371,7 +371,8 @@ def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
     if cfg.memory.cpu_offload:
         lines.append("cpu_offload: the time of the optimizer on the CPU; a step takes longer")
-    if (cfg.memory.activation_offload or cfg.memory.cpu_offload) and ranks > 1:
+    sends = cfg.memory.activation_offload or cfg.memory.optimizer_offload or cfg.memory.cpu_offload
+    if sends and ranks > 1:
         lines.append(
             "copies between host and device: that ranks of a machine may share its links and host memory's rate"
         )

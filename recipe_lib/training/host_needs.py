@@ -10,7 +10,7 @@ from recipe_lib.memory.host import check_needs, free_host_memory, pinned_bytes
 from recipe_lib.memory.offload import Window
 from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel import World
-from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
+from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 
 
 def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, beside: nn.Module | None = None) -> None:
@@ -55,9 +55,8 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, beside: nn.Module
         at_once = max if cfg.memory.optimizer_in_backward else sum
         found["cpu_offload"] = pinned + at_once(gradients or [0]) + states
     elif cfg.memory.optimizer_offload:
-        found["optimizer_offload"] = sum(
-            pinned_bytes(optimizer_state_bytes(cfg.optimizer, [named]) or 0) for named in model.named_parameters()
-        )
+        sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
+        found["optimizer_offload"] = sum(map(pinned_bytes, sizes))
     return found
 
 

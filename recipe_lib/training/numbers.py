@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.pipeline import micro_batches, stage_count
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -113,7 +114,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         known, state = f"{known} in host memory", 0
     freed = ""
     if cfg.memory.optimizer_in_backward:
-        gradients, freed = max(map(local_bytes, ([parameter] for parameter in trained)), default=0), " at a time"
+        gradients, freed = max(map(local_bytes, _reduced_together(model)), default=0), " at a time"
     total = parameters + gradients + (state or 0)
     here = " of this rank" if hasattr(model, "pipeline") else ""
     return [
@@ -122,3 +123,17 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
     ]
+
+
+def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The trained parameters whose gradients are there at the same time: those of an FSDP unit, else each alone."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        return [[parameter] for parameter in model.parameters() if parameter.requires_grad]
+    taken: set[int] = set()
+    found = []
+    for unit in reversed(units):  # inner ones first
+        own = [one for one in unit.parameters() if one.requires_grad and id(one) not in taken]
+        taken |= {id(one) for one in own}
+        found.append(own)
+    return found

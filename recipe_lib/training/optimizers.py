@@ -16,7 +16,7 @@ from recipe_lib.training.in_pieces import ADAMW_STATES, SteppedInPieces, Trained
 from recipe_lib.training.muon import Muon, momentum_of
 from recipe_lib.training.muon import states_of as muon_states
 from recipe_lib.training.seeds import derive_seed
-from recipe_lib.training.stored import stored_bytes
+from recipe_lib.training.stored import stored_sizes
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -126,7 +126,14 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | None:
-    """Bytes that the states will take on this rank, known before the first step makes them.
+    """Bytes that the states will take on this rank, known before the first step makes them; see
+    `optimizer_state_sizes`."""
+    sizes = optimizer_state_sizes(cfg, params)
+    return None if sizes is None else sum(sizes)
+
+
+def optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int] | None:
+    """Bytes of each state tensor on this rank.
 
     params: alone or, as Muon needs them, with their names; those that are not trained have none. Two states for AdamW,
     one for SGD with momentum and for matrices of Muon; of the parameter's dtype or, in `state_bits`, codes and scales;
@@ -135,11 +142,12 @@ def optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | Non
     found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
     trained = {parameter: name for name, parameter in found if parameter.requires_grad}
     if cfg.name == "sgd":
-        return local_bytes(trained) if cfg.momentum else 0
+        return [local_bytes([parameter]) for parameter in trained] if cfg.momentum else []
     if cfg.name == "adamw":
-        return sum(stored_bytes(parameter, ADAMW_STATES, cfg) for parameter in trained)
+        return [size for parameter in trained for size in stored_sizes(parameter, ADAMW_STATES, cfg)]
     if cfg.name == "muon":
-        return sum(stored_bytes(parameter, muon_states(parameter, name), cfg) for parameter, name in trained.items())
+        kept = {parameter: muon_states(parameter, name) for parameter, name in trained.items()}
+        return [size for parameter, names in kept.items() for size in stored_sizes(parameter, names, cfg)]
     return None
 
 

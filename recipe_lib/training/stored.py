@@ -74,11 +74,11 @@ def layouts(parameter: Tensor, names: tuple[str, ...], bits: int | None, *, mast
     return found
 
 
-def stored_bytes(parameter: Tensor, names: tuple[str, ...], cfg: OptimizerConfig) -> int:
-    """Bytes of a parameter's states on this rank."""
+def stored_sizes(parameter: Tensor, names: tuple[str, ...], cfg: OptimizerConfig) -> list[int]:
+    """Bytes of each of a parameter's state tensors on this rank."""
     elements = local_of(parameter).numel()
     found = layouts(parameter, names, cfg.state_bits, master=cfg.master_weights)
-    return sum(layout.bytes_of(elements) for layout in found.values())
+    return [layout.bytes_of(elements) for layout in found.values()]
 
 
 def new_tensor(parameter: Tensor, layout: Layout) -> Tensor:

@@ -196,3 +196,27 @@ def test_what_is_not_finite_stays_so(kind: str, value: float):
     finite = scaled_linear(hidden, weight, None, kind).isfinite()[0]
     assert not finite[5].any() and finite[:5].all() and finite[6:].all()
     assert F.linear(hidden, weight)[0, 5].isfinite().sum() == 0
+
+
+def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatch: pytest.MonkeyPatch):
+    """Weights that are trained, and frozen, in forward and backward, at several lengths: strides alone tell apart."""
+    from torch._dynamo.testing import CompileCounter
+
+    counters = {name: CompileCounter() for name in ("_quantise_whole", "_scale_whole")}
+    made = {
+        name: torch.compile(getattr(low_precision, name), dynamic=True, backend=counter)
+        for name, counter in counters.items()
+    }
+    monkeypatch.setattr(low_precision, "_is_compiled_here", lambda tensor: True)
+    monkeypatch.setattr(low_precision, "_compiled", lambda function: made[function.__name__])
+    torch._dynamo.reset()
+    hidden, weight, _, _ = operands(torch.bfloat16)
+    for trained in (True, False):
+        parameter = torch.nn.Parameter(weight.clone(), requires_grad=trained)
+        for length in (TOKENS, 2 * TOKENS, 64):
+            rows = hidden.flatten(0, -2).repeat(3, 1)[:length].requires_grad_()
+            scaled_linear(rows, parameter, None, "int8").sum().backward()
+        with torch.no_grad():
+            scaled_linear(hidden, parameter, None, "int8")
+    assert counters["_quantise_whole"].frame_count <= 3
+    assert counters["_scale_whole"].frame_count <= 5

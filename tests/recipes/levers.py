@@ -168,6 +168,7 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ({IN_BACKWARD, "clip_grad_norm=0.1"}, "before the norm of all gradients is known"),
     ({IN_BACKWARD, "gradient_accumulation_steps=2"}, "each backward would be a step of its own"),
     ({IN_BACKWARD, PIPELINE}, "a pipeline adds up the gradients of several micro-batches"),
+    ({IN_BACKWARD, "parallel.data_replicate=2"}, "so that no gradient would be freed"),
     ({IN_BACKWARD, DDP}, "replicas sum their gradients once a step, behind backward"),
     ({"memory.optimizer_offload=true", "memory.cpu_offload=true"}, "the states are in host memory already"),
     ({DDP, "parallel.data_shard=2"}, "every data rank has all parameters, and none has shards"),

@@ -100,8 +100,10 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
 
 
 def write_models(folder: Path) -> None:
-    """A model whose widest matrices are long enough to have states of few bits, with and without a tied embedding."""
-    model = json.loads((ROOT / "tests/recipes/tiny.json").read_text()) | {"intermediate_size": 512}
+    """A model whose widest matrices are long enough to have states of few bits, and that has a layer to send with two
+    ahead; with and without a tied embedding."""
+    model = json.loads((ROOT / "tests/recipes/tiny.json").read_text())
+    model |= {"intermediate_size": 512, "num_hidden_layers": 3}
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(model | {"tie_word_embeddings": tied}))
 

@@ -45,6 +45,10 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
     reference = build_meta(small_spec(), torch.bfloat16).requires_grad_(False)
     beside = offloaded_bytes(model, config("memory.cpu_offload=true"), reference)
     assert beside == {"cpu_offload": 2 * pinned + 3 * sum(sizes)}
+    # Each state is memory of its own, of which codes, scales and master weights have different sizes.
+    few = ("dtype=bf16", "optimizer.state_bits=32", "optimizer.master_weights=true")
+    several = config("memory.optimizer_offload=true", *few)
+    assert offloaded_bytes(model, several) == {"optimizer_offload": 3 * sum(power_of_two(2 * size) for size in sizes)}
 
 
 def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:

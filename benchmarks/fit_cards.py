@@ -1,0 +1,241 @@
+"""What to type with 1, 2, 4 or 8 cards of 24 GB, from 1B to 70B, as docs/fit.md; every line a whole plan.
+
+    python -m benchmarks.fit_cards --output docs/fit.md [--only 8B]
+
+For a model, a way to train it and a number of cards, settings are planned in the order of LADDERS, each rung slower or
+further from the config than the one before; the first that fits is the line. The longest rows are found by doubling
+with everything on that makes long rows cheap. Needs no GPU, no weights and no data. With --only the other lines of the
+page are kept as they are.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe_lib.cli.plan import recipe_class
+from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.config import load_config
+from recipe_lib.plan.hardware import parse_fit
+from recipe_lib.plan.lengths import planned_sequence
+from recipe_lib.plan.levers import usable_bytes
+from recipe_lib.plan.make import PlanSettings, make_plan
+from recipe_lib.plan.model import plannable
+from recipe_lib.plan.quick import quick
+from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.units import format_bytes, format_count
+
+COMMAND = "python -m benchmarks.fit_cards --output docs/fit.md"
+MODELS = {
+    "1B": "llama3_2/1B",
+    "3B": "llama3_2/3B",
+    "8B": "llama3/8B",
+    "14B": "qwen2_5/14B",
+    "32B": "qwen2_5/32B",
+    "70B": "llama3/70B",
+}
+METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+CARDS = (1, 2, 4, 8)
+ON_HOST, PIECES = "memory.optimizer_offload=true", "memory.activation_checkpointing=full"
+IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=1")
+# `rows`: one row at a time, as many times as the config has rows in a step.
+LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "full": (
+        (),
+        ("rows", PIECES),
+        ("rows", PIECES, ON_HOST),
+        ("batch_size=1", PIECES, *IN_BACKWARD, ON_HOST),
+        ("rows", PIECES, "memory.cpu_offload=true"),
+    ),
+    "lora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
+    "qlora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
+}
+SHORTEST, LONGEST = 2048, 2**17  # tokens of a row
+CLOSE = 0.02  # of the card: what the estimate may be off by, looked at in full
+
+
+@dataclass
+class Line:
+    """A line of the page. host: bytes of one rank. tokens_per_second: None where it is not planned. longest: tokens of
+    a row, with its settings and bytes of host memory; 0 where not even SHORTEST fits."""
+
+    model: str
+    method: str
+    cards: int
+    settings: list[str] | None
+    active: int = 0
+    reserved: int = 0
+    host: int = 0
+    tokens_per_second: float | None = None
+    verdict: str = ""
+    longest: int = 0
+    longest_host: int = 0
+
+
+def main() -> None:
+    """Plans and writes the page, line by line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the page; its lines are kept beside it, as .json")
+    parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    kept = arguments.output.with_suffix(".json")
+    lines = {tuple(key): Line(**fields) for key, fields in json.loads(kept.read_text())} if kept.exists() else {}
+    cells = [(model, method, cards) for model in MODELS for method in METHODS for cards in CARDS]
+    wanted = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
+    with multiprocessing.get_context("fork").Pool(arguments.processes, maxtasksperchild=1) as pool:
+        for line in pool.imap_unordered(plan_line, wanted):
+            lines[line.model, line.method, line.cards] = line
+            print(
+                f"{line.model} {line.method} {line.cards}: {line.settings} {line.longest}", file=sys.stderr, flush=True
+            )
+            kept.write_text(
+                json.dumps([[cell, asdict(lines[cell])] for cell in cells if cell in lines], indent=1) + "\n"
+            )
+            arguments.output.write_text(page([lines[cell] for cell in cells if cell in lines]))
+
+
+def plan_line(cell: tuple[str, str, int]) -> Line:
+    """The first rung that fits, and the longest rows."""
+    model, method, cards = cell
+    line = Line(model, method, cards, None)
+    for rung in LADDERS[method]:
+        found = planned(model, method, cards, rung)
+        if found is None:
+            continue
+        settings, plan, seconds, tokens = found
+        rank = plan.heaviest
+        line.settings, line.verdict = settings, plan.verdict
+        line.active, line.reserved, line.host = rank.peak.active, rank.reserved, rank.host
+        if not any("cpu_offload" in word for word in settings):
+            line.tokens_per_second = tokens / seconds
+        line.longest, line.longest_host = longest(model, method, cards, settings)
+        break
+    return line
+
+
+def planned(model: str, method: str, cards: int, rung: tuple[str, ...]) -> tuple[list[str], Any, float, int] | None:
+    """(settings, plan, seconds and tokens of a step) of a rung that fits; None for one that does not."""
+    own = read(model, method, ())
+    rows = f"gradient_accumulation_steps={own.batch_size * own.gradient_accumulation_steps}"
+    words = [word for part in rung for word in (["batch_size=1", rows] if part == "rows" else [part])]
+    cfg, settings = prepared(model, method, cards, words)
+    kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
+    estimate = quick(kind, cfg, settings)
+    if estimate.active > usable_bytes(cfg, settings) * (1 + CLOSE):
+        return None
+    plan, _ = make_plan(kind, cfg, replace(settings, timed=False))
+    if plan.verdict == DOES_NOT_FIT:
+        return None
+    return words, plan, estimate.seconds, estimate.tokens
+
+
+def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int, int]:
+    """Tokens of the longest row that fits one at a time, and bytes of host memory; by doubling, then in quarters.
+
+    Lengths are tried by estimates, and the longest of these that fit confirmed by a whole plan.
+    """
+
+    def cell(tokens: int) -> tuple[type, Any, PlanSettings]:
+        kept = [word for word in words if not word.startswith(("batch_size", "gradient_accumulation"))]
+        cfg, settings = prepared(model, method, cards, [*kept, *long_rows(tokens)])
+        return recipe_class(recipe_for(f"{MODELS[model]}_{method}")), cfg, replace(settings, timed=False)
+
+    def may_fit(tokens: int) -> bool:
+        kind, cfg, settings = cell(tokens)
+        return quick(kind, cfg, settings).active <= usable_bytes(cfg, settings) * (1 + CLOSE)
+
+    if not may_fit(SHORTEST):
+        return 0, 0
+    lengths = [SHORTEST]
+    while lengths[-1] < LONGEST and may_fit(2 * lengths[-1]):
+        lengths.append(2 * lengths[-1])
+    if lengths[-1] < LONGEST:
+        last = lengths[-1]
+        lengths += [tokens for quarters in (5, 6, 7) if may_fit(tokens := last * quarters // 4)]
+    for tokens in reversed(lengths):
+        plan, _ = make_plan(*cell(tokens))
+        if plan.verdict != DOES_NOT_FIT:
+            return tokens, plan.heaviest.host
+    return 0, 0
+
+
+def long_rows(tokens: int) -> list[str]:
+    """The settings that make long rows cheap; logits of 1024 tokens, and the MLPs of 8192, at a time."""
+    words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}", PIECES]
+    words += ["memory.activation_offload=true", f"memory.loss_chunks={tokens // 1024}"]
+    return [*words, f"memory.mlp_chunks={max(1, tokens // 8192)}"]
+
+
+def read(model: str, method: str, words: tuple[str, ...] | list[str]) -> Any:
+    """The config with these overrides."""
+    config = f"{MODELS[model]}_{method}"
+    return load_config(config, words, recipe_for(config).schema())
+
+
+def prepared(model: str, method: str, cards: int, words: list[str]) -> tuple[Any, PlanSettings]:
+    """What a plan takes."""
+    cfg, _ = plannable(read(model, method, words))
+    ranks, hardware = parse_fit(f"{cards}x24GB")
+    sequence = planned_sequence(cfg, "max", ranks=ranks)
+    return cfg, PlanSettings(hardware=hardware, ranks=ranks, sequence=sequence, phases=("load", "save"))
+
+
+def page(lines: list[Line]) -> str:
+    """The page."""
+    parts = [
+        TEXT.format(command=COMMAND, torch=torch.__version__, long=" ".join(f"`{word}`" for word in long_rows(2**16)))
+    ]
+    for model, config in MODELS.items():
+        for method, title in METHODS.items():
+            found = [line for line in lines if (line.model, line.method) == (model, method)]
+            if found:
+                cfg = read(model, method, ())
+                rows = f"{cfg.batch_size * cfg.gradient_accumulation_steps} rows of {cfg.max_seq_len} tokens a rank"
+                parts.append(f"## {model}, {title}\n\n`{config}_{method}`, {rows} and step.\n\n" + table(found))
+    return "\n\n".join(parts) + "\n"
+
+
+def table(lines: list[Line]) -> str:
+    """The lines of one model and method."""
+    rows = [
+        "| cards | type behind `--config` | active | reserved | host | tokens/s | verdict | longest row | its host |",
+        "|---:|---|---:|---:|---:|---:|---|---:|---:|",
+    ]
+    for line in lines:
+        if line.settings is None:
+            rows.append(f"| {line.cards} | does not fit | | | | | | | |")
+            continue
+        words = " ".join(f"`{word}`" for word in line.settings) or "nothing"
+        speed = "not planned" if line.tokens_per_second is None else format_count(line.tokens_per_second)
+        sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host)))
+        far = f"{line.longest:,} | {format_bytes(line.longest_host)}" if line.longest else f"under {SHORTEST:,} | "
+        rows.append(f"| {line.cards} | {words} | {sizes} | {speed} | {line.verdict} | {far} |")
+    return "\n".join(rows)
+
+
+TEXT = """# What to type
+
+Generated by `{command}` with torch {torch}.
+
+Nothing here was measured: each line is a whole plan (`tune plan`) of the first settings that fit, in this order: the
+config as it is; one row at a time with full checkpointing; optimizer states in host memory; for full fine-tuning also
+stepped in backward, without clipping and one row a step; everything in host memory, stepped on the CPU, whose time is
+not planned. Active and reserved are bytes of the heaviest rank, host those of one rank, which holds them pinned. Rows
+are as long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and are for ranking only. 24GB
+is a card of which CUDA reports 23.5 GiB; context, NCCL and a reserve come off that.
+
+The longest row is the longest that was planned to fit, one at a time, with the same settings and, for 65,536 tokens,
+{long}; lengths are powers of two and quarters between them, none over 131,072. Its host memory is one rank's.
+
+The command of a line: `tune run --nproc_per_node CARDS RECIPE --config CONFIG SETTINGS`. Faster settings for some of
+these: [fit_search.md](fit_search.md)."""
+
+
+if __name__ == "__main__":
+    main()
