@@ -52,6 +52,7 @@ class PlanCase:
     def overrides(self) -> list[str]:
         """What it changes in the config."""
         name, _, kernels = self.optimizer.rpartition(" ")
+        own_step = any(word.startswith("optimizer.") for word in self.levers)
         return [
             f"max_seq_len={self.sequence}",
             f"batch_size={self.batch_size}",
@@ -60,8 +61,12 @@ class PlanCase:
             "dtype=bf16",
             f"memory.activation_checkpointing={self.checkpointing}",
             f"memory.loss_chunks={self.chunks}",
-            f"parallel.wrapping={self.wrapping}",
-            f"optimizer.implementation={kernels}",
+            *([] if "parallel.strategy=ddp" in self.levers else [f"parallel.wrapping={self.wrapping}"]),
+            *(
+                []
+                if any(word.startswith("optimizer.") for word in self.levers)
+                else [f"optimizer.implementation={kernels}"]
+            ),
             f"data.packing={str(self.documents > 0).lower()}",
             *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
             *([f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"] * bool(self.schedule)),
