@@ -62,11 +62,7 @@ class PlanCase:
             f"memory.activation_checkpointing={self.checkpointing}",
             f"memory.loss_chunks={self.chunks}",
             *([] if "parallel.strategy=ddp" in self.levers else [f"parallel.wrapping={self.wrapping}"]),
-            *(
-                []
-                if any(word.startswith("optimizer.") for word in self.levers)
-                else [f"optimizer.implementation={kernels}"]
-            ),
+            *([] if own_step else [f"optimizer.implementation={kernels}"]),
             f"data.packing={str(self.documents > 0).lower()}",
             *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
             *([f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"] * bool(self.schedule)),

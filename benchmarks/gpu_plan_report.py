@@ -123,9 +123,10 @@ def _settings(row: dict[str, Any]) -> str:
     case = row["case"]
     packed = f" in {case['documents']} documents" if case["documents"] else ""
     ranks = f"{case.get('rank', 0)} of {case['ranks']} {case.get('schedule', '')}".strip()
+    levers = "".join(f", {word}" for word in case.get("levers", ()))
     return (
         f"| {case['method']} {case['model']} | {ranks} | {case['batch_size']} x {case['sequence']}{packed} "
-        f"| {case['checkpointing']}, {case['wrapping']}, {case['optimizer']}, {case['chunks']} chunks "
+        f"| {case['checkpointing']}, {case['wrapping']}, {case['optimizer']}, {case['chunks']} chunks{levers} "
         f"| {'expandable' if row['expandable'] else 'default'} "
     )
 
