@@ -44,6 +44,7 @@ from recipe_lib.plan.scratch import kernel_memory
 from recipe_lib.plan.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.stages import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
+from recipe_lib.plan.verdict import HOST_ALLOWS
 from recipe_lib.units import GIB, format_bytes
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
@@ -91,6 +92,8 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
     heaviest = max(ranks, key=lambda rank: rank.reserved)
     found = simulated[heaviest.rank]
     verdict = _verdict(found.trace, heaviest, usable, hardware)
+    if not _host_suffices(cfg, settings, found.trace):
+        verdict = DOES_NOT_FIT
     timings = None
     if settings.timed:
         wanted = simulated if cfg.parallel.pipeline > 1 else {heaviest.rank: found}
@@ -352,16 +355,27 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
     return lines + found.notes
 
 
+def _host_taken(settings: PlanSettings, trace: Trace) -> tuple[int, int]:
+    """(ranks of a machine, bytes of its memory that they take)."""
+    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
+    return ranks, ranks * max(trace.active_peaks(device=False).values(), default=0)
+
+
+def _host_suffices(cfg: Any, settings: PlanSettings, trace: Trace) -> bool:
+    """Whether what the ranks of a machine keep on the host is what the config allows them, if it says so."""
+    allowed = cfg.memory.host_memory
+    return allowed is None or _host_taken(settings, trace)[1] <= allowed * GIB
+
+
 def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
-    """Whether what the ranks of a machine keep on the host is what the config allows them."""
+    """The same in words."""
     if cfg.memory.host_memory is None:
         return []
-    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
-    most = ranks * max(trace.active_peaks(device=False).values(), default=0)
-    allowed = f"memory.host_memory allows {cfg.memory.host_memory:g} GiB"
-    verdict = "enough" if most <= cfg.memory.host_memory * GIB else "TOO LITTLE, a run may be refused"
+    ranks, most = _host_taken(settings, trace)
+    verdict = "enough" if _host_suffices(cfg, settings, trace) else "too little, a run is refused"
     return [
-        f"{allowed} for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which take {format_bytes(most)}: {verdict}"
+        f"{HOST_ALLOWS} {cfg.memory.host_memory:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which "
+        f"take {format_bytes(most)}: {verdict}"
     ]
 
 

@@ -3,12 +3,16 @@
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.units import format_bytes
 
+HOST_ALLOWS = "memory.host_memory allows"  # how an assumption begins that says whether it is enough
+
 
 def reason_text(plan: Plan) -> str:
     """Why the verdict is not that it fits; empty where it is."""
     heaviest = plan.heaviest
     if plan.verdict == FITS:
         return ""
+    if plan.verdict == DOES_NOT_FIT and plan.margin >= 0:
+        return next((line for line in plan.assumptions if line.startswith(HOST_ALLOWS)), "")
     if plan.margin >= 0:
         return "what is left is less than a plan can be wrong by"
     if plan.verdict == DOES_NOT_FIT and heaviest.peak.active <= plan.device.usable:

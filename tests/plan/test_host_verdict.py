@@ -1,0 +1,30 @@
+"""A plan that takes more host memory than the config allows does not fit, however much the device has left."""
+
+from typing import Any
+
+import pytest
+
+from tests.plan.apart import apart, settings
+
+
+def planned(allowed: float) -> tuple[str, int, str]:
+    """Verdict, bytes that are left on the device, and the reason."""
+    from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.verdict import reason_text
+
+    overrides = ("device=auto", "memory.optimizer_offload=true", f"memory.host_memory={allowed}")
+    kind, cfg, wanted = settings("demo/full", 2, *overrides)
+    plan: Any = make_plan(kind, cfg, wanted)[0]
+    return plan.verdict, plan.margin, reason_text(plan)
+
+
+@pytest.mark.parametrize(("allowed", "verdict"), [(0.001, "does not fit"), (1.0, "fits")])
+def test_what_the_config_allows_decides(allowed: float, verdict: str):
+    """Two states of half a million weights in fp32 are 4 MB on both ranks together."""
+    found, margin, reason = apart(planned, allowed)
+    assert found == verdict and margin > 0
+    if verdict == "fits":
+        assert not reason
+    else:
+        assert reason.startswith("memory.host_memory allows 0.001 GiB for 2 ranks of a machine, which take ")
+        assert reason.endswith(": too little, a run is refused")
