@@ -180,7 +180,9 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
 
 
 class _TooSlow(BaseException):  # nothing on the way is to catch it
-    """The CPU time is used up."""
+    """The CPU time is used up. came: whether it ever was."""
+
+    came = False
 
 
 def main(argv: list[str]) -> int:
@@ -200,12 +202,13 @@ def main(argv: list[str]) -> int:
         temporary.write_text(json.dumps(figures), encoding="utf-8")
         temporary.rename(argv[0])
         say(describe(figures, settings, bool(gpus)))
-    except _TooSlow:
-        say(f"plan: takes more than {CPU_SECONDS} s of CPU; `tune plan` with the same words makes it")
     except UserError:
         pass  # the run says it
-    except Exception as error:  # noqa: BLE001  (nothing of it is to disturb the run)
-        say(f"plan: none ({type(error).__name__}); `tune plan` with the same words says why")
+    except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
+        if _TooSlow.came:  # torch makes it a RuntimeError where it comes in the midst of its own code
+            say(f"plan: takes more than {CPU_SECONDS} s of CPU; `tune plan` with the same words makes it")
+        else:
+            say(f"plan: none ({type(error).__name__}); `tune plan` with the same words says why")
     return DONE
 
 
@@ -255,6 +258,7 @@ def _be_modest() -> None:
     """Little CPU time, after everybody else, and none once the run is gone."""
 
     def too_slow(number: int, frame: FrameType | None) -> NoReturn:
+        _TooSlow.came = True
         raise _TooSlow
 
     signal.signal(signal.SIGXCPU, too_slow)
