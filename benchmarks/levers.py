@@ -7,6 +7,7 @@ import argparse
 from itertools import combinations
 from pathlib import Path
 
+from recipe_lib.config.compatibility import INCOMPATIBLE
 from tests.recipes.levers import FINE, LEVERS, LOSS, REFUSED, STEPS, TOGETHER, Setting, refusal
 
 TEXT = """# Levers
@@ -51,7 +52,7 @@ def report() -> str:
         marks = ["" if row == column else cells.get((row, column)) or cells[column, row] for column in names]
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     refused = [
-        f"{number}. ...{words}...: " + "; ".join(f"{_pair(pair)}" for pair in REFUSED if refusal(pair) == words)
+        f"{number}. {_sentence(words)}: " + "; ".join(f"{_pair(pair)}" for pair in REFUSED if refusal(pair) == words)
         for number, words in enumerate(reasons, 1)
     ]
     return TEXT.format(
@@ -62,6 +63,12 @@ def report() -> str:
         matrix="\n".join(lines),
         refused="\n".join(refused),
     )
+
+
+def _sentence(words: str) -> str:
+    """The reason in the table of combinations that has these words, or what only a run can tell."""
+    told = f"told at the start of a run: {words}"
+    return next((entry.reason for entry in INCOMPATIBLE if words in entry.reason), told)
 
 
 def _of(lever: str) -> list[Setting]:

@@ -28,3 +28,16 @@ def test_what_the_config_allows_decides(allowed: float, verdict: str):
     else:
         assert reason.startswith("memory.host_memory allows 0.001 GiB for 2 ranks of a machine, which take ")
         assert reason.endswith(": too little, a run is refused")
+
+
+def peaks(*overrides: str) -> tuple[int, int]:
+    """Most bytes on a CPU that is planned for, and beside it."""
+    from recipe_lib.plan.make import make_plan
+
+    kind, cfg, wanted = settings("demo/full", 1, "device=auto", *overrides, device="cpu")
+    plan: Any = make_plan(kind, cfg, wanted)[0]
+    return plan.heaviest.peak.active, plan.heaviest.host
+
+
+def test_a_cpu_has_no_host_beside_it():
+    assert apart(peaks, "memory.optimizer_offload=true") == apart(peaks)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from benchmarks.levers import report
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.registry import BUILT_IN, register
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -178,6 +179,11 @@ def test_settings_that_change_results_do(results: dict[Any, dict[str, Any]]):
             ], setting
     lower = results[SUMMED_IN_BF16, 2]["runs"][0]
     assert [line["loss"] for line in lower] != [line["loss"] for line in results[PLAIN, 2]["runs"][0]]
+
+
+def test_the_page_is_made_from_the_table():
+    page = (ROOT / "docs" / "levers.md").read_text(encoding="utf-8")
+    assert page == report(), "run `python -m benchmarks.levers --output docs/levers.md`"
 
 
 def test_every_key_is_a_lever_or_said_not_to_be():
