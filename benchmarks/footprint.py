@@ -9,6 +9,7 @@ that the environment's packages list as theirs.
 
 import argparse
 import json
+import platform
 import resource
 import statistics
 import subprocess
@@ -33,21 +34,27 @@ TRAINING = {  # what a training process imports
 }
 SIZES = """
 import importlib.metadata as metadata, json, os
-files, names = set(), []
+files, names = {}, []
 for one in metadata.distributions():
-    names.append(one.metadata["Name"])
-    files.update(str(one.locate_file(path)) for path in one.files or ())
-print(json.dumps([len(set(names)), sum(os.path.getsize(path) for path in files if os.path.isfile(path))]))
+    name = one.metadata["Name"].lower()
+    names.append(name)
+    of_torch = name in ("torch", "triton") or name.startswith(("nvidia-", "cuda-"))
+    files.update({str(one.locate_file(path)): of_torch for path in one.files or ()})
+sizes = {path: os.path.getsize(path) for path in files if os.path.isfile(path)}
+beside = sum(size for path, size in sizes.items() if not files[path])
+print(json.dumps([len(set(names)), sum(sizes.values()), beside, metadata.version("torch")]))
 """
 TEXT = """# Footprint
 
-`{command}`, each tool in a virtual environment of its own, torch for CPUs. CPU seconds, median of {repeats}.
+`{command}`, each tool in a virtual environment of its own. CPU seconds,
+user and system, median of {repeats}; {machine}.
 
-| | packages | MB | `--help`, CPU s | import of what trains, CPU s |
-|---|---:|---:|---:|---:|
+| | packages | MB | MB beside torch | torch | `--help`, CPU s | import of what trains, CPU s |
+|---|---:|---:|---:|---|---:|---:|
 {lines}
 
-Packages and MB are all that the environment holds, torch (and pip) included.
+Packages and MB are all that the environment holds, torch (and pip) included; beside torch: without torch, Triton and
+CUDA's libraries, which a build of torch for CPUs does not bring.
 """
 
 
@@ -62,16 +69,21 @@ def main() -> None:
     for word in arguments.environment:
         tool, _, folder = word.partition("=")
         python = Path(folder) / "bin" / "python"
-        packages, size = json.loads(subprocess.run([python, "-c", SIZES], capture_output=True, check=True).stdout)
+        packages, size, beside, torch = json.loads(
+            subprocess.run([python, "-c", SIZES], capture_output=True, check=True).stdout
+        )
         command, *rest = HELP[tool]
         asked = seconds([str(Path(folder) / "bin" / command), *rest], arguments.repeats)
         imported = seconds([str(python), "-c", f"import {TRAINING[tool]}"], arguments.repeats)
-        lines.append(f"| {tool} | {packages} | {size / 1e6:.0f} | {asked:.2f} | {imported:.2f} |")
+        lines.append(
+            f"| {tool} | {packages} | {size / 1e6:.0f} | {beside / 1e6:.0f} | {torch} | {asked:.2f} | {imported:.2f} |"
+        )
         print(lines[-1], file=sys.stderr, flush=True)
     arguments.output.write_text(
         TEXT.format(
             command="python -m benchmarks.footprint --environment TOOL=VENV ... --output FILE",
             repeats=arguments.repeats,
+            machine=f"{platform.machine()}, Python {platform.python_version()}",
             lines="\n".join(lines),
         )
     )
