@@ -17,6 +17,7 @@ from recipe_lib.errors import DONE, ConfigError
 FOUND = 1  # exit code
 STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
 VERSION = 1  # of what --json writes
+RANKS_PER_CORE = 4  # without GPUs: more would stand in each other's way, and a process takes some 200 MB
 P2P = "NCCL_P2P_DISABLE"
 # torchao's own words, at import, for a torch that its compiled kernels do not fit.
 TORCHAO_WARNS = re.compile(r"incompatible torch|Failed to load")
@@ -83,6 +84,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     from recipe_lib.cli.doctor_apart import run_apart
     from recipe_lib.cli.doctor_machine import machine
     from recipe_lib.cli.doctor_probes import device_steps, peer_steps, torchao_steps
+    from recipe_lib.cli.launch import cores
 
     say("reading versions, memory and disks")
     facts: dict[str, Any] = {"machine": machine(folders(arguments.output_dir))}
@@ -108,6 +110,11 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     ranks = arguments.nproc_per_node or max(1, len(gpus))
     if gpus and ranks > len(gpus):
         raise ConfigError(f"--nproc_per_node: found {ranks}, expected at most {len(gpus)}, the GPUs that torch sees")
+    if not gpus and ranks > RANKS_PER_CORE * cores():
+        raise ConfigError(
+            f"--nproc_per_node: found {ranks} without a GPU, expected at most {RANKS_PER_CORE * cores()}, "
+            f"{RANKS_PER_CORE} for each of the {cores()} cores; name fewer, or leave it out"
+        )
     if ranks > 1:
         say(f"timing collectives among {ranks} ranks")
         facts["links"] = measure_links(ranks, bool(gpus))

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.memory.host import pinned_bytes
 from recipe_lib.models.layers import layer_names
 from recipe_lib.ops.device import has_host
@@ -41,7 +42,7 @@ def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.de
     Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing what a layer keeps is
     its input. Parameters, buffers, what is gathered of them, and what all layers are given alike (rotations, masks)
     stay where they are. Without gradients nothing is kept, and nothing happens. On a CPU the model is left as it is.
-    Returns what moves the tensors.
+    Returns what moves the tensors. ConfigError where `ahead` leaves no layer to be sent.
     """
     if not memory.activation_offload or not has_host(device):
         return None
@@ -49,6 +50,12 @@ def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.de
     names = layer_names(model)
     # In a pipeline other micro-batches come between the last layer's forward and its backward.
     resident = 0 if hasattr(model, "pipeline") else memory.activation_offload_ahead
+    if resident >= len(names):
+        raise ConfigError(
+            f"memory.activation_offload_ahead: found {resident} for a model of {len(names)} layers, of which so many "
+            f"at the end are not sent, expected fewer than {len(names)}; set it lower, or remove "
+            "memory.activation_offload"
+        )
     window = Window(device, memory.activation_offload_ahead, len(names) - resident)
     for number, name in enumerate(names):
         modules[name].forward = _sent(modules[name], number, window)

@@ -153,7 +153,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._muted:
             return func(*args, **kwargs)
-        known, self._pinned = None, func is _PIN or bool(kwargs.get("pin_memory"))
+        known, self._pinned = None, func is _PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
         if self.fast is not None and func is _PIN:  # the fake mode has no answer; it is a copy on the host
             func, kwargs = _LIKE, {}
             args = args[:1]
@@ -175,6 +175,10 @@ class Tracer(TorchDispatchMode):
                 known.cost = cost
         self._note(func, args, kwargs, result, cost)
         return result
+
+    def _is_sent(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether it is a copy to the host that nobody waits for, whose memory torch pins."""
+        return func is _TO_COPY and bool(kwargs.get("non_blocking")) and _device_of(args[0]) == self.device_type
 
     def _mute(self, change: int) -> None:
         self._muted += change
@@ -222,7 +226,7 @@ class Tracer(TorchDispatchMode):
         """Notes a tensor's storage, if it is new."""
         if type(tensor) not in _PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__"):
             return  # a wrapper has no memory of its own; what it holds was seen when that was made
-        device = tensor.fake_device.type if type(tensor) is FakeTensor else tensor.device.type
+        device = _device_of(tensor)
         if device == "meta":
             return
         storage = tensor.untyped_storage()
@@ -316,7 +320,8 @@ class Tracer(TorchDispatchMode):
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = self.parameter_names.get(id(parameter), "")
+                whole, _ = getattr(parameter, "rows_of", (parameter, None))  # some rows of it are stepped
+                name = self.parameter_names.get(id(whole), "")
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
                 for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
@@ -354,6 +359,7 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 _PIN = torch.ops.aten._pin_memory.default
 _IS_PINNED = torch.ops.aten.is_pinned.default
 _LIKE = torch.ops.aten.empty_like.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _PROFILER = frozenset(
     id(overload)
@@ -362,6 +368,10 @@ _PROFILER = frozenset(
         torch.ops.profiler._record_function_exit._RecordFunction,
     )
 )
+
+
+def _device_of(tensor: Tensor) -> str:
+    return str(tensor.fake_device.type if type(tensor) is FakeTensor else tensor.device.type)
 
 
 def common_label(first: str, second: str) -> str:

@@ -33,11 +33,13 @@ class EarlierNorms:
         self._squares: dict[_Key, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, parameter: nn.Parameter) -> None:
-        """Counts a parameter's gradient, on the stream that has it."""
+    def add(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
+        """Counts a parameter's gradient, on the stream that has it. gradient: a part of it, where there is no whole."""
         if getattr(parameter, "is_copy", False):
             return
         ((key, group),) = _group([parameter]).items()
+        if gradient is not None:
+            group.grads = [gradient]
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         square = group.own_square(dtype)
         self._squares[key] = square if key not in self._squares else self._squares[key] + square

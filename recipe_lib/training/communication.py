@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from recipe_lib.config.schema import LogConfig
 from recipe_lib.logs import get_logger
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _OPERATORS = "aten::"  # of a CPU; what surrounds them (autograd's nodes, hooks)
 class CommunicationProbe:
     """Measures one step. Ranks other than the main one, a world of one rank and `step` None measure nothing.
 
+    check(last)    once, with the number of the run's last step
     begin(step)   before each step
     end(seconds)  when the step is over, on the device too; the numbers, or none if it was not the step
     close()       when the run ends in whatever way
@@ -45,6 +47,16 @@ class CommunicationProbe:
         self._step = step if world.is_main and world.size > 1 else None
         self._device = world.device
         self._profiler: Any = None
+
+    def check(self, last: int) -> None:
+        """Says so if the run's last step is before the one that was asked for; of the default nobody did."""
+        if self._step is not None and self._step > last and self._step != LogConfig().communication_step:
+            get_logger().warning(
+                "warning: log.communication_step: found %d in a run of %d steps, so communication is not measured; set "
+                "it to a step of the run, or to null",
+                self._step,
+                last,
+            )
 
     def begin(self, step: int) -> None:
         """Starts the profiler if this is the step. What goes wrong with it is said, and nothing to the run."""

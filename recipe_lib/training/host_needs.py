@@ -42,8 +42,9 @@ def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, b
 
 def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, beside: nn.Module | None = None) -> dict[str, int]:
     """By key of the section `memory` what one rank keeps on the host, without activations. Pinned memory, that of
-    sharded parameters and of visiting states, is counted as torch takes it; states that a plugin's optimizer makes are
-    not known, and not counted."""
+    sharded parameters, of their gradients and of visiting states, is counted as torch takes it; states that a plugin's
+    optimizer makes are not known, and not counted. A gradient's is pinned as FSDP does not wait for its copy
+    (`foreach_reduce`); torch 2.13 does wait for those that are stepped in backward, and takes no more than is said."""
     found = {}
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
@@ -51,7 +52,7 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, beside: nn.Module
     if cfg.memory.cpu_offload:
         frozen = list(beside.parameters()) if beside is not None else []
         pinned = sum(pinned_bytes(local_bytes([parameter])) for parameter in [*every, *frozen])
-        gradients = [local_bytes([parameter]) for parameter in trained]
+        gradients = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
         at_once = max if cfg.memory.optimizer_in_backward else sum
         found["cpu_offload"] = pinned + at_once(gradients or [0]) + states
     elif cfg.memory.optimizer_offload:

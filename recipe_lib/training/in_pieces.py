@@ -30,6 +30,7 @@ from recipe_lib.training.stored import (
     local_of,
     new_tensor,
     pieces,
+    stored_sizes,
     wide,
 )
 
@@ -84,7 +85,8 @@ class SteppedInPieces(Optimizer):
     """An optimizer whose step goes through a rank's part of each parameter piece by piece.
 
     `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for any of the parameters
-    alone is as good as one for all.
+    alone is as good as one for all. So is one for some rows of a parameter after the other, each as a parameter of its
+    own whose attribute `rows_of` says of which, and which rows.
     """
 
     def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
@@ -104,9 +106,18 @@ class SteppedInPieces(Optimizer):
         """The names of the states that the rule keeps of a parameter."""
         return ADAMW_STATES
 
+    def is_elementwise(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter may be stepped by rows."""
+        return True
+
+    def bytes_of(self, parameter: nn.Parameter) -> int:
+        """Bytes of a parameter's states on this rank."""
+        return sum(stored_sizes(parameter, self.states_of(parameter), self.cfg))
+
     def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zeros for every state tensor of a parameter, by their keys; sharded as it is."""
-        found = layouts(parameter, self.states_of(parameter), self.cfg.state_bits, master=self.cfg.master_weights)
+        """Zeros for every state tensor of a parameter, or of some rows of one, by their keys; sharded as it is."""
+        whole, _ = _whole_of(parameter)
+        found = layouts(whole, self.states_of(whole), self.cfg.state_bits, master=self.cfg.master_weights)
         return {key: new_tensor(parameter, layout) for key, layout in found.items()}
 
     @torch.no_grad()
@@ -133,13 +144,21 @@ class SteppedInPieces(Optimizer):
             if MASTER in state:
                 local_of(state[MASTER]).copy_(local_of(parameter))
         state["step"] += 1
-        start = self._starts.get(parameter)
-        key = None if start is None else chance_key(self.seed, state["step"], self.names.get(parameter, ""))
+        whole, first = _whole_of(parameter)
+        start = self._starts.get(whole)
+        key = None if start is None else chance_key(self.seed, state["step"], self.names.get(whole, ""))
         tensors = {name: _rows(local_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
         gradient = parameter.grad
         assert gradient is not None
-        whole = tuple(parameter.shape) or (1,)
-        return Part(_rows(local_of(parameter)), _rows(local_of(gradient)), tensors, start or (0,), whole, key)
+        start = (start[0] + first, *start[1:]) if start else (0,)
+        shape = tuple(whole.shape) or (1,)
+        return Part(_rows(local_of(parameter)), _rows(local_of(gradient)), tensors, start, shape, key)
+
+
+def _whole_of(parameter: nn.Parameter) -> tuple[nn.Parameter, int]:
+    """The parameter that some rows, stepped as if they were one, are of, and the first of them on this rank."""
+    whole, rows = getattr(parameter, "rows_of", (parameter, slice(0, None)))
+    return whole, rows.start
 
 
 def _rows(local: Tensor) -> Tensor:
@@ -156,7 +175,8 @@ def step_adamw(part: Part, group: dict[str, Any], step: int, codes: Codes, param
     rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
     first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
     dtype = wide(parameter.dtype)
-    signed, unsigned = codes.of(parameter, signed=True), codes.of(parameter, signed=False)
+    whole, _ = _whole_of(parameter)
+    signed, unsigned = codes.of(whole, signed=True), codes.of(whole, signed=False)
     for rows in pieces(part.weights):
         gradient = part.gradient[rows].to(dtype)
         mean = Numbers(part.state, "exp_avg", rows, dtype, signed)

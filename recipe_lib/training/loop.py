@@ -67,6 +67,7 @@ class TrainingLoop:
         self._cfg, self._world, self._model, self._optimizer, self._data = cfg, world, model, optimizer, data
         self._peak = PeakMemory(world.device)
         self._probe = CommunicationProbe(cfg.log.communication_step, world)
+        self._probe.check(self.total_steps)
         self._began = 0.0
         self._told_of_zero = False
 

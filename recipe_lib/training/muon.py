@@ -47,23 +47,33 @@ class Muon(SteppedInPieces):
 
     def __init__(self, params: Trained, cfg: OptimizerConfig):
         super().__init__(params, cfg, {"betas": tuple(cfg.betas), "eps": cfg.eps, "momentum": momentum_of(cfg)})
+        self._turns: dict[nn.Parameter, int] = {}
+        for found in self._by_exchange([one for one in params if not self.is_elementwise(one)]).values():
+            self._turns |= {matrix: turn for turn, matrix in enumerate(found)}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """One momentum for a matrix of a layer, AdamW's two for others."""
         return states_of(parameter, self.names.get(parameter, ""))
 
+    def is_elementwise(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter may be stepped by rows: not one that is made orthogonal, which takes it whole."""
+        return not is_orthogonalised(parameter, self.names.get(parameter, ""))
+
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        matrices: dict[Any, list[nn.Parameter]] = {}
         for parameter in parameters:
-            if is_orthogonalised(parameter, self.names.get(parameter, "")):
-                matrices.setdefault(_exchanged_over(parameter), []).append(parameter)
-            else:
+            if parameter not in self._turns:
                 step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
-        for over, found in matrices.items():
-            found.sort(key=lambda parameter: tuple(parameter.shape))  # alike ones together: ranks have equal work
+        for over, found in self._by_exchange([one for one in parameters if one in self._turns]).items():
             count = 1 if over is None else over[0].size(over[1])
             for first in range(0, len(found), count):
                 self._step_matrices(group, found[first : first + count], over)
+
+    def _by_exchange(self, matrices: list[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
+        """Matrices by the ranks that exchange them; alike ones together, so that ranks have equal work."""
+        found: dict[Any, list[nn.Parameter]] = {}
+        for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape)):
+            found.setdefault(_exchanged_over(matrix), []).append(matrix)
+        return found
 
     def _step_matrices(self, group: dict[str, Any], matrices: list[nn.Parameter], over: Any) -> None:
         """One step of at most as many matrices as there are ranks that exchange them."""
@@ -73,7 +83,7 @@ class Muon(SteppedInPieces):
             updates = [orthogonal(updates[0])]
         else:
             cuts = [Cut.of(matrix) for matrix in matrices]
-            updates = exchange(updates, cuts, *over)
+            updates = exchange(updates, cuts, over[0], over[1], self._turns[matrices[0]])
         for part, update, matrix in zip(parts, updates, matrices, strict=True):
             rate = group["lr"] * _RMS * math.sqrt(max(matrix.shape))
             for rows in pieces(part.weights):
@@ -171,17 +181,19 @@ class Cut:
         return whole
 
 
-def exchange(updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int) -> list[Tensor]:
-    """This rank's parts of matrices made orthogonal, from its parts of these; the i-th rank computes the i-th matrix.
+def exchange(updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int, first: int = 0) -> list[Tensor]:
+    """This rank's parts of matrices made orthogonal, from its parts of these.
 
-    A collective over a mesh dimension, of no more matrices than it has ranks.
+    A collective over a mesh dimension, of no more matrices than it has ranks. Rank `first`, modulo their number,
+    computes the first one, the rank behind it the next: so matrices that are stepped alone go round.
     """
     group, ranks, own = mesh.get_group(mesh_dim), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-    sizes = [update.numel() for update in updates] + [0] * (ranks - len(updates))
-    shapes = [update.shape for update in updates]
-    sent = torch.cat([update.flatten() for update in updates])
+    numbers = [(rank - first) % ranks for rank in range(ranks)]  # of the matrix that a rank computes, if there is one
+    shapes = [updates[number].shape if number < len(updates) else torch.Size([0]) for number in numbers]
+    sizes = [shape.numel() for shape in shapes]
+    sent = torch.cat([updates[number].flatten() for number in numbers if number < len(updates)])
     updates.clear()
-    mine = cuts[own] if own < len(cuts) else None
+    mine = cuts[numbers[own]] if numbers[own] < len(cuts) else None
     held = [math.prod(mine.part(rank, ranks)) if mine else 0 for rank in range(ranks)]
     received = sent.new_empty(sum(held))
     dist.all_to_all_single(received, sent, held, sizes, group=group)
@@ -194,7 +206,8 @@ def exchange(updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int) -
         del parts
     dist.all_to_all_single(sent, received, sizes, held, group=group)
     del received
-    return [part.view(shape) for part, shape in zip(sent.split(sizes), shapes, strict=False)]
+    found = {number: part.view(shape) for number, part, shape in zip(numbers, sent.split(sizes), shapes, strict=True)}
+    return [found[number] for number in range(len(cuts))]
 
 
 def _exchanged_over(matrix: Any) -> Any:

@@ -114,7 +114,9 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         known, state = f"{known} in host memory", 0
     freed = ""
     if cfg.memory.optimizer_in_backward:
-        gradients, freed = max(map(local_bytes, _reduced_together(model)), default=0), " at a time"
+        tokens = micro_batches(cfg)[0] * cfg.max_seq_len
+        sizes = (sum(_gradient_at_once(one, tokens) for one in together) for together in _reduced_together(model))
+        gradients, freed = max(sizes, default=0), " at a time"
     total = parameters + gradients + (state or 0)
     here = " of this rank" if hasattr(model, "pipeline") else ""
     return [
@@ -123,6 +125,12 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
     ]
+
+
+def _gradient_at_once(parameter: nn.Parameter, tokens: int) -> int:
+    """Bytes of a gradient, or of the pieces that backward makes it in, as it does for no more tokens than channels."""
+    pieces = getattr(parameter, "gradient_pieces", 1) if tokens <= parameter.shape[-1] else 1
+    return -(-local_bytes([parameter]) // pieces)
 
 
 def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -87,15 +87,20 @@ def new_tensor(parameter: Tensor, layout: Layout) -> Tensor:
     if layout.per == 1 and not isinstance(parameter, DTensor):
         return torch.zeros_like(local, dtype=layout.dtype)
     shape = _shape(tuple(local.shape), layout)
-    zeros = torch.zeros(shape, dtype=layout.dtype, device=local.device)
+    return laid_out(parameter, torch.zeros(shape, dtype=layout.dtype, device=local.device), layout.per)
+
+
+def laid_out(parameter: Tensor, local: Tensor, per: int) -> Tensor:
+    """A rank's part of a state as a tensor that lies on the ranks as the parameter does; of its rows `per` elements
+    have one number."""
     if not isinstance(parameter, DTensor):
-        return zeros
-    # Not DTensor.from_local, which would take what cpu_offload has on the host to the mesh's device.
-    whole = _shape(tuple(parameter.shape), layout)
+        return local
+    # Not DTensor.from_local, which would take what is on the host to the mesh's device.
+    whole = _shape(tuple(parameter.shape), Layout(local.dtype, per))
     strides = tuple(math.prod(whole[at + 1 :]) for at in range(len(whole)))
-    meta = TensorMeta(torch.Size(whole), strides, layout.dtype)
+    meta = TensorMeta(torch.Size(whole), strides, local.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    return DTensor(zeros, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """`tune doctor`: every finding from a machine that has the fault, the report, and a whole run over gloo."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -150,6 +151,24 @@ def test_what_hangs_is_tried_without_peer_access(monkeypatch: pytest.MonkeyPatch
     assert read.matmul["fp8"][0][1] == 2.7e14 and read.copy_to_host == 2.5e10
     assert main(["doctor", "--nproc_per_node", "3"]) == 2
     assert "found 3, expected at most 2, the GPUs that torch sees" in capsys.readouterr().err
+
+
+def test_more_ranks_than_cores_can_bear_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    facts = healthy()
+    seen = facts["steps"]["torch"] | {"gpus": []}
+    monkeypatch.setattr(doctor_machine, "machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "device_steps", faked({"torch": seen}))
+    monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
+    tried = []
+    monkeypatch.setattr(doctor, "measure_links", lambda ranks, on_gpu: tried.append(ranks) or collectives())
+    most = 4 * len(os.sched_getaffinity(0))
+    main(["doctor", "--nproc_per_node", str(most)])
+    assert tried == [most]
+    capsys.readouterr()
+    assert main(["doctor", "--nproc_per_node", str(most + 1)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--nproc_per_node: found {most + 1} without a GPU, expected at most {most}, 4 for each of the" in line
+    assert tried == [most]
 
 
 def test_a_torch_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers, offload
 from recipe_lib.memory.offload import Kept, Window, offload_activations
 from recipe_lib.models import build_meta, init_weights
@@ -59,7 +60,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) > 10 and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("ahead", [1, 2, LAYERS + 1])
+@pytest.mark.parametrize("ahead", [1, 2, LAYERS - 1])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_numbers_are_those_without_it_however_late_copies_are(mode: str, ahead: int) -> None:
     expected = two_micro_batches(decoder(mode, None)[0])
@@ -233,3 +234,14 @@ def test_a_cpu_is_left_alone_and_so_is_a_model_without_the_lever(monkeypatch: py
     monkeypatch.undo()
     assert offload_activations(model, MemoryConfig(activation_offload=True), CPU) is None
     assert model.model.layers[0].forward == forward
+
+
+@pytest.mark.parametrize("ahead", [LAYERS, LAYERS + 1])
+def test_no_layer_that_could_be_sent_is_refused_in_one_line(ahead: int) -> None:
+    words = (
+        rf"^memory\.activation_offload_ahead: found {ahead} for a model of {LAYERS} layers, .* fewer than {LAYERS}; "
+    )
+    with pytest.raises(ConfigError, match=words):
+        decoder("none", ahead)
+    _, window = decoder("none", ahead, change=lambda model: setattr(model, "pipeline", None))
+    assert window.sent == LAYERS  # other micro-batches come between a layer's forward and its backward

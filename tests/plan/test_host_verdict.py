@@ -41,3 +41,26 @@ def peaks(*overrides: str) -> tuple[int, int]:
 
 def test_a_cpu_has_no_host_beside_it():
     assert apart(peaks, "memory.optimizer_offload=true") == apart(peaks)
+
+
+def offloaded() -> tuple[int, int, list[int]]:
+    """Most bytes on the host of a plan with everything there, as a run judges it, and the parameters' bytes."""
+    import torch
+
+    from recipe_lib.models import build_meta, preset_config, spec_from_config
+    from recipe_lib.plan.make import make_plan
+    from recipe_lib.training.host_needs import offloaded_bytes
+
+    kind, cfg, wanted = settings("demo/full", 1, "device=auto", "memory.cpu_offload=true")
+    plan: Any = make_plan(kind, cfg, wanted)[0]
+    model = build_meta(spec_from_config(preset_config(cfg.model.preset), "demo"), torch.float32)
+    sizes = [parameter.numel() * 4 for parameter in model.parameters()]
+    return plan.heaviest.host, offloaded_bytes(model, cfg)["cpu_offload"], sizes
+
+
+def test_gradients_that_are_sent_to_the_host_are_pinned():
+    """As parameters are, in blocks of powers of two; AdamW's two states are not. A plan has a few numbers besides."""
+    planned_bytes, judged, sizes = apart(offloaded)
+    pinned = sum(next(2**power for power in range(64) if 2**power >= size) for size in sizes)
+    assert judged == 2 * pinned + 2 * sum(sizes)
+    assert 0 < planned_bytes - judged < 1024 < pinned - sum(sizes)

@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.training import muon
 from recipe_lib.training.muon import is_orthogonalised, orthogonal
 from recipe_lib.training.optimizers import build_optimizer, optimizer_state_bytes, set_numbers
+from recipe_lib.training.row_steps import step_only
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, own_part, placed
 
@@ -130,6 +132,31 @@ def test_the_configs_numbers_count_after_a_state_was_loaded() -> None:
 def test_parameters_without_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^optimizer\.name: found muon for parameters without names, .* use adamw$"):
         build_optimizer(CFG, weights().values(), CPU)
+
+
+def test_matrices_that_are_stepped_alone_go_round_the_ranks() -> None:
+    """As when all are stepped together: no rank computes more than one of two of them, and numbers are the same."""
+    together = weights()
+    trained(CFG, together, 2)
+
+    def work() -> tuple[list[int], list[str]]:
+        whole = muon.orthogonal
+        params = placed(weights(), Cut("rows", 2))
+        optimizer = build_optimizer(CFG, params.items(), CPU)
+        computed, differ = [], []
+        for step in range(2):
+            computed.append(0)
+            muon.orthogonal = lambda matrix: computed.__setitem__(-1, computed[-1] + 1) or whole(matrix)
+            for name, parameter in params.items():
+                parameter.grad = own_part(gradient(name, step), parameter)
+                step_only(optimizer, parameter)
+                parameter.grad = None
+        for name, parameter in params.items():
+            if not torch.equal(parameter.to_local(), own_part(together[name].detach(), parameter).to_local()):
+                differ.append(name)
+        return computed, differ
+
+    assert run_ranks(work, 2) == [([3, 3], []), ([2, 2], [])]
 
 
 CASES = {"fp32": {}, "8 bits": {"state_bits": 8}, "master": {"master_weights": True, "state_bits": 32}}

@@ -68,6 +68,12 @@ def test_what_is_freed_and_what_is_on_the_host() -> None:
         "together 2.25 MiB before activations"
     )
 
+    network = model()
+    network[1].weight.gradient_pieces = 4
+    for length, said in ((128, "256.00 KiB"), (129, "1.00 MiB")):  # two rows of them, against 256 channels
+        cfg.max_seq_len = length
+        assert f"gradients {said} at a time" in derived_numbers(cfg, world, network, Rows(), Plan())[-1]
+
 
 def test_other_settings_are_said() -> None:
     cfg = config()

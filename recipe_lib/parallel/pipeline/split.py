@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.pipeline import micro_batches, rank_of_stage, stage_count, stages_of_rank
-from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.config.schema import OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _QUANTISED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
+_BLOCKS = {8: 256, 4: 128}  # numbers of a state of so many bits that share a scale in fp32, in long rows
 # Of a token's pass through a layer's matrices: how much of it is done again in backward.
 _AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
 
@@ -86,7 +87,8 @@ def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, 
 @dataclass(frozen=True)
 class _Run:
     """What of a config the costs depend on. width: bytes of a number. trained: all weights, else adapters alone.
-    adapters: of that rank. copies: of the model, a reference included. states: of the optimizer, per weight."""
+    adapters: of that rank. copies: of the model, a reference included. states, vocabulary_states: bytes that an
+    optimizer keeps on the device for a weight of a layer (an adapter in it), and of embedding and head."""
 
     tokens: int  # of a micro-batch, of one tensor-parallel rank
     length: int
@@ -96,7 +98,8 @@ class _Run:
     layer_width: float
     adapters: int
     copies: int
-    states: int
+    states: float
+    vocabulary_states: float
     chunks: int
 
 
@@ -109,6 +112,7 @@ def _read(cfg: Any) -> _Run:
     quantised = None if trained or lora is None else _QUANTISED.get(lora.quantize)
     length = getattr(cfg, "max_seq_len", 0)
     rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
+    on_host = memory is not None and memory.optimizer_offload
     return _Run(
         tokens=rows * length * (1 if dpo is None else 2) // cfg.parallel.tensor,
         length=length,
@@ -118,9 +122,26 @@ def _read(cfg: Any) -> _Run:
         layer_width=width if quantised is None else quantised,
         adapters=0 if trained or lora is None else lora.rank,
         copies=2 if dpo is not None and dpo.train == "full" and _has_reference(dpo) else 1,
-        states=2 if optimizer is None or optimizer.name != "sgd" else int(bool(optimizer.momentum)),
+        states=0 if on_host else state_bytes(optimizer, width, in_layer=True),
+        vocabulary_states=0 if on_host else state_bytes(optimizer, width, in_layer=False),
         chunks=1 if memory is None else memory.loss_chunks,
     )
+
+
+def state_bytes(optimizer: OptimizerConfig | None, width: int, *, in_layer: bool) -> float:
+    """Bytes of the states, master weights included, that an optimizer keeps for one number of a matrix with long rows.
+
+    width: bytes of that number. in_layer: of a layer's matrix, of which Muon keeps one state, not of embedding or head.
+    None, and an optimizer that is not known: two states of the number's type.
+    """
+    if optimizer is None or optimizer.name not in ("adamw", "muon", "sgd"):
+        return 2 * width
+    if optimizer.name == "sgd":
+        return width if optimizer.momentum else 0
+    bits = optimizer.state_bits
+    each = width if bits is None else bits / 8 + (4 / _BLOCKS[bits] if bits in _BLOCKS else 0)
+    count = 1 if optimizer.name == "muon" and in_layer else 2
+    return count * each + (4 if optimizer.master_weights else 0)
 
 
 def _has_reference(dpo: Any) -> bool:
@@ -162,17 +183,21 @@ def memory_of(spec: DecoderSpec, cfg: Any, shards: int = 1) -> Cost:
     run = _read(cfg)
     parallel: ParallelConfig = cfg.parallel
     parts = shards * parallel.tensor
-    per_weight = (run.width * ((2 + run.states) if run.trained else 1) + run.width * (run.copies - 1)) / parts
+    copies = run.width * (run.copies - 1)  # frozen ones
+    per_weight, per_entry = (
+        ((2 * run.width + states if run.trained else run.width) + copies) / parts
+        for states in (run.states, run.vocabulary_states)
+    )
     vocabulary = spec.vocab_size * spec.width
     layer = layer_weights(spec) * (per_weight if run.trained else run.layer_width / parts)
-    layer += _adapter_weights(spec, run.adapters) * run.width * (2 + run.states) / parts
+    layer += _adapter_weights(spec, run.adapters) * (2 * run.width + run.states) / parts
     kept, put_off = kept_of_layer(spec, run.again), put_off_of_layer(spec) if run.trained else 0
     logits = run.tokens * parallel.tensor / run.chunks * spec.vocab_size * (run.width + 8) / parallel.tensor
-    head = vocabulary * per_weight + logits + (vocabulary * run.width / parallel.tensor if run.trained else 0)
-    ends = {rank_of_stage(parallel, 0): vocabulary * per_weight}
+    head = vocabulary * per_entry + logits + (vocabulary * run.width / parallel.tensor if run.trained else 0)
+    ends = {rank_of_stage(parallel, 0): vocabulary * per_entry}
     last = rank_of_stage(parallel, stage_count(parallel) - 1)
     # A tied head on the first rank, as a V has it, is the embedding itself.
-    ends[last] = ends.get(last, 0) + head - (vocabulary * per_weight if spec.tied and last in ends else 0)
+    ends[last] = ends.get(last, 0) + head - (vocabulary * per_entry if spec.tied and last in ends else 0)
     flights = _flights(parallel, micro_batches(cfg)[1])
 
     def cost(rank: int, counts: dict[int, int]) -> float:

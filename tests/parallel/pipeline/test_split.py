@@ -4,12 +4,21 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+import torch
+from torch import nn
 
 from recipe_lib.config.pipeline import SCHEDULES, rank_of_stage, stage_count, stages_of_rank
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, ParallelConfig
+from recipe_lib.config.schema import (
+    DpoFinetuneConfig,
+    FullFinetuneConfig,
+    LoraFinetuneConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import preset_config, spec_from_config
 from recipe_lib.parallel.pipeline.split import kept_of_layer, layer_weights, memory_of, split_layers, time_of
+from recipe_lib.training.optimizers import optimizer_state_bytes
 
 LLAMA = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
 
@@ -167,3 +176,38 @@ def test_what_does_not_fit_is_refused_with_a_remedy(layers, cfg, message):
     with pytest.raises(ConfigError, match=message) as caught:
         split_layers(shaped(layers), cfg)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"state_bits": 8},
+        {"state_bits": 4, "master_weights": True},
+        {"state_bits": 32},
+        {"name": "muon"},
+        {"name": "muon", "state_bits": 8},
+        {"name": "sgd"},
+        {"name": "sgd", "momentum": 0.9},
+    ],
+    ids=str,
+)
+def test_states_weigh_what_the_optimizer_keeps(settings):
+    """Of a layer's matrices, and of embedding and head, as the optimizer counts them; on the host they are none."""
+    cfg = config(split="memory")
+    plain = memory_of(LLAMA, config(split="memory"))
+    cfg.optimizer = OptimizerConfig(**settings)
+    matrices = {"model.layers.0.mlp.up_proj.weight": (14336, 4096), "lm_head.weight": (128256, 4096)}
+    kept = {}
+    for name, shape in matrices.items():
+        parameter = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+        kept[name] = optimizer_state_bytes(cfg.optimizer, [(name, parameter)]) / parameter.numel()
+    of_layer, of_head = kept.values()
+    cost = memory_of(LLAMA, cfg)
+    assert plain(1, {1: 3}) - cost(1, {1: 3}) == pytest.approx(3 * 218_103_808 * (4 - of_layer), abs=1)
+    first = [one(0, {0: 3}) - one(1, {1: 3}) for one in (plain, cost)]  # 4 micro-batches in flight, and 3
+    assert first[0] - first[1] == pytest.approx(525_336_576 * (4 - of_head), abs=1)
+    last = [one(3, {3: 3}) - one(1, {1: 3}) for one in (plain, cost)]
+    assert last[0] - last[1] == pytest.approx(525_336_576 * (4 - of_head), abs=1)
+    cfg.memory.optimizer_offload = True
+    assert cost(1, {1: 3}) - memory_of(LLAMA, cfg)(1, {1: 3}) == pytest.approx(3 * 218_103_808 * of_layer, abs=1)
