@@ -3,12 +3,13 @@
     python -m benchmarks.fit_cards --output docs/fit.md [--only 8B]
 
 For a model, a way to train it and a number of cards, settings are planned in the order of LADDERS, each rung slower or
-further from the config than the one before; the first that fits is the line. The longest rows are found by doubling
-with everything on that makes long rows cheap. Needs no GPU, no weights and no data. With --only the other lines of the
-page are kept as they are.
+further from the config than the one before; the first that fits is the line. The longest rows are looked for with
+everything on that makes long rows cheap. Needs no GPU, no weights and no data. With --only the other lines of the page
+are kept as they are.
 """
 
 import argparse
+import bisect
 import json
 import multiprocessing
 import sys
@@ -27,6 +28,7 @@ from recipe_lib.plan.levers import usable_bytes
 from recipe_lib.plan.make import PlanSettings, make_plan
 from recipe_lib.plan.model import plannable
 from recipe_lib.plan.quick import quick
+from recipe_lib.plan.quick_facts import Quick
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.units import format_bytes, format_count
 
@@ -55,14 +57,15 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "lora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
     "qlora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
 }
-SHORTEST, LONGEST = 2048, 2**17  # tokens of a row
+# Tokens of a row: powers of two, and quarters between them.
+LENGTHS = [quarters * 2**power for power in range(9, 15) for quarters in (4, 5, 6, 7)] + [2**17]
 CLOSE = 0.02  # of the card: what the estimate may be off by, looked at in full
 
 
 @dataclass
 class Line:
     """A line of the page. host: bytes of one rank. tokens_per_second: None where it is not planned. longest: tokens of
-    a row, with its settings and bytes of host memory; 0 where not even SHORTEST fits."""
+    a row, with its settings and bytes of host memory; 0 where not even the shortest fits."""
 
     model: str
     method: str
@@ -136,39 +139,34 @@ def planned(model: str, method: str, cards: int, rung: tuple[str, ...]) -> tuple
 
 
 def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int, int]:
-    """Tokens of the longest row that fits one at a time, and bytes of host memory; by doubling, then in quarters.
+    """Tokens of the longest row that fits one at a time, and bytes of host memory, by estimates; see `quick`."""
+    kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
 
-    Lengths are tried by estimates, and the longest of these that fit confirmed by a whole plan.
-    """
+    def estimate(tokens: int, *, timed: bool) -> tuple[Quick, int]:
+        cfg, settings = prepared(model, method, cards, with_long_rows(words, tokens))
+        return quick(kind, cfg, replace(settings, timed=timed)), usable_bytes(cfg, settings)
 
-    def cell(tokens: int) -> tuple[type, Any, PlanSettings]:
-        kept = [word for word in words if not word.startswith(("batch_size", "gradient_accumulation"))]
-        cfg, settings = prepared(model, method, cards, [*kept, *long_rows(tokens)])
-        return recipe_class(recipe_for(f"{MODELS[model]}_{method}")), cfg, replace(settings, timed=False)
+    def is_too_long(tokens: int) -> bool:
+        found, usable = estimate(tokens, timed=False)
+        return found.active > usable
 
-    def may_fit(tokens: int) -> bool:
-        kind, cfg, settings = cell(tokens)
-        return quick(kind, cfg, settings).active <= usable_bytes(cfg, settings) * (1 + CLOSE)
-
-    if not may_fit(SHORTEST):
-        return 0, 0
-    lengths = [SHORTEST]
-    while lengths[-1] < LONGEST and may_fit(2 * lengths[-1]):
-        lengths.append(2 * lengths[-1])
-    if lengths[-1] < LONGEST:
-        last = lengths[-1]
-        lengths += [tokens for quarters in (5, 6, 7) if may_fit(tokens := last * quarters // 4)]
-    for tokens in reversed(lengths):
-        plan, _ = make_plan(*cell(tokens))
-        if plan.verdict != DOES_NOT_FIT:
-            return tokens, plan.heaviest.host
+    for tokens in reversed(LENGTHS[: bisect.bisect_left(LENGTHS, True, key=is_too_long)]):
+        found, usable = estimate(tokens, timed=True)
+        if found.reserved <= usable:
+            return tokens, found.host
     return 0, 0
+
+
+def with_long_rows(words: list[str], tokens: int) -> list[str]:
+    """A line's settings for one row of so many tokens at a time."""
+    kept = [word for word in words if not word.startswith(("batch_size", "gradient_accumulation"))]
+    return [*kept, *long_rows(tokens)]
 
 
 def long_rows(tokens: int) -> list[str]:
     """The settings that make long rows cheap; logits of 1024 tokens, and the MLPs of 8192, at a time."""
     words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}", PIECES]
-    words += ["memory.activation_offload=true", f"memory.loss_chunks={tokens // 1024}"]
+    words += ["memory.activation_offload=true", f"memory.loss_chunks={max(1, tokens // 1024)}"]
     return [*words, f"memory.mlp_chunks={max(1, tokens // 8192)}"]
 
 
@@ -211,10 +209,10 @@ def table(lines: list[Line]) -> str:
         if line.settings is None:
             rows.append(f"| {line.cards} | does not fit | | | | | | | |")
             continue
-        words = " ".join(f"`{word}`" for word in line.settings) or "nothing"
+        words = f"`{' '.join(line.settings)}`" if line.settings else "nothing"  # one span: some go together only
         speed = "not planned" if line.tokens_per_second is None else format_count(line.tokens_per_second)
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host)))
-        far = f"{line.longest:,} | {format_bytes(line.longest_host)}" if line.longest else f"under {SHORTEST:,} | "
+        far = f"{line.longest:,} | {format_bytes(line.longest_host)}" if line.longest else f"under {LENGTHS[0]:,} | "
         rows.append(f"| {line.cards} | {words} | {sizes} | {speed} | {line.verdict} | {far} |")
     return "\n".join(rows)
 
@@ -230,8 +228,10 @@ not planned. Active and reserved are bytes of the heaviest rank, host those of o
 are as long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and are for ranking only. 24GB
 is a card of which CUDA reports 23.5 GiB; context, NCCL and a reserve come off that.
 
-The longest row is the longest that was planned to fit, one at a time, with the same settings and, for 65,536 tokens,
-{long}; lengths are powers of two and quarters between them, none over 131,072. Its host memory is one rank's.
+The longest row is the longest that fits, one at a time, with the same settings and, for 65,536 tokens,
+{long}; lengths are powers of two and quarters between them, none over 131,072. These are estimates, of a few of the
+model's layers continued to all of them, and not whole plans; what is reserved has to fit without a margin. Its host
+memory is one rank's.
 
 The command of a line: `tune run --nproc_per_node CARDS RECIPE --config CONFIG SETTINGS`. Faster settings for some of
 these: [fit_search.md](fit_search.md)."""

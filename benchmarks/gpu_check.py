@@ -3,6 +3,9 @@
     python benchmarks/gpu_check.py                    at most 9 minutes; a dry run without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
     python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
+    python benchmarks/gpu_check.py ladder             what each memory lever saves and costs (gpu_ladder.py)
+    python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)
+    python benchmarks/gpu_check.py peers --environments FOLDER    this tool and others, head to head (gpu_peers.py)
     python benchmarks/gpu_check.py tensor             tensor parallel beside torch's own styles (gpu_tensor.py)
     python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, disks (gpu_doctor.py)
 
@@ -21,6 +24,7 @@ a GPU the same code runs with a tiny model on the CPU, and the report says so: i
 import argparse
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import json
 import math
@@ -64,6 +68,7 @@ from recipe_lib.parallel import describe_units, resolve_wrapping, start_world  #
 from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
+PARTS = ("plan", "ladder", "cards", "peers", "tensor", "doctor")  # modules benchmarks.gpu_NAME with a main(words)
 # Dense bf16 matmul rates that datasheets give, by a part of the device's name.
 DATASHEET_RATES = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
@@ -74,18 +79,8 @@ DATASHEET_RATES = {
 def main(argv: list[str] | None = None) -> int:
     """Runs all cases and writes the report after each, so that what was measured is never lost."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["plan"]:
-        from benchmarks import gpu_plan
-
-        return gpu_plan.main(words[1:])
-    if words[:1] == ["tensor"]:
-        from benchmarks import gpu_tensor
-
-        return gpu_tensor.main(words[1:])
-    if words[:1] == ["doctor"]:
-        from benchmarks import gpu_doctor
-
-        return gpu_doctor.main(words[1:])
+    if words and words[0] in PARTS:
+        return int(importlib.import_module(f"benchmarks.gpu_{words[0]}").main(words[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
@@ -256,7 +251,8 @@ def timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
 def fill_weights(model: torch.nn.Module) -> None:
     """Random weights, drawn on the device: the recipe's own are the same for any world size, but slower to make.
 
-    NF4: random codes, and one scale for all blocks, which is what the last factor says.
+    NF4: random codes, and one scale for all blocks, which is what the last factor says. Large matrices in host memory
+    get one number, since drawing would take minutes there.
     """
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -267,6 +263,8 @@ def fill_weights(model: torch.nn.Module) -> None:
             local.fill_(0.04)
         elif name.endswith("norm.weight"):
             local.fill_(1.0)
+        elif local.device.type == "cpu" and local.numel() > 2**22:
+            local.fill_(0.02)
         else:
             local.normal_(0.0, 0.02)
 

@@ -19,7 +19,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu_check import REPOSITORY, describe_device, fill_weights, run_apart
-from benchmarks.gpu_plan_cases import PlanCase, cases, describe, recorded
+from benchmarks.gpu_plan_cases import PlanCase, Runnable, cases, describe, recorded
 from benchmarks.gpu_plan_report import errors_of, summary, write_plan_report
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World, start_world
@@ -39,6 +39,7 @@ from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, replay_
 from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.make import PlanSettings, make_plan
 from recipe_lib.plan.replay import smallest_cap
+from recipe_lib.plan.result import RankPlan
 from recipe_lib.plan.simulate import FIRST, STEADY, trace_real_run
 from recipe_lib.units import GIB
 
@@ -47,7 +48,9 @@ CASE_SECONDS = 60
 PLAN_SECONDS = 120
 MARGIN = 0.02  # each side of the planned smallest cap
 FIXTURE_BYTES = 200 * 1024
+STEADY_STEPS = 2  # after the first one
 HISTORY = 2_000_000  # entries, more than any of the recorded configs makes
+Planner = Callable[[Any, Hardware], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +77,7 @@ def main(argv: list[str]) -> int:
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
     hardware = hardware_of(device)
-    report: dict[str, Any] = {
-        "kind": "planned and measured" if gpu else "dry run, CPU: nothing was measured on a GPU",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python benchmarks/gpu_check.py plan", *argv]),
-        "device": device,
-        "hardware": hardware.name,
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()},
-        "rows": [],
-    }
+    report = begun_report("plan", argv, device, hardware)
     todo = jobs(gpu)
     paths: list[Path] = []
     with planners([job.case for job in todo if job.kind == "peaks"], hardware) as planned:
@@ -97,6 +92,20 @@ def main(argv: list[str]) -> int:
     print("\n".join(map(str, paths)))
     ran_out = any(row.get("said") == "fits" and row.get("found") == "ran out" for row in report["rows"])
     return 1 if ran_out or any("failed" in row for row in report["rows"]) else 0
+
+
+def begun_report(part: str, argv: list[str], device: dict[str, Any], hardware: Hardware) -> dict[str, Any]:
+    """A report of `gpu_check.py PART` without rows."""
+    gpu = device.get("type") == "cuda"
+    return {
+        "kind": "planned and measured" if gpu else "dry run, CPU: nothing was measured on a GPU",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python benchmarks/gpu_check.py", part, *argv]),
+        "device": device,
+        "hardware": hardware.name,
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()},
+        "rows": [],
+    }
 
 
 def jobs(gpu: bool) -> list[Job]:
@@ -132,21 +141,27 @@ def hardware_of(device: dict[str, Any]) -> Hardware:
 
 
 @contextmanager
-def planners(wanted: list[PlanCase], hardware: Hardware) -> Iterator[Callable[[PlanCase, float], dict[str, Any]]]:
-    """Plans the cases in as many processes as there are cores to spare; yields what waits for a case's plan."""
+def planners(
+    wanted: Sequence[Runnable], hardware: Hardware, plan: Planner | None = None
+) -> Iterator[Callable[[Any, float], dict[str, Any]]]:
+    """Plans the cases in as many processes as there are cores to spare; yields what waits for a case's plan.
+
+    plan: what makes one, `planned_peaks` or another.
+    """
     todo = list(dict.fromkeys(wanted))
     workers = max(1, min(12, (os.cpu_count() or 1) - 2, len(todo)))
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
         places = {case: Path(folder) / f"{number}.json" for number, case in enumerate(todo)}
+        pieces = list(places.items())
         processes = [
-            context.Process(target=_plan_all, args=([(case, places[case]) for case in todo[at::workers]], hardware))
+            context.Process(target=_plan_all, args=(pieces[at::workers], hardware, plan or planned_peaks))
             for at in range(workers)
         ]
         for process in processes:
             process.start()
 
-        def wait(case: PlanCase, seconds: float) -> dict[str, Any]:
+        def wait(case: Any, seconds: float) -> dict[str, Any]:
             until = time.monotonic() + min(seconds, PLAN_SECONDS)
             while not places[case].exists():
                 worker = processes[todo.index(case) % workers]
@@ -163,13 +178,13 @@ def planners(wanted: list[PlanCase], hardware: Hardware) -> Iterator[Callable[[P
                 process.join()
 
 
-def _plan_all(todo: list[tuple[PlanCase, Path]], hardware: Hardware) -> None:
+def _plan_all(todo: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -> None:
     """In a planner's process, which must not see the GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     for case, place in todo:
         try:
-            found = planned_peaks(case, hardware)
+            found = plan(case, hardware)
         except Exception as error:  # noqa: BLE001  (the other cases are planned still)
             found = {"failed": f"planning: {type(error).__name__}: {error}"}
         part = place.with_suffix(".part")
@@ -182,13 +197,16 @@ def planned_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
     recipe_class, cfg = case.load()
     settings = PlanSettings(hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False)
     plan, trace = make_plan(recipe_class, cfg, settings)
-    found: dict[str, Any] = {
-        peak.phase: {name: getattr(peak, name) for name in ("active", "allocated", "reserved", "reserved_expandable")}
-        for peak in plan.heaviest.peaks
-    }
+    found: dict[str, Any] = peaks_of(plan.heaviest)
     if case.threshold:
         found["caps"] = [smallest_cap(trace, expandable=expandable) for expandable in (False, True)]
     return found
+
+
+def peaks_of(rank: RankPlan) -> dict[str, dict[str, int]]:
+    """By phase `active`, `allocated`, `reserved`, `reserved_expandable`."""
+    names = ("active", "allocated", "reserved", "reserved_expandable")
+    return {peak.phase: {name: getattr(peak, name) for name in names} for peak in rank.peaks}
 
 
 # Measuring, each in a process of its own
@@ -223,8 +241,13 @@ def run_job(
     return row | {"planned": plan} | (result if "failed" in result else {"measured": result})
 
 
-def measure(case: PlanCase, expandable: bool, cap: int = 0, history: str = "") -> dict[str, Any]:
-    """Peaks of a case on the GPU. cap: bytes the allocator may take, 0: all. history: a file to record events in."""
+def measure(
+    case: Runnable, expandable: bool = False, cap: int = 0, history: str = "", steady: int = STEADY_STEPS
+) -> dict[str, Any]:
+    """Peaks and seconds of a case's steps on the GPU, `steady` of them after the first.
+
+    cap: bytes the allocator may take, 0: all. history: a file to record events in.
+    """
     choose_allocator(expandable)
     module: Any = torch.get_device_module("cuda")
     module.init()
@@ -236,12 +259,13 @@ def measure(case: PlanCase, expandable: bool, cap: int = 0, history: str = "") -
         if cap:
             total = module.get_device_properties(world.device).total_memory
             module.set_per_process_memory_fraction(min(1.0, cap / total), world.device)
-        result = run_steps(recipe_class, cfg, world, case, module, bool(history))
+        result = run_steps(recipe_class, cfg, world, case, module, bool(history), steady)
         free, total = module.mem_get_info(world.device)
         stats = module.memory_stats(world.device)
         result["retries"] = stats.get("num_alloc_retries", 0)
         result["outside"] = total - free - stats.get("reserved_bytes.all.current", 0)
         result["total"] = total
+        result["pinned"] = module.memory.host_memory_stats().get("allocated_bytes.peak", 0)
         snapshot = module.memory._snapshot()
         if bool(snapshot.get("allocator_settings", {}).get("expandable_segments", expandable)) != expandable:
             raise RuntimeError(f"the allocator does not have expandable_segments={expandable}")
@@ -264,10 +288,19 @@ def choose_allocator(expandable: bool) -> None:
 
 
 def run_steps(
-    recipe_class: type, cfg: Any, world: World, case: PlanCase, module: Any, whole_history: bool
+    recipe_class: type,
+    cfg: Any,
+    world: World,
+    case: Runnable,
+    module: Any,
+    whole_history: bool,
+    steady: int = STEADY_STEPS,
 ) -> dict[str, Any]:
-    """The phases that the planner simulates, for real; the third step counts with the second."""
-    result: dict[str, Any] = {"peaks": {}}
+    """The phases that the planner simulates, for real; all steps after the first count as the second.
+
+    `peaks` of each phase, bytes; `seconds` of each step. Tokens are drawn at random: equal ones are computed faster.
+    """
+    result: dict[str, Any] = {"peaks": {}, "seconds": []}
     phase = "setup"
     gc.collect()
     gc.disable()  # it frees at moments that no other run repeats
@@ -277,13 +310,17 @@ def run_steps(
         fill_weights(recipe.model)
         recipe.setup_optimizer()
         recipe.data = PlannedData(cfg, world, case.rows)
-        for phase in (FIRST, STEADY, STEADY):
+        for phase in (FIRST, *[STEADY] * steady):
             if not whole_history:
                 module.reset_peak_memory_stats(world.device)
             batches = next(recipe.data.batches())
+            for batch in batches.micro_batches:
+                batch.tokens.random_(recipe.spec.vocab_size)
+            began = time.perf_counter()
             recipe.train_step(batches)
-            del batches
+            del batch, batches
             module.synchronize(world.device)
+            result["seconds"].append(time.perf_counter() - began)
             stats = module.memory_stats(world.device)
             names = {"active": "requested", "allocated": "allocated", "reserved": "reserved"}
             found = {name: stats[f"{key}_bytes.all.peak"] for name, key in names.items()}
@@ -294,7 +331,7 @@ def run_steps(
     return result
 
 
-def trace_on_cpu(case: PlanCase) -> dict[str, Any]:
+def trace_on_cpu(case: Runnable) -> dict[str, Any]:
     """Peaks of the tensors that a real run on the CPU holds, seen by the planner's own tracer."""
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
     recipe_class, cfg = case.load()

@@ -1,7 +1,7 @@
 """What `gpu_check.py plan` compares: configs of the recipes, each as a command line of `tune plan`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 from recipe_lib.cli.recipes import load_module, recipe_for
 from recipe_lib.config import load_config
@@ -18,6 +18,25 @@ STEPPING = (
     (*IN_BACKWARD, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
 )
 STATES = (("optimizer.state_bits=8",), ("optimizer.state_bits=4",), ("optimizer.master_weights=true",))
+
+
+class Runnable(Protocol):
+    """What can be planned and measured: one rank of a config, with the rows that it gets."""
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks runs."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+
+    @property
+    def rows(self) -> Sequence:
+        """The rows that it is planned for, and run with."""
+
+    def load(self) -> tuple[type, Any]:
+        """The recipe's class and a plannable config."""
 
 
 @dataclasses.dataclass(frozen=True)

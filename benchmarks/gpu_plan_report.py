@@ -23,13 +23,21 @@ only: a CPU has no caching allocator. This checks the program; its numbers say n
 
 def write_plan_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """Writes both files, named after the device; a dry run has names of its own. Returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    dry = report["device"].get("type") != "cuda"
-    name = "dry-run-cpu" if dry else "-".join(str(report["device"]["name"]).lower().split())
-    paths = [folder / f"gpu-plan-{name}{suffix}" for suffix in (".json", ".md")]
-    for path, text in zip(paths, (json.dumps(report, indent=1) + "\n", plan_markdown(report)), strict=True):
+    return write_pair(folder / f"gpu-plan-{device_word(report['device'])}", report, plan_markdown(report))
+
+
+def device_word(device: dict[str, Any]) -> str:
+    """What a report's files are named after: the device, or `dry-run-cpu`."""
+    return "-".join(str(device["name"]).lower().split()) if device.get("type") == "cuda" else "dry-run-cpu"
+
+
+def write_pair(stem: Path, report: Any, text: str) -> list[Path]:
+    """Writes STEM.json and STEM.md, each at once; returns their paths."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(stem.name + suffix) for suffix in (".json", ".md")]
+    for path, content in zip(paths, (json.dumps(report, indent=1) + "\n", text), strict=True):
         part = path.with_name(path.name + ".part")
-        part.write_text(text)
+        part.write_text(content)
         part.replace(path)
     return paths
 
@@ -96,18 +104,9 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 def plan_markdown(report: dict[str, Any]) -> str:
     """The report's tables."""
-    device, versions, rows = report["device"], report["versions"], report["rows"]
-    dry = device.get("type") != "cuda"
-    lines = [
-        f"# Planner: {report['kind']}",
-        "",
-        f"- {report['date']}, `{report['command']}`, {report.get('seconds', 0)} s",
-        f"- torch {versions['torch']}, Python {versions['python']}, {versions['system']}",
-    ]
-    if not dry:
-        lines.append(f"- {device['name']}, {device['memory_gib']} GiB, driver {device['driver']}, planned as "
-                     f"{report['hardware']}")  # fmt: skip
-    lines += ["", DRY_HOW if dry else HOW, "", *(f"- {line}" for line in summary(report))]
+    rows, dry = report["rows"], report["device"].get("type") != "cuda"
+    lines = [f"# Planner: {report['kind']}", "", *head(report), ""]
+    lines += [DRY_HOW if dry else HOW, "", *(f"- {line}" for line in summary(report))]
     peaks = [row for row in rows if row["kind"] == "peaks"]
     lines += ["", "## Peaks", "", *_peak_table(peaks)]
     thresholds = [row for row in rows if row["kind"] == "threshold"]
@@ -117,6 +116,19 @@ def plan_markdown(report: dict[str, Any]) -> str:
     if events:
         lines += ["", "## Recorded events", "", *_event_table(events)]
     return "\n".join(lines) + "\n"
+
+
+def head(report: dict[str, Any]) -> list[str]:
+    """When, with which command, with what and on which device, as a list."""
+    device, versions = report["device"], report["versions"]
+    lines = [
+        f"- {report['date']}, `{report['command']}`, {report.get('seconds', 0)} s",
+        f"- torch {versions['torch']}, Python {versions['python']}, {versions['system']}",
+    ]
+    if device.get("type") == "cuda":
+        lines.append(f"- {device['name']}, {device['memory_gib']} GiB, driver {device['driver']}, planned as "
+                     f"{report['hardware']}")  # fmt: skip
+    return lines
 
 
 def _settings(row: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,12 +51,7 @@ class Tool(ABC):
 
     def install(self) -> None:
         """Makes the environment, and leaves one line on each package that is wanted."""
-        import subprocess
-        import sys
-
-        subprocess.run([sys.executable, "-m", "venv", str(self.environment)], check=True)
-        for packages in self.packages:
-            subprocess.run([self.python, "-m", "pip", "install", "-q", *packages], check=True)
+        make_environment(self.environment, self.packages)
 
     def versions(self) -> dict[str, str]:
         """Versions of what is shown, as its own interpreter finds them."""
@@ -107,6 +104,13 @@ class Tool(ABC):
         for place in (f"{setup.folder}/", str(setup.folder), f"{self.environment}/"):
             result.lines = [(at, line.replace(place, "")) for at, line in result.lines]
         return result
+
+
+def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> None:
+    """A virtual environment with the given packages, installed group by group. Raises CalledProcessError."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    for group in packages:
+        subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *group], check=True)
 
 
 def json_script(tool: Tool, setup: Setup, script: Path, *arguments: str) -> Any:

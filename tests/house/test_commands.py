@@ -7,8 +7,12 @@ other programs have to exist. A command that no rule here knows fails the test.
 """
 
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -70,14 +74,28 @@ def check(words: list[str], clone: Path) -> None:
         assert (clone / name).is_file(), line
         assert tune(["validate", arguments[1], *arguments[2:], "--recipe", name]) == 0, line
     elif program == "python":
-        script, flags = clone / rest[0], [word for word in rest[1:] if word.startswith("--")]
-        known = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
-        assert known.returncode == 0 and all(flag in known.stdout for flag in flags), f"{line}: {known.stderr}"
+        check_python(rest, clone)
     elif program.startswith(".venv/bin/"):
         development = {distribution(name) for name in PROJECT["project"]["optional-dependencies"]["dev"]}
         assert distribution(program.removeprefix(".venv/bin/")) in development, line
     else:
         assert line in ("pip install torch", "pip install -e .", "source .venv/bin/activate"), f"no rule for: {line}"
+
+
+def check_python(words: list[str], clone: Path) -> None:
+    """Asks a script, a module (`-m NAME`) or a part of a script (`gpu_check.py plan`) for its help, in this process: it
+    has to have the part and the flags."""
+    if words[0] == "-m":
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+    script = clone / words[0]
+    parts = list(takewhile(str.isalpha, words[1:]))
+    said = StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        patched.setattr(sys, "argv", [str(script), *parts, "--help"])
+        patched.setattr(sys, "path", [str(script.resolve().parent), *sys.path])
+        runpy.run_path(str(script), run_name="__main__")
+    flags = [word for word in words if word.startswith("--")]
+    assert not ended.value.code and all(word in said.getvalue() for word in (*parts, *flags)), " ".join(words)
 
 
 def check_tune(words: list[str]) -> None:

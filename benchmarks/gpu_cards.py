@@ -1,0 +1,260 @@
+"""`gpu_check.py cards`: what docs/fit.md says to type with cards of 24 GB, run as rank 0 of N under such a card's cap.
+
+    python benchmarks/gpu_check.py cards                       on this machine's GPU; a dry run without one
+    python benchmarks/gpu_check.py cards --lines docs/fit.json --minutes 25
+
+Each line of docs/fit.json is run twice, in a process of its own under a time limit: with its settings, and with its
+longest row. The fake process group moves nothing, so values mean nothing, but every tensor is allocated where a real
+rank allocates it; the allocator may take what a card of 24 GB leaves it, with the context, NCCL and the reserve that
+plans count with taken off. It is memory alone that is measured: what runs out there would run out on the card. Beside
+it is the plan for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
+
+A line that runs out with torch's default allocator is run once more with expandable segments. Without a GPU tiny
+configs are planned for the CPU and compared with a trace of a real run there: nothing is measured.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import gpu_plan
+from benchmarks.fit_cards import CARDS, METHODS, MODELS, Line, with_long_rows
+from benchmarks.gpu_check import REPOSITORY, describe_device, run_apart
+from benchmarks.gpu_ladder import is_wrong, planned_line, told
+from benchmarks.gpu_ladder_cases import TINY, ConfigCase
+from benchmarks.gpu_plan_report import DRY_HOW, device_word, errors_of, head, share_below, write_pair
+from recipe_lib.memory.host import free_host_memory
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.levers import usable_bytes
+from recipe_lib.plan.make import PlanSettings
+from recipe_lib.units import format_bytes
+
+MINUTES = 25.0
+CASE_SECONDS = 240  # steps of the longest rows take long
+CARD = "24GB"
+LISTED = "fits or risky"  # of a longest row; the page does not say which
+# What matters most, in case time runs out: (models, methods, cards, whether it is the longest row).
+FIRST = (
+    (("8B",), ("full", "lora", "qlora"), CARDS, False),
+    (("70B",), ("qlora",), (2,), False),
+    (("8B",), ("qlora",), CARDS, True),
+    (("70B",), ("qlora",), CARDS, False),
+    (("8B",), ("full", "lora"), CARDS, True),
+)
+DRY = [
+    Line("demo", "full", 2, [*TINY, "batch_size=2"], verdict="fits", longest=96),
+    Line("demo", "qlora", 1, [*TINY, "lora.quantize=nf4", "data.packing=false"], verdict="fits", longest=96),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run of a line. tokens: of a row; 0: as its settings say. host: bytes that its rank takes on the host. said: the
+    page's verdict. active, reserved: bytes that it says, 0 where it does not."""
+
+    model: str
+    method: str
+    cards: int
+    settings: tuple[str, ...]
+    tokens: int = 0
+    host: int = 0
+    said: str = ""
+    active: int = 0
+    reserved: int = 0
+
+    @property
+    def case(self) -> ConfigCase:
+        """What is run."""
+        config = "demo/full" if self.method == "full" else "demo/lora"
+        if self.model in MODELS:
+            config = f"{MODELS[self.model]}_{self.method}"
+        words = with_long_rows(list(self.settings), self.tokens) if self.tokens else self.settings
+        return ConfigCase(config, tuple(words), self.cards)
+
+
+def main(words: list[str]) -> int:
+    """Runs all lines and writes the report after each; 1 if one failed, or ran out of memory."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py cards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    docs = REPOSITORY / "docs"
+    parser.add_argument("--output", type=Path, default=docs / "measurements", help="folder of the report")
+    parser.add_argument(
+        "--lines", type=Path, default=docs / "fit.json", help="what benchmarks/fit_cards.py has planned"
+    )
+    parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
+    options = parser.parse_args(words)
+    started = time.monotonic()
+    device = run_apart(describe_device, CASE_SECONDS)
+    gpu = device.get("type") == "cuda"
+    if gpu and not options.lines.exists():
+        parser.error(
+            f"{options.lines}: found no such file; `python -m benchmarks.fit_cards --output docs/fit.md` plans it"
+        )
+    hardware = gpu_plan.hardware_of(device)
+    report = gpu_plan.begun_report("cards", words, device, hardware)
+    todo = [job for job in jobs(read_lines(options.lines) if gpu else DRY) if options.only in job.case.config]
+    name = "-".join(["gpu-cards", device_word(device), *([options.only.replace("/", "-")] if options.only else [])])
+    paths: list[Path] = []
+    with gpu_plan.planners([job.case for job in todo], hardware, planned_line) as planned:
+        for job in todo:
+            left = options.minutes * 60 - (time.monotonic() - started)
+            row = row_of(job)
+            if left < 5:
+                row |= {"skipped": "no time left"}
+            else:
+                row |= measured(job, gpu, row["cap"], min(CASE_SECONDS, left))
+                row |= {"planned": planned(job.case, max(left, 5))}
+            report["rows"].append(row)
+            report["seconds"] = round(time.monotonic() - started)
+            print(f"{report['seconds']:5d} s  {line_text(row)}", flush=True)
+            paths = write_pair(options.output / name, report, cards_markdown(report))
+    print("\n".join([*summary(report), *map(str, paths)]))
+    return 1 if any(is_wrong(row, gpu) or was_wrong(row) for row in report["rows"]) else 0
+
+
+def read_lines(file: Path) -> list[Line]:
+    """The lines of docs/fit.json."""
+    return [Line(**fields) for _, fields in json.loads(file.read_text())]
+
+
+def jobs(lines: Iterable[Line]) -> list[Job]:
+    """What to run: each line that fits with its settings and with its longest row, in the order of FIRST, then small
+    models before large ones."""
+    found = []
+    for line in lines:
+        if line.settings is None:
+            continue
+        job = Job(line.model, line.method, line.cards, tuple(line.settings), 0, line.host, line.verdict)
+        found.append(dataclasses.replace(job, active=line.active, reserved=line.reserved))
+        if line.longest:
+            found.append(dataclasses.replace(job, tokens=line.longest, host=line.longest_host, said=LISTED))
+    return sorted(found, key=_place)
+
+
+def _place(job: Job) -> tuple[int, int, bool, int, int]:
+    """Where a job comes; among equals, settings before the longest row, few cards before many."""
+    wanted = (
+        job.model in models and job.method in ways and job.cards in cards and bool(job.tokens) == longest
+        for models, ways, cards, longest in FIRST
+    )
+    place = next((number for number, found in enumerate(wanted) if found), len(FIRST))
+    sizes, methods = [*MODELS], [*METHODS]
+    size = sizes.index(job.model) if job.model in sizes else 0
+    return place, size, bool(job.tokens), methods.index(job.method), job.cards
+
+
+def row_of(job: Job) -> dict[str, Any]:
+    """A row of the report, without what is measured. cap: bytes that torch may take on such a card."""
+    _, cfg = job.case.load()
+    settings = PlanSettings(find_hardware(CARD), job.case.rows, job.cards)
+    return dataclasses.asdict(job) | {
+        "config": job.case.config,
+        "overrides": list(job.case.overrides),
+        "row_tokens": cfg.max_seq_len,
+        "cap": usable_bytes(cfg, settings),
+        "expandable": False,
+    }
+
+
+def measured(job: Job, gpu: bool, cap: int, seconds: float) -> dict[str, Any]:
+    """{"measured": ...}, {"failed": why} or {"skipped": why}; expandable: it took such segments to go through."""
+    if not gpu:
+        result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, job.case), seconds)
+        return result if "failed" in result else {"measured": result}
+    free, _ = free_host_memory()
+    if job.host > free:
+        return {"skipped": f"host memory: found {format_bytes(free)}, expected {format_bytes(job.host)}"}
+    found: dict[str, Any] = {}
+    for expandable in (False, True):
+        result = run_apart(functools.partial(told, gpu_plan.measure, job.case, expandable, cap, steady=1), seconds)
+        if "failed" in result:
+            return found or result
+        found = {"measured": result, "expandable": expandable}
+        if "out_of_memory" not in result:
+            break
+    return found
+
+
+def was_wrong(row: dict[str, Any]) -> bool:
+    """The page lists it, and it ran out of memory, with expandable segments too."""
+    return "out_of_memory" in row.get("measured", {})
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """What came of it: `ran`, `ran, expandable segments`, `ran out`, or why it was not run."""
+    if "measured" not in row:
+        return str(row.get("failed") or row.get("skipped") or "not measured")
+    if "out_of_memory" in row["measured"]:
+        return f"ran out, {row['measured']['out_of_memory']}"
+    return "ran, expandable segments" if row["expandable"] else "ran"
+
+
+def line_text(row: dict[str, Any]) -> str:
+    """A line and what came of it, in a few words."""
+    rows = f"a row of {row['tokens']}" if row["tokens"] else "as it is"
+    text = f"{row['model']} {row['method']}, {row['cards']} cards, {rows}: {outcome(row)}"
+    peaks = row.get("measured", {}).get("peaks")
+    return f"{text}, {format_bytes(_most(peaks, 'active'))} active" if peaks else text
+
+
+def summary(report: dict[str, Any]) -> list[str]:
+    """What ran of what was said to fit, and how far off the plans are, a line each."""
+    rows = report["rows"]
+    counts = Counter((row["said"], outcome(row).split(",")[0]) for row in rows if "measured" in row)
+    lines = [f"said {said}, {found}: {count}" for (said, found), count in sorted(counts.items())]
+    # Under a cap the allocator gives back what it would have kept, so that reserved bytes cannot be compared.
+    errors = [error for row in rows if "active" in row.get("planned", {}) for error in errors_of(row)]
+    found = [error for _, name, error in errors if name == "active"]
+    if found:
+        lines.append(f"planned against measured, active: {len(found)} figures, 95 % within "
+                     f"{share_below(found, 0.95):.2%}, worst {max(found, key=abs):+.2%}")  # fmt: skip
+    for word in ("failed", "skipped"):
+        count = sum(word in row or word in row.get("planned", {}) for row in rows)
+        lines += [f"{word}: {count} of {len(rows)} runs"] if count else []
+    return lines
+
+
+HOW = f"""Memory alone: the recipe's model, optimizer and training step as rank 0 of N through torch's fake process \
+group, random weights, torch's allocator held to the cap, which is what a card of {CARD} leaves it. Active: requested \
+by tensors and kernels; reserved: taken from the device; the most of any step. Page: what docs/fit.md says for such a \
+card. Planned: for this device, steps alone. NCCL's own memory is in the cap, at the planner's figure, and is not \
+measured."""
+HOW_DRY = f"""{DRY_HOW} Cards are played as ranks of a fake process group."""
+HEADS = ("config", "cards", "settings", "rows of", "cap", "page says", "page: active", "reserved", "planned: active",
+         "reserved", "measured: active", "reserved", "retries", "found")  # fmt: skip
+
+
+def cards_markdown(report: dict[str, Any]) -> str:
+    """The report."""
+    dry = report["device"].get("type") != "cuda"
+    lines = [f"# Cards of {CARD}: {report['kind']}", "", *head(report), "", HOW_DRY if dry else HOW, ""]
+    lines += [*(f"- {line}" for line in summary(report)), "", f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in report["rows"])]) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    planned, found = row.get("planned", {}), row.get("measured", {})
+    peaks = found.get("peaks") or {}
+    words = f"`{' '.join(row['overrides'])}`" if row["overrides"] else "nothing"
+    cells = [row["config"], str(row["cards"]), words, str(row["row_tokens"]), format_bytes(row["cap"]), row["said"]]
+    cells += [format_bytes(row[name]) if row[name] else "" for name in ("active", "reserved")]
+    cells += [format_bytes(planned[name]) if name in planned else "" for name in ("active", "reserved")]
+    cells += [format_bytes(_most(peaks, name)) if _has(peaks, name) else "" for name in ("active", "reserved")]
+    return [*cells, str(found.get("retries", "")), outcome(row)]
+
+
+def _has(peaks: dict[str, dict[str, int]], name: str) -> bool:
+    return bool(peaks) and all(name in phase for phase in peaks.values())
+
+
+def _most(peaks: dict[str, dict[str, int]], name: str) -> int:
+    """The most of any phase."""
+    return max(phase[name] for phase in peaks.values())

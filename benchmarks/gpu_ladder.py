@@ -1,0 +1,189 @@
+"""`gpu_check.py ladder`: what each memory lever saves and costs on Llama 3 8B, planned and measured, line by line.
+
+    python benchmarks/gpu_check.py ladder                       on this machine's GPU; a dry run without one
+    python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md      plans alone, on any machine
+
+For full fine-tuning, QLoRA and LoRA, on one card: the config without any lever, and each lever added to it; the config
+as it is shipped, and the one with all levers that save, and each of their levers removed. A line is compared with the
+one that it differs from by that lever alone. Each is measured in a process of its own under a time limit, the most
+telling first; planning goes on beside it on the CPU's cores.
+
+Without a GPU tiny configs are planned for the CPU and compared with a trace of a real run there: nothing is measured.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_plan
+from benchmarks.gpu_check import REPOSITORY, describe_device, run_apart
+from benchmarks.gpu_ladder_cases import METHODS, ConfigCase, Rung, rungs
+from benchmarks.gpu_ladder_report import key_of, ladder_markdown, line_text, summary
+from benchmarks.gpu_plan_report import device_word, write_pair
+from recipe_lib.errors import UserError
+from recipe_lib.memory.host import free_host_memory
+from recipe_lib.plan.hardware import Hardware, find_hardware
+from recipe_lib.plan.make import PlanSettings, make_plan
+from recipe_lib.plan.simulate import FIRST, STEADY
+from recipe_lib.units import format_bytes
+
+MINUTES = 25.0
+CASE_SECONDS = 150  # offloaded models are copied, compiled ones compiled
+STEADY_STEPS = 4
+COMMAND = "python -m benchmarks.gpu_ladder --planned --output docs/measurements/ladder.md"
+DEVICE = "rtx4090"  # that plans are for where nothing is measured
+
+
+def main(words: list[str] | None = None) -> int:
+    """Plans and measures all lines and writes the report after each; 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    folder = REPOSITORY / "docs" / "measurements"
+    parser.add_argument("--output", type=Path, default=folder, help="folder of the report; with --planned its file")
+    parser.add_argument("--planned", action="store_true", help="plan only, and measure nothing")
+    parser.add_argument("--device", default=DEVICE, help=f"with --planned: the card to plan for; default: {DEVICE}")
+    parser.add_argument("--only", choices=METHODS, help="one method's lines")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
+    options = parser.parse_args(words)
+    methods = (options.only,) if options.only else METHODS
+    if options.planned:
+        return write_plans(options.output, find_hardware(options.device), methods)
+    started = time.monotonic()
+    device = run_apart(describe_device, CASE_SECONDS)
+    gpu = device.get("type") == "cuda"
+    hardware = gpu_plan.hardware_of(device)
+    report = gpu_plan.begun_report("ladder", ["--only", options.only] if options.only else [], device, hardware)
+    todo = rungs(gpu, methods)
+    paths: list[Path] = []
+    with gpu_plan.planners([rung.case for rung in todo], hardware, planned_line) as planned:
+        for rung in todo:
+            left = options.minutes * 60 - (time.monotonic() - started)
+            row = row_of(rung)
+            if left < 5:
+                row |= {"skipped": "no time left"}
+            else:
+                row |= {"planned": planned(rung.case, left)}
+                row |= measured_line(rung.case, row["planned"], gpu, min(CASE_SECONDS, left))
+            report["rows"].append(row)
+            report["seconds"] = round(time.monotonic() - started)
+            print(f"{report['seconds']:5d} s  {line_text(row)}", flush=True)
+            name = "-".join(["gpu-ladder", device_word(device), *([options.only] if options.only else [])])
+            paths = write_pair(options.output / name, report, ladder_markdown(report))
+    print("\n".join([*summary(report), *map(str, paths)]))
+    return 1 if any(is_wrong(row, gpu) for row in report["rows"]) else 0
+
+
+def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
+    """It failed, or bytes of a run on the CPU are not those that were planned, where these are exact."""
+    planned, found = row.get("planned", {}), row.get("measured", {}).get("peaks", {})
+    if "failed" in row or "failed" in planned:
+        return True
+    if gpu or "active" not in planned or not row.get("exact", True):
+        return False
+    return any(planned[phase]["active"] != peaks["active"] for phase, peaks in found.items())
+
+
+def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int:
+    """The planned columns of the real configs as a report of their own; 1 if a line could not be planned.
+
+    Lines of other methods are kept as they are in the file.
+    """
+    file = output.with_suffix(".json")
+    earlier = json.loads(file.read_text())["rows"] if file.exists() else []
+    kept = {key_of(row): row for row in earlier if row["method"] not in methods}
+    report = {
+        "command": COMMAND,
+        "torch": torch.__version__,
+        "device": {"type": "planned", "name": hardware.name, "memory": hardware.memory},
+        "rows": [],
+    }
+    order, todo = rungs(True), rungs(True, methods)
+    with gpu_plan.planners([rung.case for rung in todo], hardware, planned_line) as planned:
+        for rung in todo:
+            kept[rung.key] = row_of(rung) | {"planned": planned(rung.case, float("inf"))}
+            report["rows"] = [kept[rung.key] for rung in order if rung.key in kept]
+            print(line_text(kept[rung.key]), flush=True)
+            write_pair(output.with_suffix(""), report, ladder_markdown(report))
+    return 1 if any(is_wrong(row, True) for row in report["rows"]) else 0
+
+
+def row_of(rung: Rung) -> dict[str, Any]:
+    """A row of the report, without figures."""
+    cfg = rung.case.read()
+    rows = cfg.batch_size * cfg.gradient_accumulation_steps
+    return {
+        "method": rung.method,
+        "config": rung.case.config,
+        "overrides": list(rung.case.overrides),
+        "basis": rung.basis,
+        "words": list(rung.words),
+        "removed": rung.removed,
+        "rounds": rung.rounds,
+        "exact": rung.exact,
+        "against": [rung.against[0], rung.against[1], list(rung.against[2])],
+        "rows": rows,
+        "row_tokens": cfg.max_seq_len,
+    }
+
+
+def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
+    """The peaks of a step by phase, as `planned_peaks` gives them, and besides `active` and `reserved`, the most of
+    them; `host`; `tokens_per_second`, None where no time is planned; `verdict`. Or {"refused": the line} where the
+    config or the device does not have it, {"unplanned": why} where there is no plan of it."""
+    try:
+        recipe_class, cfg = case.load()
+        if cfg.compile:
+            return {"unplanned": "compiled code"}
+        plan, _ = make_plan(recipe_class, cfg, PlanSettings(hardware, case.rows, case.ranks, phases=()))
+    except UserError as error:
+        return {"refused": str(error)}
+    rank = plan.heaviest
+    steps = [peak for peak in rank.peaks if peak.phase in (FIRST, STEADY)]
+    timed = plan.time is not None and not cfg.memory.cpu_offload
+    return gpu_plan.peaks_of(rank) | {
+        "active": max(peak.active for peak in steps),
+        "reserved": max(peak.reserved for peak in steps),
+        "host": rank.host,
+        "tokens_per_second": plan.time.tokens_per_second if timed and plan.time else None,
+        "verdict": plan.verdict,
+    }
+
+
+def measured_line(case: ConfigCase, planned: dict[str, Any], gpu: bool, seconds: float) -> dict[str, Any]:
+    """{"measured": ...}, {"failed": why}, or nothing for what is refused, or cannot be compared without a GPU."""
+    if "refused" in planned or ("unplanned" in planned and not gpu):
+        return {}
+    if not gpu:
+        result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, case), seconds)
+        return result if "failed" in result else {"measured": result}
+    free, _ = free_host_memory()
+    if planned.get("host", 0) > free:
+        return {"skipped": f"host memory: found {format_bytes(free)}, expected {format_bytes(planned['host'])}"}
+    result = run_apart(functools.partial(told, gpu_plan.measure, case, steady=STEADY_STEPS), seconds)
+    if "failed" in result:
+        return result
+    if "out_of_memory" not in result:
+        cfg = case.read()
+        tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.max_seq_len
+        result["tokens_per_second"] = tokens / statistics.median(result["seconds"][1:])
+    return {"measured": result}
+
+
+def told(work: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> dict[str, Any]:
+    """`work(...)`; {"failed": the line} for an error that a user would be told."""
+    try:
+        return work(*arguments, **named)
+    except UserError as error:
+        return {"failed": str(error)}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

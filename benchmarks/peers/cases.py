@@ -1,0 +1,139 @@
+"""Which runs are compared, which sides take part in them, and what each side's environment is made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.planted.torchtune import Torchtune
+from benchmarks.planted.trl import Trl
+
+# Small, and every matrix is whole groups of 256 blocks of 64 numbers, which torchao's NF4 is made for.
+WIDE = "wide.json"
+RANK, ALPHA = 16, 32  # of the adapters, on all linears of the layers
+OURS = "ours"
+# Folder of a tool's environment, and what it is made of, in order: those of the planted faults, and what they lack.
+ENVIRONMENTS = {"transformers": "trl", "trl": "trl", "torchtune": "torchtune", "unsloth": "unsloth"}
+PACKAGES: dict[str, Sequence[Sequence[str]]] = {
+    "trl": (*Trl.packages, ("bitsandbytes", "liger-kernel")),
+    "torchtune": Torchtune.packages,
+    "unsloth": (("unsloth",),),
+}
+
+
+@dataclass(frozen=True)
+class PeerCase:
+    """A run in no tool's words: every side trains the same rows in the same order, all tokens, from the same start.
+
+    method: `full`, `lora` or `qlora`. checkpointing: `none`, or `full` (each layer's input is kept). lr: constant.
+    warmup: steps whose time is not counted. preset: file in this folder, the shape of a model of the
+    case's own with random weights.
+    """
+
+    method: str
+    sequence: int
+    batch_size: int
+    checkpointing: str
+    lr: float
+    steps: int = 20
+    warmup: int = 8
+    preset: str = ""
+
+    @property
+    def name(self) -> str:
+        """`full-2048`."""
+        return f"{self.method}-{self.sequence}"
+
+    @property
+    def own_model(self) -> str | None:
+        """The preset's path."""
+        return str(Path(__file__).parent / self.preset) if self.preset else None
+
+
+@dataclass(frozen=True)
+class Side:
+    """A tool as one column. told: its documented way, in a sentence. gpu: it needs one."""
+
+    name: str
+    tool: str
+    told: str
+    compiled: bool = False
+    liger: bool = False
+    gpu: bool = False
+
+    @property
+    def script(self) -> str:
+        """The file in `scripts` that runs it."""
+        return {"ours": "run_ours.py", "transformers": "run_transformers.py", "torchtune": "run_torchtune.py"}.get(
+            self.tool, "run_trl.py"
+        )
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Packages whose versions are told."""
+        if self.tool == OURS:
+            return ("torch", "torchao")
+        if self.tool == "torchtune":
+            return ("torch", "torchao", "torchtune")
+        kernels = ("liger-kernel",) if self.liger else ()
+        tool = () if self.tool == "transformers" else ("trl",) if self.tool == "trl" else ("trl", "unsloth")
+        return ("torch", "transformers", "accelerate", "peft", "bitsandbytes", *kernels, *tool)
+
+    def modules(self, case: PeerCase) -> tuple[str, ...]:
+        """What its environment has to import for a case; of Unsloth first, which patches the others."""
+        if self.tool == OURS:
+            return ("recipe_lib",)
+        if self.tool == "torchtune":
+            return ("torchtune",)
+        peft = ("peft",) if case.method != "full" else ()
+        bits = ("bitsandbytes",) if case.method == "qlora" else ()
+        liger = ("liger_kernel",) if self.liger else ()
+        tool = () if self.tool == "transformers" else ("trl",)
+        first = ("unsloth",) if self.tool == "unsloth" else ()
+        return (*first, "transformers", "accelerate", *tool, *peft, *bits, *liger)
+
+
+_TRAINER = "weights and states in the type of the run, without autocast, fused AdamW, SDPA"
+_TUNE = "its chunked loss, fused AdamW; rows, logger and the adapter's start are components of ours"
+SIDES = (
+    Side(OURS, OURS, "`tune run RECIPE --config FILE`, fused AdamW, the loss in 16 chunks, as in the shipped configs"),
+    Side("ours-compiled", OURS, "the same with `compile=true`", compiled=True, gpu=True),
+    Side("transformers", "transformers", f"`Trainer`; adapters by PEFT, four bits by bitsandbytes; {_TRAINER}"),
+    Side("transformers-liger", "transformers", "the same with `use_liger_kernel`", liger=True, gpu=True),
+    Side("trl", "trl", f"`SFTTrainer` on rows of ids, packing strategy `wrapped`; the model as above; {_TRAINER}"),
+    Side("torchtune", "torchtune", f"`tune run {{full,lora}}_finetune_single_device --config FILE`; {_TUNE}"),
+    Side("torchtune-compiled", "torchtune", "the same with its `compile`", compiled=True, gpu=True),
+    Side("unsloth", "unsloth", "`FastLanguageModel` under `SFTTrainer`, its own checkpointing", gpu=True),
+)  # fmt: skip
+TOOLS = tuple(dict.fromkeys(side.tool for side in SIDES))
+
+
+def cases(gpu: bool) -> list[PeerCase]:
+    """The runs; without a GPU short ones, with and without checkpointing."""
+    if not gpu:
+        return [
+            PeerCase("full", 64, 2, "none", 1e-3, steps=6, warmup=2),
+            PeerCase("full", 128, 2, "full", 1e-3, steps=6, warmup=2),
+            PeerCase("lora", 64, 2, "none", 3e-3, steps=6, warmup=2),
+            PeerCase("lora", 128, 2, "full", 3e-3, steps=6, warmup=2),
+            PeerCase("qlora", 64, 2, "none", 3e-3, steps=6, warmup=2, preset=WIDE),
+        ]
+    # Full fine-tuning keeps layer inputs alone, as its states leave no room for more; beside frozen weights there is.
+    return [
+        PeerCase("full", 2048, 8, "full", 1e-5),
+        PeerCase("lora", 4096, 2, "none", 2e-4),
+        PeerCase("qlora", 4096, 2, "none", 2e-4),
+        PeerCase("full", 8192, 2, "full", 1e-5),
+        PeerCase("lora", 2048, 4, "none", 2e-4),
+        PeerCase("lora", 8192, 1, "none", 2e-4),
+    ]
+
+
+def tolerances(case: PeerCase, dtype: str) -> tuple[float, float]:
+    """Largest relative differences of loss and gradient norm, at any step, that equal work may show.
+
+    fp32: what another order of the same sums gives; beside NF4 more, since torchao and bitsandbytes round its levels
+    and the scales of its blocks differently, which are other frozen weights. bf16: all has 8 bits.
+    """
+    if dtype == "bf16":
+        return (1e-2, 5e-2)
+    return (5e-3, 2e-2) if case.method == "qlora" else (1e-4, 1e-3)

@@ -1,0 +1,113 @@
+"""What every side is given: a model folder, an adapter that begins at zero, rows of ids, a tokenizer of numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.peers.cases import ALPHA, RANK, PeerCase
+from recipe_lib.adapters.lora import LINEARS
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, write_fields
+from recipe_lib.checkpoint.adapter_files import TENSOR_FILE
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models.spec import preset_config, read_config, spec_from_config
+from recipe_lib.models.weight_names import parameter_shapes
+
+SHARD_BYTES = 4 * 2**30
+INDEX = "model.safetensors.index.json"
+
+
+def make_model(preset: str, folder: Path, dtype: torch.dtype) -> None:
+    """A Hugging Face folder of a Llama preset with random weights, once; the last file says that it is whole."""
+    if (folder / INDEX).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    config = preset_config(preset)
+    spec = spec_from_config(config, preset)
+    device = "cuda" if torch.get_device_module("cuda").is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = parameter_shapes(spec)  # a Llama's names in files are those of its parameters
+    shards = _shards({name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()})
+    places: dict[str, str] = {}
+    size = 0
+    for number, names in enumerate(shards, start=1):
+        shard: dict[str, torch.Tensor] = {}
+        for name in names:
+            values = torch.ones(shapes[name], dtype=dtype, device=device)
+            if not name.endswith("norm.weight"):
+                values.normal_(0.0, spec.init_std, generator=generator)
+            shard[name] = values.cpu()
+            size += values.nbytes
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _shards(sizes: dict[str, int]) -> list[list[str]]:
+    """The names in order, in files of at most SHARD_BYTES."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if shards[-1] and held + size > SHARD_BYTES:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    return shards
+
+
+def make_adapter(model: Path, folder: Path) -> None:
+    """A PEFT adapter on all linears of the layers: A uniform within 1 / sqrt(in), as PEFT begins, and B zero."""
+    spec = spec_from_config(read_config(model), str(model))
+    shapes = parameter_shapes(spec)
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    modules: dict[str, int] = {}
+    for number in range(spec.num_layers):
+        for owner, child in LINEARS.values():
+            name = f"model.layers.{number}.{owner}.{child}"
+            outputs, inputs = shapes[f"{name}.weight"]
+            bound = 1 / math.sqrt(inputs)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.empty(RANK, inputs).uniform_(
+                -bound, bound, generator=generator
+            )
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(outputs, RANK)
+            modules[name] = RANK
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
+    lora = LoraConfig(rank=RANK, alpha=ALPHA)
+    fields = write_fields(lora, str(model), modules, [child for _, child in LINEARS.values()])
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1), encoding="utf-8")
+
+
+def make_tokenizer(size: int, folder: Path) -> None:
+    """A tokenizer.json in which the text of a token is its number: `17 93` is the ids 17 and 93."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {str(number): number for number in range(size)}, "unk_token": "0"},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def make_rows(case: PeerCase, size: int, folder: Path) -> dict[str, str]:
+    """Rows of random ids, as an array and as texts of numbers: one for each row of each step, none twice.
+
+    Ids below 3 are left out: they are a vocabulary's special ones in many models.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = (case.steps * case.batch_size, case.sequence)
+    stream = np.random.Philox(key=2).random_raw(math.prod(shape))  # the same for any version of numpy
+    drawn = (3 + stream % np.uint64(size - 3)).astype(np.int32).reshape(shape)
+    np.save(folder / "rows.npy", drawn)
+    lines = [json.dumps({"text": " ".join(map(str, row.tolist()))}) + "\n" for row in drawn]
+    (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {"rows": str(folder / "rows.npy"), "texts": str(folder / "rows.jsonl")}

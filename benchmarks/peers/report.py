@@ -1,0 +1,316 @@
+"""The report of gpu_check.py peers: who did equal work, how fast and in how much memory, and whether goals are met.
+
+A case's entry has `results` by side: `runs`, a list of records (`losses`, `grad_norms`, `marks`, bytes) or of
+{"failed": why}, or `absent`, why a side did not take part; and what `judge` makes of them.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.gpu_cases import Case
+from benchmarks.gpu_check import speed_of
+from benchmarks.peers.cases import ALPHA, OURS, RANK, SIDES, PeerCase, tolerances
+from recipe_lib.adapters import add_adapters
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models import build_meta
+from recipe_lib.models.spec import read_config, spec_from_config
+from recipe_lib.units import GIB
+
+SHARE_OF_MATMUL, LORA_TOKENS, OVER_PEERS = 0.5, 12_200, 1.1  # the goals
+MIB = 2**20
+
+
+def relative_difference(ours: Sequence[float], other: Sequence[float]) -> float:
+    """The largest at any step; infinite where a step is missing or not a number."""
+    if len(ours) != len(other) or not ours:
+        return math.inf
+    return max(_difference(a, b) for a, b in zip(other, ours, strict=True))
+
+
+def _difference(found: float, ours: float) -> float:
+    if found == ours:
+        return 0.0
+    share = abs(found - ours) / abs(ours) if ours else math.inf
+    return math.inf if math.isnan(share) else share
+
+
+def good_runs(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those that came to their end."""
+    return [run for run in result.get("runs", []) if "losses" in run]
+
+
+def compare(results: Mapping[str, Any], case: PeerCase, dtype: str) -> dict[str, dict[str, Any]]:
+    """Of each side that ran: `loss` and `grad_norm`, its largest relative differences to our first run, over all of
+    its runs, None where there is no number; `equal`: both are within the tolerances, None without a run of ours."""
+    base = next(iter(good_runs(results.get(OURS, {}))), None)
+    loss_limit, norm_limit = tolerances(case, dtype)
+    found: dict[str, dict[str, Any]] = {}
+    for name, result in results.items():
+        runs = good_runs(result)
+        if not runs:
+            continue
+        if base is None:
+            found[name] = {"loss": None, "grad_norm": None, "equal": None}
+            continue
+        loss = max(relative_difference(base["losses"], run["losses"]) for run in runs)
+        norm = max(relative_difference(base["grad_norms"], run["grad_norms"]) for run in runs)
+        same = loss <= loss_limit and norm <= norm_limit
+        found[name] = {"loss": _finite(loss), "grad_norm": _finite(norm), "equal": same}
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def seconds_per_step(result: Mapping[str, Any], case: PeerCase) -> float | None:
+    """Median over the runs of the median time from mark to mark behind the warm-up; None: no run has two marks."""
+    medians = []
+    for run in good_runs(result):
+        marks = run.get("marks", [])[case.warmup :]
+        steps = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+        medians += [median(steps)] if steps else []
+    return median(medians) if medians else None
+
+
+def figures(case: PeerCase, result: Mapping[str, Any], model: str, matmul: float | None) -> dict[str, float]:
+    """Of a side on a GPU: `seconds` and `tokens_per_second` of a step, `flop_per_second` and `share` of the measured
+    matmul rate, `allocated` and `reserved` bytes. FLOP are the model's own, as gpu_check.py counts them."""
+    seconds = seconds_per_step(result, case)
+    if seconds is None:
+        return {}
+    spec = spec_from_config(read_config(Path(model)), model)
+    import torch
+
+    shape = build_meta(spec, torch.bfloat16)
+    if case.method != "full":
+        add_adapters(shape, LoraConfig(rank=RANK, alpha=ALPHA), torch.bfloat16)
+    settings = Case("speed", "", case.sequence, batch_size=case.batch_size)
+    speed = speed_of(settings, spec, shape, [seconds])
+    found = {"seconds": seconds, **{name: speed[name] for name in ("tokens_per_second", "flop_per_second")}}
+    if matmul:
+        found["share"] = speed["flop_per_second"] / matmul
+    for kind in ("allocated", "reserved"):
+        found[kind] = max(run.get(kind, 0) for run in good_runs(result))
+    return found
+
+
+def goals(measured: Sequence[tuple[PeerCase, Mapping[str, Mapping[str, float]]]], equal: Sequence[Any]) -> list[str]:
+    """A line for each goal and case. measured: figures by side; equal: `compare` of each case, in the same order."""
+    lines = []
+    for (case, sides), same in zip(measured, equal, strict=True):
+        ours = {name: found for name, found in sides.items() if name.startswith(OURS) and found}
+        peers = {
+            name: found
+            for name, found in sides.items()
+            if found and not name.startswith(OURS) and same.get(name, {}).get("equal")
+        }
+        if not ours:
+            lines.append(f"{case.name}: not measured")
+            continue
+        best = max(ours, key=lambda name: ours[name]["tokens_per_second"])
+        speed = ours[best]["tokens_per_second"]
+        if case.method == "full":
+            share = ours[best].get("share", 0.0)
+            lines.append(
+                f"{case.name}: at least {SHARE_OF_MATMUL:.0%} of the matmul rate: {share:.1%} ({best}), "
+                f"{_met(share >= SHARE_OF_MATMUL)}"
+            )
+        if case.name == "lora-4096":
+            lines.append(
+                f"{case.name}: at least {LORA_TOKENS} tokens/s: {speed:.0f} ({best}), {_met(speed >= LORA_TOKENS)}"
+            )
+        lines.append(f"{case.name}: {_over_peers(ours, peers)}")
+    return lines
+
+
+def _over_peers(ours: Mapping[str, Mapping[str, float]], peers: Mapping[str, Mapping[str, float]]) -> str:
+    """The goal that holds for every case. One side of ours has to be both, faster and no larger."""
+    goal = f"at least {OVER_PEERS} times the fastest peer of equal work, in no more memory"
+    if not peers:
+        return f"{goal}: not measured, no peer did equal work"
+    fastest = max(peers, key=lambda name: peers[name]["tokens_per_second"])
+    peer = peers[fastest]
+    rows = [
+        (found["tokens_per_second"] / peer["tokens_per_second"], found["reserved"] <= peer["reserved"], name)
+        for name, found in ours.items()
+    ]
+    ratio, small, name = max(rows, key=lambda row: (row[0] >= OVER_PEERS and row[1], row[0]))
+    memory = "no more" if small else "more"
+    return f"{goal}: {ratio:.2f} times {fastest} in {memory} memory ({name}), {_met(ratio >= OVER_PEERS and small)}"
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "MISSED"
+
+
+def name_of(device: Mapping[str, Any], suffix: str) -> str:
+    """The report's file."""
+    gpu = device.get("type") == "cuda"
+    return f"peers-{'-'.join(str(device['name']).lower().split()) if gpu else 'dry-run-cpu'}{suffix}"
+
+
+def earlier_cases(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The entries of an earlier report, but those of these names; none if there is no report."""
+    entries = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
+    return [entry for entry in entries if PeerCase(**entry["case"]).name not in names]
+
+
+def write_peers_report(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Writes both files, named after the device; returns their paths. Without a GPU no step's time is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    gpu = report["device"].get("type") == "cuda"
+    kept = report if gpu else _without(report, {"marks"})
+    paths = [folder / name_of(report["device"], suffix) for suffix in (".json", ".md")]
+    texts = (json.dumps(kept, indent=1, allow_nan=False) + "\n", to_markdown(report))
+    for path, text in zip(paths, texts, strict=True):
+        part = path.with_name(path.name + ".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    return paths
+
+
+def _without(value: Any, names: set[str]) -> Any:
+    """The same without the entries of these names, at any depth."""
+    if isinstance(value, dict):
+        return {name: _without(entry, names) for name, entry in value.items() if name not in names}
+    return [_without(entry, names) for entry in value] if isinstance(value, list) else value
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """The page."""
+    gpu = report["device"].get("type") == "cuda"
+    lines = [*_head(report, gpu), "", "## Sides", "", *_sides(report)]
+    measured, equal = [], []
+    for entry in report["cases"]:
+        case = PeerCase(**entry["case"])
+        measured.append((case, entry["figures"]))
+        equal.append(entry["comparison"])
+        lines += ["", f"## {case.name}", "", f"{entry['model']}: {_told(case, report['dtype'])}", ""]
+        lines += _table(entry, gpu)
+        lines += _curves(entry["results"])
+    lines += ["", "## Goals", "", *(f"- {line}" for line in goals(measured, equal))]
+    return "\n".join(lines) + "\n"
+
+
+def _head(report: dict[str, Any], gpu: bool) -> list[str]:
+    device = report["device"]
+    lines = [
+        f"# {report['kind']}: {device['name']}",
+        "",
+        f"- {report['date']}, `{report['command']}`, {report.get('seconds', 0)} s",
+        f"- {report['dtype']}; runs of each side: {report['repeats']}, in turns, each in a process of its own",
+        f"- {_summary(report)}",
+    ]
+    if not gpu:
+        return [
+            *lines,
+            "- dry run, CPU: it shows that all sides do the same work; its times say nothing about any GPU and are not "
+            "kept, and most of what a process holds are its libraries",
+        ]
+    rate = report.get("matmul")
+    told = f"{rate / 1e12:.3g} TFLOP/s" if rate else "not measured"
+    return [
+        *lines,
+        f"- {device['memory_gib']} GiB, driver {device['driver']}, CUDA {device['cuda']}, power limit "
+        f"{device['power_limit']}; bf16 matmul rate, measured: {told}",
+    ]
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    """How many peers did equal work, and which did not."""
+    found = [
+        (PeerCase(**entry["case"]).name, name, same["equal"])
+        for entry in report["cases"]
+        for name, same in entry["comparison"].items()
+        if not name.startswith(OURS)
+    ]
+    other = ", ".join(f"{name} in {case}" for case, name, equal in found if not equal)
+    line = f"equal work: {sum(bool(equal) for *_, equal in found)} of {len(found)} runs of peers"
+    return f"{line}; not shown for {other}" if other else line
+
+
+def _sides(report: dict[str, Any]) -> list[str]:
+    told = {side.name: side.told for side in SIDES}
+    lines = []
+    for name, versions in report["versions"].items():
+        shown = ", ".join(f"{package} {version}" for package, version in versions.items())
+        lines.append(f"- {name}: {told[name]}; {shown or 'no environment'}")
+    return lines
+
+
+def _told(case: PeerCase, dtype: str) -> str:
+    loss, norm = tolerances(case, dtype)
+    adapters = "" if case.method == "full" else f"adapters of rank {RANK} on all linears of the layers, "
+    base = ", base in NF4" if case.method == "qlora" else ""
+    return (
+        f"{case.batch_size} rows of {case.sequence} tokens a step, {case.steps} steps, {adapters}AdamW, constant "
+        f"learning rate {case.lr:g}, clipping at 1.0, activation checkpointing `{case.checkpointing}`{base}. Equal "
+        f"means: at every step the loss within {loss:g} of ours, the norm of the gradient within {norm:g}."
+    )
+
+
+def _table(entry: Mapping[str, Any], gpu: bool) -> list[str]:
+    results, same, found = entry["results"], entry["comparison"], entry["figures"]
+    more = ["s/step", "tokens/s", "MFU", "allocated, GiB", "reserved, GiB"] if gpu else ["resident, MiB"]
+    columns = ["side", "first loss", "last loss", "loss differs by", "norm differs by", "equal work", *more]
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for name, result in results.items():
+        runs = good_runs(result)
+        if not runs:
+            why = result.get("absent") or result["runs"][-1]["failed"]
+            lines.append(f"| {name} | {why} |{' |' * (len(columns) - 2)}")
+            continue
+        told = name if len(runs) == len(result["runs"]) else f"{name}, {len(runs)} of {len(result['runs'])} runs"
+        cells = [told, f"{runs[0]['losses'][0]:.5f}", f"{runs[0]['losses'][-1]:.5f}", *_differences(name, same[name])]
+        if gpu:
+            figure = found.get(name) or {}
+            cells += [
+                _cell(figure.get("seconds"), 1, ".3f"),
+                _cell(figure.get("tokens_per_second"), 1, ".0f"),
+                _cell(figure.get("share"), 1, ".1%"),
+                _cell(figure.get("allocated"), GIB, ".2f"),
+                _cell(figure.get("reserved"), GIB, ".2f"),
+            ]
+        else:
+            cells.append(_cell(max(run["resident"] for run in runs), MIB, ".0f"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _differences(name: str, same: Mapping[str, Any]) -> list[str]:
+    if same["equal"] is None:
+        return ["", "", "not compared"]
+    return [*(_cell(same[part], 1, ".1e") for part in ("loss", "grad_norm")), "yes" if same["equal"] else "NO"]
+
+
+def _cell(value: float | None, unit: float, form: str) -> str:
+    return "" if value is None else format(value / unit, form)
+
+
+def _curves(results: Mapping[str, Any]) -> list[str]:
+    lines = [""]
+    for name, result in results.items():
+        for run in good_runs(result)[:1]:
+            losses = ", ".join(f"{loss:.5f}" for loss in run["losses"])
+            norms = ", ".join(f"{norm:.4f}" for norm in run["grad_norms"])
+            lines.append(f"- {name}: loss {losses}; grad norm {norms}")
+    return lines
+
+
+def case_entry(case: PeerCase, ground: Mapping[str, Any]) -> dict[str, Any]:
+    """A case in the report, before it has results."""
+    return {"case": dataclasses.asdict(case), "model": ground["told"], "results": {}, "comparison": {}, "figures": {}}
+
+
+def judge(entry: dict[str, Any], model: str, report: Mapping[str, Any]) -> None:
+    """Puts `comparison` and, with a GPU, `figures` into an entry. model: the folder that was trained."""
+    case, results = PeerCase(**entry["case"]), entry["results"]
+    entry["comparison"] = compare(results, case, report["dtype"])
+    if report["device"].get("type") == "cuda":
+        entry["figures"] = {name: figures(case, result, model, report["matmul"]) for name, result in results.items()}

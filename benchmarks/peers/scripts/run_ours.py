@@ -1,0 +1,87 @@
+"""This project's side: `tune run RECIPE --config FILE`, with a tracker that keeps the record."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recorder import Recorder, read_task
+
+RECIPES = {"full": "full_finetune_distributed"}
+
+
+def settings(task: dict[str, Any]) -> dict[str, Any]:
+    """The config. Rows are texts of numbers, which a tokenizer of numbers makes the given ids of; they are full, so
+    that nothing is packed, and one place of padding stands where the last token has no target."""
+    sequence = task["sequence"]
+    config: dict[str, Any] = {
+        "recipe": RECIPES.get(task["method"], "lora_finetune_distributed"),
+        "model": {"path": task["model"]},
+        "tokenizer": {"path": task["tokenizer"]},
+        "data": {
+            "source": task["texts"],
+            "format": "text",
+            "shuffle": False,
+            "pad_to_multiple": sequence,
+            "trained_share": "any",
+            "cache": False,
+            "workers": 1,
+        },
+        "optimizer": {"lr": task["lr"], "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+        "lr_schedule": {"kind": "constant"},
+        "memory": {"activation_checkpointing": task["checkpointing"], "loss_chunks": 16},
+        "checkpoint": {"save_model": False},
+        "log": {"trackers": ["record"], "progress": "plain"},
+        "dtype": task["dtype"],
+        "device": task["device"],
+        "batch_size": task["batch_size"],
+        "max_seq_len": sequence,
+        "max_steps": task["steps"],
+        "clip_grad_norm": 1.0,
+        "compile": task["compiled"],
+        "output_dir": str(Path(task["folder"]) / "output"),
+        "overwrite": True,
+    }
+    if task["method"] != "full":
+        quantize = "nf4" if task["method"] == "qlora" else "none"
+        config["lora"] = {
+            "rank": task["rank"],
+            "alpha": task["alpha"],
+            "targets": ["all-linear"],
+            "adapter": task["adapter"],
+            "quantize": quantize,
+        }
+    return config
+
+
+def main(path: str) -> int:
+    """Registers the tracker, as a plugin would, and runs the command."""
+    from recipe_lib.cli.main import main as tune
+    from recipe_lib.config import register
+
+    task = read_task(path)
+
+    class Record:
+        """A tracker: see `recipe_lib.training.trackers.Tracker`."""
+
+        def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+            self._recorder = Recorder(task)
+
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            """One step."""
+            self._recorder.step(metrics["loss"], metrics["grad_norm"])
+
+        def close(self) -> None:
+            """The run is over."""
+            self._recorder.write()
+
+    register("log.trackers", "record")(Record)
+    config = settings(task)
+    file = Path(task["folder"]) / "config.yaml"
+    file.write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
+    return tune(["run", config["recipe"], "--config", str(file)])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,104 @@
+"""torchtune: `tune run full_finetune_single_device` or `lora_finetune_single_device`, with a config of its kind."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from recorder import read_task
+
+PARTS = "torchtune_parts"
+
+
+def config(task: dict[str, Any], file: str) -> dict[str, Any]:
+    """Its own models, losses and recipes; rows, logger and the adapter's start are components of ours."""
+    model = Path(task["model"])
+    shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    output = str(Path(task["folder"]) / "output")
+    adapters = task["method"] != "full"
+    settings: dict[str, Any] = {
+        "output_dir": output,
+        "tokenizer": {"_component_": f"{PARTS}.Tokenizer"},
+        "dataset": {"_component_": f"{PARTS}.Rows", "source": task["rows"]},
+        "seed": 0,
+        "shuffle": False,
+        "model": _model(task, shape),
+        "checkpointer": {
+            "_component_": f"{PARTS}.Checkpointer",
+            "checkpoint_dir": str(model),
+            "checkpoint_files": sorted(path.name for path in model.glob("*.safetensors")),
+            "output_dir": output,
+            "model_type": "LLAMA3_2" if shape["tie_word_embeddings"] else "LLAMA3",
+        },
+        "resume_from_checkpoint": False,
+        "batch_size": task["batch_size"],
+        "epochs": 1,
+        "max_steps_per_epoch": task["steps"],
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": task["lr"], "weight_decay": 0.0, "fused": True},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "optimizer_in_bwd": False,
+        "clip_grad_norm": 1.0,
+        "compile": task["compiled"],
+        "device": task["device"],
+        "enable_activation_checkpointing": task["checkpointing"] == "full",
+        "enable_activation_offloading": False,
+        "dtype": task["dtype"],
+        "metric_logger": {"_component_": f"{PARTS}.Logger", "task": file},
+        "log_every_n_steps": 1,
+        "log_peak_memory_stats": False,
+    }
+    if adapters:
+        settings["save_adapter_weights_only"] = True
+        settings["lr_scheduler"] = {"_component_": f"{PARTS}.constant"}
+    return settings
+
+
+def _model(task: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """Its builder for Llama 3, or for Llama 3.2, whose embedding is the output too."""
+    found: dict[str, Any] = {
+        "vocab_size": shape["vocab_size"],
+        "num_layers": shape["num_hidden_layers"],
+        "num_heads": shape["num_attention_heads"],
+        "num_kv_heads": shape["num_key_value_heads"],
+        "embed_dim": shape["hidden_size"],
+        "intermediate_dim": shape["intermediate_size"],
+        "max_seq_len": shape["max_position_embeddings"],
+        "norm_eps": shape["rms_norm_eps"],
+        "rope_base": int(shape["rope_theta"]),
+    }
+    if shape["tie_word_embeddings"]:
+        found["scale_factor"] = 1
+    if task["method"] == "full":
+        builder = "llama3_2.llama3_2" if shape["tie_word_embeddings"] else "llama3.llama3"
+        return {"_component_": f"torchtune.models.{builder}", **found}
+    return {
+        "_component_": f"{PARTS}.adapted",
+        "adapter": task["adapter"],
+        "tied": shape["tie_word_embeddings"],
+        "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+        "apply_lora_to_output": False,
+        "lora_rank": task["rank"],
+        "lora_alpha": task["alpha"],
+        "lora_dropout": 0.0,
+        "quantize_base": task["method"] == "qlora",
+        **found,
+    }
+
+
+def main(path: str) -> None:
+    """Writes the config and runs the command in this process."""
+    from torchtune._cli.tune import main as tune
+
+    task = read_task(path)
+    file = Path(task["folder"]) / "tune.yaml"
+    file.write_text(json.dumps(config(task, os.path.abspath(path)), indent=1), encoding="utf-8")  # JSON is YAML
+    kind = "full" if task["method"] == "full" else "lora"
+    sys.argv = ["tune", "run", f"{kind}_finetune_single_device", "--config", str(file)]
+    tune()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

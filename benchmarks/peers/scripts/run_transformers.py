@@ -1,0 +1,28 @@
+"""transformers' Trainer; adapters by PEFT, four bits by bitsandbytes."""
+
+import sys
+
+from recorder import Recorder, read_task
+from trainer_parts import arguments, callback, load_model, rows_of
+
+
+def main(path: str) -> None:
+    """Trains on rows whose labels are their tokens, which the model shifts."""
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    task = read_task(path)
+    recorder = Recorder(task)
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows_of(task)]
+    trainer = Trainer(
+        model=load_model(task),
+        args=TrainingArguments(**arguments(task)),
+        train_dataset=rows,
+        data_collator=default_data_collator,
+        callbacks=[callback(recorder)],
+    )
+    trainer.train()
+    recorder.write()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,69 @@
+"""TRL's SFTTrainer on rows that are tokenised already; with `unsloth` in the task, on Unsloth's model."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from recorder import Recorder, read_task
+from trainer_parts import arguments, callback, in_type, load_model, rows_of
+
+
+def main(path: str) -> None:
+    """Packs with the strategy that fills rows, since the others flatten a batch into one row, which takes an attention
+    kernel of a package of its own to keep its documents apart."""
+    task = read_task(path)
+    model = unsloth_model(task) if task["unsloth"] else load_model(task)
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    recorder = Recorder(task)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(Path(task["tokenizer"]) / "tokenizer.json"), eos_token="2", pad_token="0"
+    )
+    packing = {"packing": True, "packing_strategy": "wrapped", "max_length": task["sequence"]}
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**arguments(task), **packing),
+        train_dataset=Dataset.from_dict({"input_ids": rows_of(task)}),
+        processing_class=tokenizer,
+        callbacks=[callback(recorder)],
+    )
+    trainer.train()
+    recorder.write()
+
+
+def unsloth_model(task: dict[str, Any]) -> Any:
+    """As Unsloth's notebooks make it; it has to be imported before transformers. Its own checkpointing where any is
+    asked for."""
+    import torch
+    from unsloth import FastLanguageModel
+
+    dtype = torch.bfloat16 if task["dtype"] == "bf16" else torch.float32
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=task["model"],
+        max_seq_length=task["sequence"],
+        dtype=dtype,
+        load_in_4bit=task["method"] == "qlora",
+        full_finetuning=task["method"] == "full",
+    )
+    if task["method"] != "full":
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=task["rank"],
+            lora_alpha=task["alpha"],
+            lora_dropout=0,
+            bias="none",
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            use_gradient_checkpointing="unsloth" if task["checkpointing"] == "full" else False,
+        )
+        set_peft_model_state_dict(model, load_file(Path(task["adapter"]) / "adapter_model.safetensors"))
+        in_type(model, dtype)
+    return model
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,88 @@
+"""Components that torchtune's config names: rows of given ids, a logger that keeps the record, an adapter's start."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from recorder import Recorder, read_task
+from torchtune.training import FullModelHFCheckpointer
+
+
+class Tokenizer:
+    """Rows are ids already; the recipe asks for this one number."""
+
+    pad_id = 0
+
+
+class Rows:
+    """Rows of ids, every one of them trained; the recipe shifts the labels."""
+
+    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+        self._rows = [list(map(int, row)) for row in np.load(source, allow_pickle=False)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, list[int]]:
+        return {"tokens": self._rows[number], "labels": self._rows[number]}
+
+
+class Logger:
+    """A metric logger, see `torchtune.training.metric_logging.MetricLoggerInterface`."""
+
+    def __init__(self, task: str) -> None:
+        self._recorder = Recorder(read_task(task))
+
+    def log_config(self, config: Any) -> None:
+        """The config was written by us."""
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        """One step."""
+        self._recorder.step(payload["loss"], payload["grad_norm"])
+
+    def close(self) -> None:
+        """The run is over."""
+        self._recorder.write()
+
+
+class Checkpointer(FullModelHFCheckpointer):
+    """Reads the folder as its own does, and writes nothing: the end of a run is not what is measured."""
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Nothing."""
+
+
+def constant(optimizer: Any, num_training_steps: int, last_epoch: int) -> Any:
+    """The learning rate as it is; its recipe for adapters cannot do without a schedule."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    return LambdaLR(optimizer, lambda step: 1.0, last_epoch)
+
+
+def adapted(adapter: str, tied: bool, **settings: Any) -> Any:
+    """Its model with adapters, which begin as those in a PEFT folder: B is zero, so that its own order of a head's
+    channels, which only B would have to follow, does not matter."""
+    import torch
+    from safetensors import safe_open
+    from torchtune.models import llama3, llama3_2
+
+    build = llama3_2.lora_llama3_2 if tied else llama3.lora_llama3
+    model = build(**settings)
+    places = {
+        "attn.q_proj": "self_attn.q_proj",
+        "attn.k_proj": "self_attn.k_proj",
+        "attn.v_proj": "self_attn.v_proj",
+        "attn.output_proj": "self_attn.o_proj",
+        "mlp.w1": "mlp.gate_proj",
+        "mlp.w2": "mlp.down_proj",
+        "mlp.w3": "mlp.up_proj",
+    }
+    with safe_open(str(Path(adapter) / "adapter_model.safetensors"), framework="pt") as file, torch.no_grad():
+        for number, layer in enumerate(model.layers):
+            for place, name in places.items():
+                module = layer.get_submodule(place)
+                prefix = f"base_model.model.model.layers.{number}.{name}"
+                module.lora_a.weight.copy_(file.get_tensor(f"{prefix}.lora_A.weight"))
+                module.lora_b.weight.copy_(file.get_tensor(f"{prefix}.lora_B.weight"))
+    return model
