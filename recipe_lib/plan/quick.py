@@ -78,10 +78,13 @@ def _names_layers(wrapping: str | list[str]) -> bool:
 
 
 def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int) -> _Short:
-    steps = (FIRST, STEADY) if settings.timed else (STEADY,)
+    # States that are stepped in backward are made there: what visits the device next is known from the first step.
+    steps = (FIRST, STEADY) if settings.timed or cfg.memory.optimizer_in_backward else (STEADY,)
     found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), next(iter(settings.traced_ranks), 0), steps)
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
+    if FIRST not in steps:  # the states were made before the step, all at once, as no run does
+        peaks = {place: peak for place, peak in peaks.items() if place[0] == STEADY}
     active = max(peaks.values())
     reserved, seconds = [active, active], 0.0
     if settings.timed:

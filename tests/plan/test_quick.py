@@ -84,3 +84,24 @@ def test_numbers_of_layers_become_places():
         "last",
     ]
     assert place_of("lm_head", 4) == "lm_head"
+
+
+def untimed_over_timed(*changes: tuple[str, ...]) -> list[float]:
+    """Active bytes of a steady step alone, over those with the first step before it."""
+    from dataclasses import replace
+
+    from recipe_lib.plan.quick import quick
+
+    found = []
+    for overrides in changes:
+        recipe_class, cfg, wanted = settings(NAMES["full"], 1, *SMALL, *overrides)
+        both = [quick(recipe_class, cfg, replace(wanted, timed=timed)).active for timed in (False, True)]
+        found.append(both[0] / both[1])
+    return found
+
+
+def test_a_steady_step_alone_has_states_where_they_wait():
+    """No step has all gradients beside the states, or states on the device that are to wait on the host."""
+    offload = ("memory.optimizer_offload=true",)
+    in_backward = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=1")
+    assert apart(untimed_over_timed, offload, in_backward + offload) == pytest.approx([1, 1], abs=0.005)
