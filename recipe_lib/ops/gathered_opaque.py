@@ -95,7 +95,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     count, (wants_input, wants_weight, wants_bias) = ctx.count, ctx.wants
-    weights, source = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+    saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
+    weights, source = saved[:count], saved[count:]
     found = iter(
         torch.ops.tune_recipes.gather_linears_backward(
             list(gradients[:-1]), weights, source, *ctx.settings, wants_input, wants_weight, wants_bias, *ctx.group

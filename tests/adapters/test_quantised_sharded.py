@@ -101,26 +101,37 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
         return found
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        config(),
-        config("int8", activation_checkpointing="full"),
-        config(activation_checkpointing="selective", reshard=False),
-        config(activation_checkpointing="full", dora=True),
-        config(cpu_offload=True, activation_checkpointing="full"),
-        config(compile=True, activation_checkpointing="full"),
-    ],
-    ids=["nf4", "int8-full", "selective-kept", "dora-full", "offload-full", "compiled-full"],
-)
-def test_two_ranks_lose_what_one_does(realdata: Path, cfg: LoraFinetuneConfig) -> None:
-    folder = realdata / "stories260K-hf"
-    text = rows_of_text(realdata)
+SETTINGS = {
+    "nf4": config(),
+    "int8-full": config("int8", activation_checkpointing="full"),
+    "selective-kept": config(activation_checkpointing="selective", reshard=False),
+    "dora-full": config(activation_checkpointing="full", dora=True),
+    "offload-full": config(cpu_offload=True, activation_checkpointing="full"),
+    "compiled-full": config(compile=True, activation_checkpointing="full"),
+}
+
+
+def plain(cfg: LoraFinetuneConfig) -> tuple[str, bool]:
+    """What losses depend on: how weights are kept, and the adapter's kind."""
+    return cfg.lora.quantize, cfg.lora.dora
+
+
+@pytest.fixture(scope="module")
+def lost(realdata: Path) -> tuple[dict[tuple[str, bool], list[float]], list[dict[str, list[float]]]]:
+    """Losses of one rank by what they depend on, and of each of two ranks by setting."""
+    folder, text = realdata / "stories260K-hf", rows_of_text(realdata)
     dequantised(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
-    if cfg.compile:
-        import_compiler()
-    (alone,) = run_ranks(losses, 1, folder, config(cfg.lora.quantize, dora=cfg.lora.dora), text)
-    first, second = run_ranks(losses, 2, folder, cfg, text)
+    import_compiler()
+    kinds = dict.fromkeys(map(plain, SETTINGS.values()))
+    alone = run_ranks(lambda: [losses(folder, config(kind, dora=dora), text) for kind, dora in kinds], 1)[0]
+    both = run_ranks(lambda: {name: losses(folder, cfg, text) for name, cfg in SETTINGS.items()}, 2)
+    return dict(zip(kinds, alone, strict=True)), both
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_ranks_lose_what_one_does(lost: Any, name: str) -> None:
+    alone = lost[0][plain(SETTINGS[name])]
+    first, second = (rank[name] for rank in lost[1])
     assert first == second and alone[-1] < alone[0] - 0.3
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=0, atol=1e-5)
 
@@ -147,8 +158,8 @@ def test_any_number_of_ranks_makes_the_same_bits(kind: str, shape: tuple[int, in
         return bits_of(module)
 
     expected = fill(())
-    for dims in ((4,), (2, 2)):
-        for found in run_ranks(fill, 4, dims):
+    for both in run_ranks(lambda: [fill(dims) for dims in ((4,), (2, 2))], 4):
+        for found in both:
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 

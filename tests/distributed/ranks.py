@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp  # so that no rank pays for the import
 from torch.distributed.device_mesh import DeviceMesh
 
+from recipe_lib.parallel import world
+
 _GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
 
 
@@ -97,6 +99,7 @@ def _run_rank(
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
             )
+            _share_meshes()
         result = fn(*args)
         torch.save(result, folder / f"result{rank}")
         code = 0
@@ -119,6 +122,20 @@ def _tell_meshes_apart() -> None:
         mesh._thread_id, mesh._hash = os.getpid(), None
 
     DeviceMesh.__init__ = begin  # type: ignore[method-assign]
+
+
+def _share_meshes() -> None:
+    """Worlds of one shape share their mesh, as long as the process group is the same: a mesh's groups, each with
+    threads and sockets, stay as long as the process, and a rank of many worlds would have hundreds."""
+    original, made = world.init_device_mesh, {}
+
+    def init_device_mesh(device: str, shape: tuple[int, ...], **names: tuple[str, ...]) -> DeviceMesh:
+        key = (dist.group.WORLD, device, shape, *names.items())
+        if key not in made:
+            made[key] = original(device, shape, **names)
+        return made[key]
+
+    world.init_device_mesh = init_device_mesh  # type: ignore[assignment]
 
 
 def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
+from recipe_lib.models.parts import local_part
 
 VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
 ROWS, LENGTH = 8, 12
@@ -59,3 +60,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name; sharded ones are gathered (a collective)."""
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()}
+
+
+def gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
+    """The largest difference of this rank's parts of the gradients from the whole ones, each relative to the largest
+    number of its gradient. AssertionError where other parameters have gradients."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert found.keys() == expected.keys()
+    differences = [0.0]
+    for name, whole in expected.items():
+        part, offset = local_part(found[name])
+        own = whole[tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))]
+        assert part.shape == own.shape, name
+        if part.numel():
+            differences.append(float((part - own).abs().max() / whole.abs().max()))
+    return float(torch.tensor(differences).max())  # nan, if one is

@@ -23,6 +23,7 @@ from tests.parallel.small_models import (
     ROWS,
     VOCABULARY,
     WIDTH,
+    gradient_difference,
     gradients,
     plain_gradients,
     small_batch,
@@ -67,7 +68,8 @@ def loss_of_part(model: nn.Module, world: World, part: int = 0, parts: int = 1) 
 def worst_gradients(
     cases: list[tuple[bool, dict[str, Any], dict[str, Any]]], compiler: str | None = None
 ) -> list[float]:
-    """For each (tied, parallel, memory): the largest difference of a gradient, relative to that gradient's largest."""
+    """For each (tied, parallel, memory): the largest difference of a gradient, relative to that gradient's largest,
+    within this rank's parts."""
     worst = []
     for tied, parallel, memory in cases:
         spec = small_spec(tied=tied)
@@ -75,7 +77,6 @@ def worst_gradients(
         cfg = config(parallel, memory)
         with start_world(cfg) as world:
             model, _ = sharded(spec, cfg, world, torch.float64, compiler)
-            found: dict[str, Tensor] = {}
             for _ in range(2):  # the second time from a clean start, as in a second step
                 model.zero_grad(set_to_none=True)
                 total = torch.zeros((), dtype=torch.float64)
@@ -85,23 +86,27 @@ def worst_gradients(
                     total += partial_loss.detach()
                 assert abs(float(world.all_reduce_sum(total)) - loss) < 1e-12
                 assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
-                found = gradients(model)
-            assert found.keys() == expected.keys()
-            worst.append(
-                max(float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in expected.items())
-            )
+            worst.append(gradient_difference(model, expected))
     return worst
 
 
-@pytest.mark.parametrize("tied", [False, True])
+PARALLEL: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"data_replicate": 2}]
+MEMORY: list[dict[str, Any]] = [
+    {},
+    {"cpu_offload": True},
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+]
+
+
 @pytest.mark.parametrize("wrapping", POLICIES)
-def test_gradients_are_sums_and_equal_the_plain_models(tied: bool, wrapping: Any) -> None:
+def test_gradients_are_sums_and_equal_the_plain_models(wrapping: Any) -> None:
+    """Every two of tied, parallel and memory meet, and with each policy each parallel and memory."""
     cases = [
-        (tied, {"wrapping": wrapping} | parallel, memory)
-        for parallel in ({}, {"reshard_after_forward": False}, {"data_replicate": 2})
-        for memory in ({}, {"cpu_offload": True}, {"activation_checkpointing": "full"},
-                       {"activation_checkpointing": "selective"})
-    ]  # fmt: skip
+        ((at + number + POLICIES.index(wrapping)) % 2 == 0, {"wrapping": wrapping} | parallel, memory)
+        for at, parallel in enumerate(PARALLEL)
+        for number, memory in enumerate(MEMORY)
+    ]
     for errors in run_ranks(worst_gradients, 2, cases):
         assert max(errors) < 1e-12, dict(zip(map(str, cases), errors, strict=True))
 
@@ -147,8 +152,9 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gathered_bytes_of_each_policy(ranks: int) -> None:
+def test_gathered_bytes_of_each_policy() -> None:
+    """They are whole tensors' bytes, however many ranks have parts of them."""
+
     def work() -> list[list[int]]:
         found = []
         for wrapping, reshard, tied in HELD:
@@ -164,7 +170,7 @@ def test_gathered_bytes_of_each_policy(ranks: int) -> None:
         return found
 
     assert MATRIX > LAYER
-    for found in run_ranks(work, ranks):
+    for found in run_ranks(work, 2):
         assert {case: tuple(held) for case, held in zip(HELD, found, strict=True)} == HELD
 
 
@@ -193,6 +199,9 @@ def test_peak_of_all_bytes_of_a_step() -> None:
                     with LiveBytes(also=lambda model=model: gathered_bytes(model)) as live:
                         model(tokens, labels=labels, loss_chunks=12).backward()
                     peaks.append(live.peak)
+                    late = live.peak > expected[wrapping, tied] + matrix // 100
+                    if len(peaks) > 1 and not world.all_reduce_sum(torch.tensor(int(late))):
+                        break
                 found.append(min(peaks[1:]))
         return found
 

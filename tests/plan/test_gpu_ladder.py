@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_cards, gpu_check, gpu_ladder, gpu_plan
-from benchmarks.fit_cards import Line
+from benchmarks.fit import Line
 from benchmarks.gpu_ladder_cases import EVERYTHING, LEVERS, PLAIN, SHIPPED, TINY, ConfigCase, Rung, ladder
 from benchmarks.gpu_ladder_report import ladder_markdown
 from recipe_lib.config.schema import MemoryConfig

@@ -232,18 +232,27 @@ def together() -> list[Settings]:
     """Runs of several levers, so that every pair that is not refused is met by one of them (a covering array).
 
     Each begins with a pair that none has met yet; then the setting joins that meets most new pairs, if there is one
-    and the run is not refused for it.
+    and the run is not refused for it. Runs on four ranks are costly, most of all compiled ones: of pairs that need
+    them few are to be left for a run of their own, so that they come first and count more; those with compiling come
+    last, and are short.
     """
     rows: list[Settings] = []
-    left = dict.fromkeys(pair for pair in pairs() if not refusal(pair))  # in order
+
+    def is_wide(row: Settings) -> bool:
+        return any(setting.ranks == 4 for setting in row)
+
+    def place(pair: Settings) -> tuple[bool, bool]:
+        return COMPILE not in pair, is_wide(pair) == (COMPILE in pair)
+
+    left = dict.fromkeys(sorted((pair for pair in pairs() if not refusal(pair)), key=place))
 
     def new(row: Settings) -> int:
-        return sum(pair in left for pair in met(row))
+        return sum(3 if is_wide(pair) else 1 for pair in met(row) if pair in left)
 
     def joined_by_one(row: Settings) -> list[Settings]:
         levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
         others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
-        if COMPILE in row:  # once on four ranks is enough
+        if COMPILE in row and not is_wide(row):  # few are
             others = [setting for setting in others if setting.ranks == 2]
         longer = [tuple(sorted((*row, setting), key=LEVERS.index)) for setting in others]
         return [row, *(settings for settings in longer if not refusal(settings))]

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import STOPPED_AND_SAVED, StoppedAndSaved, UserError
 from recipe_lib.logs import get_logger
+from recipe_lib.memory import offload
+from recipe_lib.training import row_steps, stepping
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = Path(__file__).parent / "plain.yaml"  # a config that sets nothing
@@ -202,3 +204,10 @@ def done(run: Any) -> Any:
 def probe() -> torch.Tensor:
     """Tokens `[2, 24]` to compare logits on."""
     return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def offload_on_a_cpu() -> None:
+    """What is kept on the host is copied there and back though the device is a CPU, and of small
+    parameters some rows at a time too; for the rest of a process."""
+    stepping.has_host = offload.has_host = lambda device: True
+    row_steps.PIECE_BYTES = 20_000

@@ -20,8 +20,7 @@ from benchmarks.levers import report
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.registry import BUILT_IN, register
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.memory import levers, offload
-from recipe_lib.training import state_visits, stepping
+from recipe_lib.memory import levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.levers import (
     COMPILE,
@@ -43,7 +42,7 @@ from tests.recipes.levers import (
     refusal,
     title,
 )
-from tests.recipes.runs import ROOT, arguments, furthest, metrics, run_here
+from tests.recipes.runs import ROOT, arguments, furthest, metrics, offload_on_a_cpu, run_here
 
 # Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided by `tune run`.
 ELSEWHERE = {"dtype": ["fp32", "fp64"], "parallel.strategy": ["auto"]}
@@ -107,12 +106,6 @@ def write_models(folder: Path) -> None:
     model |= {"intermediate_size": 512, "num_hidden_layers": 3}
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(model | {"tie_word_embeddings": tied}))
-
-
-def offload_on_a_cpu() -> None:
-    """What is kept on the host is copied there and back though the device is a CPU."""
-    stepping.has_host = offload.has_host = lambda device: True
-    state_visits._pinned_like = torch.empty_like
 
 
 def train_each(folder: Path, settings: list[tuple[tuple[str, ...], bool]], ranks: int) -> list[dict[str, Any]]:
