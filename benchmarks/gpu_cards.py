@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_plan
-from benchmarks.fit_cards import CARDS, METHODS, MODELS, Line, with_long_rows
+from benchmarks.fit import CARDS, METHODS, MODELS, Line, with_long_rows
 from benchmarks.gpu_check import REPOSITORY, describe_device, run_apart
 from benchmarks.gpu_ladder import is_wrong, planned_line, told
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
@@ -85,9 +85,7 @@ def main(words: list[str]) -> int:
     )
     docs = REPOSITORY / "docs"
     parser.add_argument("--output", type=Path, default=docs / "measurements", help="folder of the report")
-    parser.add_argument(
-        "--lines", type=Path, default=docs / "fit.json", help="what benchmarks/fit_cards.py has planned"
-    )
+    parser.add_argument("--lines", type=Path, default=docs / "fit.json", help="what benchmarks/fit.py has planned")
     parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
@@ -95,9 +93,7 @@ def main(words: list[str]) -> int:
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
     if gpu and not options.lines.exists():
-        parser.error(
-            f"{options.lines}: found no such file; `python -m benchmarks.fit_cards --output docs/fit.md` plans it"
-        )
+        parser.error(f"{options.lines}: found no such file; `python -m benchmarks.fit --output docs/fit.md` plans it")
     hardware = gpu_plan.hardware_of(device)
     report = gpu_plan.begun_report("cards", words, device, hardware)
     todo = [job for job in jobs(read_lines(options.lines) if gpu else DRY) if options.only in job.case.config]
