@@ -85,10 +85,14 @@ def cross_entropy_by_rows(
     `linear_cross_entropy` adds up chunks in the weight's dtype. With more tokens than channels, n > d, the weight's
     gradient is the smaller of the two: then it is `linear_cross_entropy` itself, whose gradient is whole.
     """
-    if not (torch.is_grad_enabled() and weight.requires_grad) or hidden.shape[0] > weight.shape[1]:
-        return linear_cross_entropy(hidden, weight, labels, chunks=chunks, softcap=softcap, loss=loss)
+    wanted = torch.is_grad_enabled() and weight.requires_grad
+    if not wanted or hidden.shape[0] > weight.shape[1]:
+        found = linear_cross_entropy(hidden, weight, labels, chunks=chunks, softcap=softcap, loss=loss)
+        if wanted:  # a use beside others all the same: none of them is a step of its own
+            rows.note_whole(found)
+        return found
     loss = None if loss is cross_entropy else loss
-    found: Tensor = _CrossEntropyByRows.apply(hidden, weight, labels, chunks, softcap, loss, rows)
+    found = _CrossEntropyByRows.apply(hidden, weight, labels, chunks, softcap, loss, rows)
     return found
 
 

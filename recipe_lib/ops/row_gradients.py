@@ -43,6 +43,15 @@ class RowGradients:
         self._uses.add(use)
         return use
 
+    def note_whole(self, result: Tensor) -> None:
+        """A result whose backward makes the weight's gradient whole is a use too, beside which none has pieces."""
+        use = self.begin()
+
+        def ended(_: Tensor) -> None:
+            self.end(use)
+
+        result.register_hook(ended)
+
     def end(self, use: Use) -> bool:
         """Whether backward may give this use's gradient away in pieces, as there is no other one. Ask once."""
         others = [other for other in self._uses if other is not use]

@@ -1,12 +1,13 @@
 """The derived numbers of a run, said at its start: what the config means on these devices with this data."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.pipeline import micro_batches, stage_count
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.models.build import stored_weights
 from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.units import format_bytes, format_count
@@ -115,6 +116,8 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     freed = ""
     if cfg.memory.optimizer_in_backward:
         tokens = micro_batches(cfg)[0] * cfg.max_seq_len
+        if isinstance(cfg, DpoFinetuneConfig):  # whose head makes log-probabilities of tokens, and its gradient whole
+            tokens = sys.maxsize
         sizes = (sum(_gradient_at_once(one, tokens) for one in together) for together in _reduced_together(model))
         gradients, freed = max(sizes, default=0), " at a time"
     total = parameters + gradients + (state or 0)

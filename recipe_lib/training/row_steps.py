@@ -103,7 +103,7 @@ class RowSteps:
         made = self._wholes.setdefault(parameter, {})
         if key not in made:
             local = self._hold(piece, (len(local_of(parameter)), *piece.shape[1:]))
-            made[key] = laid_out(parameter, local, parameter.shape[-1] // piece.shape[-1])
+            made[key] = laid_out(parameter, local, local_of(parameter).shape[-1] // piece.shape[-1])
         return made[key]
 
     def finish(self, parameter: nn.Parameter, number: int) -> None:

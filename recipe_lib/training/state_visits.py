@@ -57,6 +57,10 @@ class StateVisits:
                     self.step_one(parameter)
         self._last = None
         self._free_all_but(0)
+        for arrived, here in self._arrived.values():  # of parameters that had no gradient in this step
+            self._module.current_stream().wait_event(arrived)
+            here.clear()
+        self._arrived.clear()
 
     @torch.no_grad()
     def step_one(self, parameter: nn.Parameter) -> None:

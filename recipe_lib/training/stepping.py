@@ -54,6 +54,11 @@ def arrange_steps(
             return
         if parameter.grad.device.type != device.type:  # offloaded by FSDP: torch 2.11 does not wait for the copy
             torch.get_device_module(device).current_stream().synchronize()
+        if parameter in norms.by_rows:
+            raise ValueError(
+                "memory.optimizer_in_backward: an embedding or output projection is used beside its loss, such as by a "
+                "penalty on its weights, and would be stepped twice; set it to false for this recipe"
+            )
         norms.add(parameter)
         step_one(parameter)
         parameter.grad = None
@@ -112,6 +117,23 @@ def _make_by_rows(
     if type(head) is OutputHead and head.summed_loss is linear_cross_entropy:
         if (rows := rows_of(head.weight)) is not None:
             head.summed_loss = partial(cross_entropy_by_rows, rows=rows)
+            head.forward = partial(_project, head.forward, rows)  # type: ignore[method-assign]
+
+
+def _project(
+    forward: Callable[..., Tensor],
+    rows: RowGradients,
+    hidden: Tensor,
+    labels: Tensor | None = None,
+    chunks: int = 1,
+    loss: Any = None,
+    per_token: bool = False,
+) -> Tensor:
+    """The head's forward, of which logits and log-probabilities of tokens are uses without pieces."""
+    found = forward(hidden, labels, chunks, loss, per_token)
+    if (labels is None or per_token) and found.requires_grad:
+        rows.note_whole(found)
+    return found
 
 
 def _embed(embedding: nn.Embedding, rows: RowGradients, tokens: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from tests.parallel.small_models import ROWS, small_batch, small_spec
 from tests.training.cut import Cut, own_part, placed
 
 CPU = torch.device("cpu")
+ALONE = SimpleNamespace(device=CPU, pipeline=None)
 IN_BACKWARD, PLAIN = MemoryConfig(optimizer_in_backward=True), MemoryConfig()
 CFG = OptimizerConfig(lr=0.05, weight_decay=0.1)
 STEPS = 3
@@ -65,7 +66,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def alone(request: pytest.FixtureRequest) -> tuple[bool, list[float], dict[str, Tensor]]:
     """Whether embedding and head are one, and norms and weights of plain training in one process."""
     model = made(small_spec(tied=request.param))
-    norms, _ = train(model, PLAIN, SimpleNamespace(device=CPU, pipeline=None), slice(None))
+    norms, _ = train(model, PLAIN, ALONE, slice(None))
     return request.param, norms, weights(model)
 
 
@@ -78,7 +79,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_one_process(alone: Any) -> None:
     tied, norms, expected = alone
     model = made(small_spec(tied=tied))
-    found, most = train(model, IN_BACKWARD, SimpleNamespace(device=CPU, pipeline=None), slice(None))
+    found, most = train(model, IN_BACKWARD, ALONE, slice(None))
     assert found == pytest.approx(norms, rel=1e-12)
     same(weights(model), expected)
     assert max(most) == max(parameter.nbytes for parameter in model.parameters())  # one at a time
@@ -159,8 +160,8 @@ def stepped(
     )
     step_one = arrange(optimizer)
     for step in range(STEPS):
-        for gradient, parameter in zip(drawn(step).values(), params.values(), strict=True):
-            gradient = gradient.to(parameter.dtype)
+        for name, parameter in params.items():
+            gradient = drawn(step)[name].to(parameter.dtype)
             parameter.grad = own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
         for parameter in params.values():
             step_one(parameter)
@@ -249,10 +250,81 @@ def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(work, 3) == [[[], []]] * 3
 
 
+def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix whose columns the ranks share a state is as wide as that, and not as a rank's part."""
+    monkeypatch.setattr(row_steps, "PIECE_BYTES", 2048)
+    matrices = ("model.embed_tokens.weight", "model.layers.0.w")
+
+    def copy() -> dict[str, nn.Parameter]:
+        return {name: nn.Parameter(drawn(9)[name]) for name in matrices}
+
+    expected, _ = stepped(CFG, copy(), lambda optimizer: partial(step_only, optimizer))
+
+    def work() -> list[Any]:
+        params = placed(copy(), Cut("columns, then rows", 2))
+        found, rows = stepped(CFG, params, lambda optimizer: StateVisits(optimizer, CPU).step_one)
+        shapes = {tuple(state["exp_avg"].shape) == tuple(one.shape) for one, state in found.state.items()}
+        return [alike(found, expected), shapes, len(rows) > 5 * STEPS]
+
+    assert run_ranks(work, 2) == [[[], {True}, True]] * 2
+
+
+def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
+    parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(parameters)
+    visits = StateVisits(optimizer, CPU)
+    for missing in (None, None, 2, None):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = None if number == missing else torch.ones_like(parameter)
+        optimizer.step()
+        assert not visits._arrived and not visits._leaving
+
+
+USES: dict[str, Any] = {
+    "one": lambda loss, model: loss(0),
+    "two": lambda loss, model: loss(0) + loss(1),
+    "one of more tokens than channels": lambda loss, model: loss(0) + loss(slice(None)),
+    "logits": lambda loss, model: loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100,
+    "per token": lambda loss, model: loss(0) - loss(1, per_token=True).sum(),
+}
+
+
+@pytest.mark.parametrize("case", [*USES, "weights"])
+def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by plain training; and where a use cannot be seen, with an error and not twice."""
+    monkeypatch.setattr(row_steps, "PIECE_BYTES", 20_000)
+    tokens, labels = small_batch()
+
+    def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
+        model, norms = made(small_spec()), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+        earlier = stepping.arrange_steps(optimizer, model, memory, CPU)
+
+        def loss(rows: int | slice, **options: Any) -> Tensor:
+            rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
+            return model(tokens[rows], labels=labels[rows], loss_chunks=2, **options)
+
+        for _ in range(STEPS):
+            value = loss(0) + model.lm_head.weight.square().sum() if case == "weights" else USES[case](loss, model)
+            value.backward()
+            norms.append(float(clip_grad_norm(model.parameters(), None, ALONE, earlier)))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return norms, model
+
+    if case == "weights":
+        with pytest.raises(ValueError, match="used beside its loss"):
+            trained(IN_BACKWARD)
+        return
+    (norms, plain), (found, model) = trained(PLAIN), trained(IN_BACKWARD)
+    assert found == pytest.approx(norms, rel=1e-12)
+    same(weights(model), weights(plain))
+
+
 def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer tokens than channels no gradient of either is ever whole; norms and weights are as without."""
     monkeypatch.setattr(row_steps, "PIECE_BYTES", 40_000)
-    world, few = SimpleNamespace(device=CPU, pipeline=None), slice(0, 2)
+    world, few = ALONE, slice(0, 2)
     spec = small_spec()
     norms, _ = train(plain := made(spec), PLAIN, world, few)
     found, most = train(model := made(spec), IN_BACKWARD, world, few)
