@@ -225,12 +225,14 @@ config as it is; one row at a time with full checkpointing; optimizer states in 
 stepped in backward, without clipping and one row a step; everything in host memory, stepped on the CPU, whose time is
 not planned. Active and reserved are bytes of the heaviest rank, host those of one rank, which holds them pinned. Rows
 are as long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and are for ranking only. 24GB
-is a card of which CUDA reports 23.5 GiB; context, NCCL and a reserve come off that.
+is a card of which CUDA reports 23.5 GiB; context, NCCL and a reserve come off that. `fits` leaves 3 % of the card;
+`risky` leaves less, or needs `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
 The longest row is the longest that fits, one at a time, with the same settings and, for 65,536 tokens,
-{long}; lengths are powers of two and quarters between them, none over 131,072. These are estimates, of a few of the
-model's layers continued to all of them, and not whole plans; what is reserved has to fit without a margin. Its host
-memory is one rank's.
+{long};
+lengths are powers of two and quarters between them, none over 131,072. These are estimates, of a few of the model's
+layers continued to all of them, and not whole plans; what is reserved has to fit, without a margin and without
+expandable segments, so that a `risky` line can have less than its own rows. Its host memory is one rank's.
 
 The command of a line stands above its table. What such a run takes, byte by byte, says `tune plan` in place of
 `tune run`; `tune plan --config CONFIG --search --fit 4x24GB` looks for the fastest settings rather than the first

@@ -25,10 +25,11 @@ from typing import Any
 
 from benchmarks import gpu_plan
 from benchmarks.fit import CARDS, METHODS, MODELS, Line, with_long_rows
-from benchmarks.gpu_check import REPOSITORY, describe_device, run_apart
+from benchmarks.gpu_check import REPOSITORY, describe_device, minutes, run_apart
 from benchmarks.gpu_ladder import is_wrong, planned_line, told
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
 from benchmarks.gpu_plan_report import DRY_HOW, device_word, errors_of, head, share_below, write_pair
+from recipe_lib.errors import ConfigError, exit_code_of
 from recipe_lib.memory.host import free_host_memory
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.levers import usable_bytes
@@ -87,16 +88,22 @@ def main(words: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=docs / "measurements", help="folder of the report")
     parser.add_argument("--lines", type=Path, default=docs / "fit.json", help="what benchmarks/fit.py has planned")
     parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
+    parser.add_argument("--minutes", type=minutes, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
+    return exit_code_of(lambda: _run(options, words))
+
+
+def _run(options: argparse.Namespace, words: list[str]) -> int:
     started = time.monotonic()
     device = run_apart(describe_device, CASE_SECONDS)
     gpu = device.get("type") == "cuda"
-    if gpu and not options.lines.exists():
-        parser.error(f"{options.lines}: found no such file; `python -m benchmarks.fit --output docs/fit.md` plans it")
     hardware = gpu_plan.hardware_of(device)
     report = gpu_plan.begun_report("cards", words, device, hardware)
-    todo = [job for job in jobs(read_lines(options.lines) if gpu else DRY) if options.only in job.case.config]
+    known = jobs(read_lines(options.lines) if gpu else DRY)
+    todo = [job for job in known if options.only in job.case.config]
+    if not todo:
+        configs = ", ".join(sorted({job.case.config for job in known}))
+        raise ConfigError(f"--only {options.only}: found in no line, expected a part of one of {configs}")
     name = "-".join(["gpu-cards", device_word(device), *([options.only.replace("/", "-")] if options.only else [])])
     paths: list[Path] = []
     with gpu_plan.planners([job.case for job in todo], hardware, planned_line) as planned:
@@ -117,8 +124,14 @@ def main(words: list[str]) -> int:
 
 
 def read_lines(file: Path) -> list[Line]:
-    """The lines of docs/fit.json."""
-    return [Line(**fields) for _, fields in json.loads(file.read_text())]
+    """The lines of docs/fit.json. ConfigError for a file that has none."""
+    try:
+        return [Line(**fields) for _, fields in json.loads(file.read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--lines {file}: found {str(error).splitlines()[0]}, expected planned lines; "
+            "`python -m benchmarks.fit --output docs/fit.md` writes docs/fit.json"
+        ) from None
 
 
 def jobs(lines: Iterable[Line]) -> list[Job]:

@@ -139,6 +139,14 @@ def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any
         return json.loads(answer.read_text())
 
 
+def minutes(text: str) -> float:
+    """A time limit that was typed; more than none."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text}, expected more than 0")
+    return value
+
+
 def describe_device() -> dict[str, Any]:
     """Type, name, memory and driver of what will be measured."""
     accelerator = torch.get_device_module("cuda")

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_plan
-from benchmarks.gpu_check import REPOSITORY, describe_device, run_apart
+from benchmarks.gpu_check import REPOSITORY, describe_device, minutes, run_apart
 from benchmarks.gpu_ladder_cases import METHODS, ConfigCase, Rung, rungs
 from benchmarks.gpu_ladder_report import key_of, ladder_markdown, line_text, summary
 from benchmarks.gpu_plan_report import device_word, write_pair
-from recipe_lib.errors import UserError
+from recipe_lib.errors import UserError, exit_code_of
 from recipe_lib.memory.host import free_host_memory
 from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.make import PlanSettings, make_plan
@@ -51,8 +51,17 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--planned", action="store_true", help="plan only, and measure nothing")
     parser.add_argument("--device", default=DEVICE, help=f"with --planned: the card to plan for; default: {DEVICE}")
     parser.add_argument("--only", choices=METHODS, help="one method's lines")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
+    parser.add_argument("--minutes", type=minutes, default=MINUTES, help="time for all of it")
     options = parser.parse_args(words)
+    folder = options.output.parent if options.planned else options.output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {options.output}: {folder} cannot be made ({error.strerror})")
+    return exit_code_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     methods = (options.only,) if options.only else METHODS
     if options.planned:
         return write_plans(options.output, find_hardware(options.device), methods)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check import REPOSITORY, describe_device, measure_matmul, run_apart
+from benchmarks.gpu_check import REPOSITORY, describe_device, measure_matmul, minutes, run_apart
 from benchmarks.peers.cases import (
     ALPHA,
     ENVIRONMENTS,
@@ -109,7 +109,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", type=_names, default=[], help="names, with commas; default: all")
     parser.add_argument("--model", help="a Llama as a Hugging Face folder, or a shipped preset for random weights")
     parser.add_argument("--repeats", type=int, help="runs of each side; default: 3, without a GPU 1")
-    parser.add_argument("--minutes", type=float, default=600.0, help="time for all of it")
+    parser.add_argument("--minutes", type=minutes, default=600.0, help="time for all of it")
     parser.add_argument("--work", type=Path, help="folder for model and runs, kept; default: removed")
     parser.add_argument("--keep", action="store_true", help="keep the earlier report's other cases beside those of now")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
@@ -117,6 +117,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     unknown = sorted(set(options.tools) - set(TOOLS)) + sorted(set(options.install) - set(PACKAGES))
     if unknown:
         parser.error(f"found {', '.join(unknown)}, expected tools {', '.join(TOOLS)}; installed: {', '.join(PACKAGES)}")
+    if options.repeats is not None and options.repeats < 1:
+        parser.error(f"--repeats: found {options.repeats}, expected 1 or more")
+    if set(options.tools) - {"ours"} and not (options.install or options.environments.is_dir()):
+        parser.error(
+            f"--environments {options.environments}: found no such folder; --install makes what is to be in it"
+        )
     return options
 
 
