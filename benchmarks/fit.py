@@ -91,7 +91,7 @@ def main() -> None:
     lines = {tuple(key): Line(**fields) for key, fields in json.loads(kept.read_text())} if kept.exists() else {}
     cells = [(model, method, cards) for model in MODELS for method in METHODS for cards in CARDS]
     wanted = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
-    with multiprocessing.get_context("fork").Pool(arguments.processes, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=1) as pool:
         for line in pool.imap_unordered(plan_line, wanted):
             lines[line.model, line.method, line.cards] = line
             text = json.dumps([[cell, asdict(lines[cell])] for cell in cells if cell in lines], indent=1)
