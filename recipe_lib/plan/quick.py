@@ -17,7 +17,7 @@ from recipe_lib.plan.quick_facts import Quick, parameter_bytes, trained_bytes
 from recipe_lib.plan.quick_pipeline import quick_pipeline
 from recipe_lib.plan.replay import replay
 from recipe_lib.plan.schedule import schedule
-from recipe_lib.plan.simulate import FIRST, STEADY
+from recipe_lib.plan.simulate import FIRST, MAKING_STATES, STEADY
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 
 # Fewest layers of the short simulation: a first, a last, and one between them that has neighbours on both sides.
@@ -45,7 +45,7 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
     """The estimate for a plannable config, of the first of `settings.traced_ranks` or rank 0, without load, validation
     and save.
 
-    settings.timed False: of the active bytes of a steady step alone; reserved is not more, and the time is 0.
+    settings.timed False: of the active bytes of setup and a steady step; reserved is not more, and the time is 0.
 
     Raises UserErrors of recipe and config.
     """
@@ -83,8 +83,7 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
     found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), next(iter(settings.traced_ranks), 0), steps)
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
-    if FIRST not in steps:  # the states were made before the step, all at once, as no run does
-        peaks = {place: peak for place, peak in peaks.items() if place[0] == STEADY}
+    peaks = {place: peak for place, peak in peaks.items() if place[0] != MAKING_STATES}
     active = max(peaks.values())
     reserved, seconds = [active, active], 0.0
     if settings.timed:

@@ -32,6 +32,7 @@ from recipe_lib.plan.tracer import KernelMemory, Tracer, plain_parts
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
+MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
 _MANY_OBJECTS = 2_000_000
 _left_objects = 0  # that the collector has not looked at, of this process's simulations
 _known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this process
@@ -119,6 +120,7 @@ def _run(
         _try_phase("load", recipe.load_weights, tracer, notes)
     recipe.setup_optimizer()
     if FIRST not in steps:
+        tracer.begin_phase(MAKING_STATES)
         _make_states(recipe)
     stage = world.pipeline.rank if world.pipeline else 0
     traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
