@@ -87,7 +87,9 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     _check_required(checked, shown)
     cfg = _build(checked)
     for entry in incompatibilities(cfg, checked.changed(), checked.judged()):
-        checked.fault(checked.latest_place(entry.keys, shown), "", entry.line(cfg), doubt=False)
+        # What is to be removed is looked for where it stands, not where the key was set that made it idle.
+        keys = (entry.unread,) if entry.unread in checked.settings else entry.keys
+        checked.fault(checked.latest_place(keys, shown), "", entry.line(cfg), doubt=False)
     if checked.faults:
         raise ConfigError(*checked.all_faults())
     return checked, cfg

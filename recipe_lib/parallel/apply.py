@@ -1,6 +1,7 @@
-"""Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model.
+"""Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model
+that is cut down to its pipeline stage, has its adapters and is divided by tensor parallel already.
 
-apply_layer_levers(model, cfg, device)       # wraps each layer's forward: checkpointing, compilation
+apply_layer_levers(model, cfg, device)       # wraps each layer's forward: checkpointing, offload, compilation and more
 shard_model(model, parallel, memory, world)  # FSDP's hooks go around it
 materialize(model, memory, device)           # memory for this rank's shards
 """
