@@ -95,14 +95,14 @@ class PreferenceTraining:
 
     def load_weights(self) -> None:
         """Both models begin as the same checkpoint, or the same random numbers; adapters change nothing yet."""
-        seed = self.cfg.seed
+        seed = training.derive_seed(self.cfg.seed, "model")
         for model in (self.model, self.reference):
             if model is not None and self.source.folder:
-                load_weights(model, self.spec, self.source.folder)
+                load_weights(model, self.spec, self.source.folder, seed)
             elif model is not None:
-                init_weights(model, training.derive_seed(seed, "model"), self.spec)
+                init_weights(model, seed, self.spec)
         if self.adapts:
-            init_adapters(self.model, training.derive_seed(seed, "adapters"))
+            init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
             if self.cfg.lora.adapter:
                 load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter))
         if self.cfg.data.packing:

@@ -71,10 +71,11 @@ class LoraFinetune:
     def load_weights(self) -> None:
         """Frozen weights: each rank reads, and quantises, its own part. Adapters: new ones, or those of a folder."""
         model, cfg = self.model, self.cfg
+        seed = training.derive_seed(cfg.seed, "model")
         if self.source.folder:
-            load_weights(model, self.spec, self.source.folder)
+            load_weights(model, self.spec, self.source.folder, seed)
         else:
-            init_weights(model, training.derive_seed(cfg.seed, "model"), self.spec)
+            init_weights(model, seed, self.spec)
         init_adapters(model, training.derive_seed(cfg.seed, "adapters"))
         if cfg.lora.adapter:
             load_adapter(model, self.spec, Path(cfg.lora.adapter))
