@@ -43,6 +43,7 @@ from recipe_lib.training.preference import (
     NUMBERS,
     answer_log_probs,
     check_pairs,
+    check_reference,
     describe_reference,
     needs_reference,
     preference_loss,
@@ -76,6 +77,7 @@ class PreferenceTraining:
         copied = needs_reference(self.cfg.dpo) and not self.adapts
         self.reference = self.placed(trained=False) if copied else None
         self.model = self.placed(trained=True)
+        check_reference(self.cfg.dpo, self.model, self.reference)
 
     def placed(self, *, trained: bool) -> Decoder:
         """A model in this rank's memory: with or without adapters, or frozen as a whole."""

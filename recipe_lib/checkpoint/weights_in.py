@@ -208,7 +208,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
         raise _lacking(folder, expected.keys() - shapes.keys())
     entries, found = _match(spec, folder, expected | shapes)
     entries = [entry for entry in entries if entry.our_name in shapes]  # others are of another rank's stages
-    extras = _extras_to_read(model, folder, found)
+    extras = extras_to_read(model, folder, found)
     reset_extra(model, seed, extras)
     entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
@@ -222,7 +222,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                     stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
                     continue
                 for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
-                    _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
+                    read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
     read = {entry.our_name for entry in entries} & parameters.keys()
     model.loaded_extras = frozenset(extras)  # type: ignore[assignment]
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
@@ -236,7 +236,7 @@ def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
     )
 
 
-def _extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor]) -> list[str]:
+def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor]) -> list[str]:
     """The extra parameters of the model that the folder has. Raises CheckpointError for those that only it has."""
     own = extra_tensors(model, saved=True)
     exported = {name: tensor for name, tensor in found.items() if tensor.extra}
@@ -279,7 +279,7 @@ def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.T
     return lambda start, stop, columns: source[offset + start : offset + stop, columns]
 
 
-def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
     """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a time."""
     if not local.numel():
         return

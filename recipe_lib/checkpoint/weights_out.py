@@ -15,6 +15,7 @@ from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
+from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.families import text_config
@@ -121,6 +122,13 @@ def extra_fault(names: Collection[str]) -> str:
         f"found {min(names)}{more}, which the recipe added and no other program knows; "
         "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
     )
+
+
+def refused_extra(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
+    """Why a run whose models have these extra parameters does not start; None if it does."""
+    if not names or not cfg.save_model or cfg.extra_parameters == "save":
+        return None
+    return f"checkpoint.extra_parameters: {extra_fault(names)}"
 
 
 def extra_metadata(names: Collection[str]) -> dict[str, str]:

@@ -63,8 +63,16 @@ def extra_modules(model: nn.Module) -> list[str]:
 
 
 def check_extra(model: nn.Module) -> None:
-    """SetupError for an extra parameter or buffer that nothing could start. The model may be on the meta device."""
-    _resettable(model, extra_tensors(model).keys() - _computed(model))
+    """SetupError for an extra parameter or buffer that nothing could start, or that has the name of an adapter's.
+
+    The model may be on the meta device.
+    """
+    extras = extra_tensors(model)
+    adapted = any(hasattr(module, "adapter_tensors") for module in model.modules())
+    for name in extras if adapted else ():
+        if any(part.startswith("lora_") for part in name.split(".")):
+            raise SetupError(f"{name}: lora_ begins the names of adapters; give what the recipe adds another name")
+    _resettable(model, extras.keys() - _computed(model))
 
 
 @torch.no_grad()

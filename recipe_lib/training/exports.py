@@ -61,7 +61,9 @@ def export_trained_adapter(
         tokenizer_folder=data.tokenizer_path,
         chat_template=data.chat_template,
         stop_ids=data.tokenizer.stop_ids,
+        save_extra=cfg.checkpoint.extra_parameters == "save",
     )
+    warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
     if cfg.lora.merge and source.folder is not None:
         merged = Path(cfg.output_dir) / MODEL_FOLDER

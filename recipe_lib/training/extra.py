@@ -1,15 +1,16 @@
 """Extra parameters of a run: said at its start, and refused before it where the export would lose them."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from recipe_lib.checkpoint.weights_out import extra_fault
+from recipe_lib.checkpoint.weights_out import refused_extra
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.extra import check_extra, extra_tensors
 from recipe_lib.models.written import check_written
@@ -34,21 +35,33 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: "World") -> None:
     """
     world.agree(lambda: [check_extra(model) for model in models_of(recipe).values()])
     for model in models_of(recipe).values():
-        fault = export_fault(cfg, _merged(world, model, _sizes(model)))
+        fault = refused_extra(cfg.checkpoint, _merged(world, model, _sizes(model)))
         if fault is not None:
             raise ConfigError(fault)
-
-
-def export_fault(cfg: FullFinetuneConfig, names: Collection[str]) -> str | None:
-    """Why a run with these extra parameters would not start, None if it would."""
-    if not names or not cfg.checkpoint.save_model or cfg.checkpoint.extra_parameters == "save":
-        return None
-    return f"checkpoint.extra_parameters: {extra_fault(names)}"
 
 
 def check_values(recipe: Any, world: "World") -> None:
     """Raises SetupError, on all ranks, if a parameter or buffer of any model has no values yet. Collective."""
     world.agree(lambda: [check_written(model) for model in models_of(recipe).values()])
+
+
+def check_trained(recipe: Any, world: "World") -> None:
+    """SetupError, on all ranks, for a trained extra parameter of a model that the recipe's optimizers leave out."""
+    optimizers = [value for value in vars(recipe).values() if isinstance(value, Optimizer)]
+    stepped = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+
+    def check() -> None:
+        for model in models_of(recipe).values():
+            if not any(id(parameter) in stepped for parameter in model.parameters()):
+                continue  # a reference, say
+            for name, tensor in extra_tensors(model).items():
+                if tensor.requires_grad and id(tensor) not in stepped:
+                    raise SetupError(
+                        f"{name}: requires a gradient, and no optimizer has it; give build_optimizer every parameter "
+                        "that requires one, or freeze it by requires_grad_(False)"
+                    )
+
+    world.agree(check)
 
 
 def describe_extra(model: nn.Module, world: "World") -> list[str]:

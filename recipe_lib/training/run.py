@@ -6,7 +6,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel import World, start_world
 from recipe_lib.training.data import prepare
-from recipe_lib.training.extra import check_models, check_values
+from recipe_lib.training.extra import check_models, check_trained, check_values
 from recipe_lib.training.seeds import set_seeds
 
 
@@ -55,6 +55,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
         recipe.load_weights()
         check_values(recipe, world)
         recipe.setup_optimizer()
+        check_trained(recipe, world)
         for line in recipe.describe():
             get_logger().info(line)
         recipe.resume()
