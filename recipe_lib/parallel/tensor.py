@@ -69,10 +69,10 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     """
     if world.tensor is None:
         return
+    refuse_for_tensor(model)
     if isinstance(model.spec, ForeignSpec):
         shard_foreign(model, parallel, world)
         return
-    refuse_for_tensor(model)
     spec, group = model.spec, world.tensor
     quantised = [module.kind for module in model.modules() if isinstance(module, QuantisedLinear)]
     check_tensor(spec, parallel, min(quantised, default="none"))
