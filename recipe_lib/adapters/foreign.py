@@ -57,11 +57,16 @@ def ends_in(name: str, end: str) -> bool:
 def add_foreign_adapters(model: nn.Module, cfg: LoraConfig, settings: AdapterSettings) -> None:
     """Puts adapters on linears inside the layers, in place, and quantises those of torch's own class if asked to.
 
-    Raises ConfigError as `foreign_targets` does, and for a model whose
-    layers have no linears.
+    Linears that a recipe added are left as they are. Raises ConfigError as `foreign_targets` does, and for a model
+    whose layers have no linears.
     """
     inside = tuple(f"{name}." for name in layer_names(model))
-    linears = {name: module for name, module in model.named_modules() if name.startswith(inside) and is_linear(module)}
+    own: Any = getattr(model, "own_tensors", None)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if name.startswith(inside) and is_linear(module) and (own is None or f"{name}.weight" in own)
+    }
     if not linears:
         raise ConfigError("lora.modules: the model's layers have no linears that could have an adapter")
     wanted = set(foreign_targets(linears, cfg.modules))

@@ -146,7 +146,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name, in the model's order: all that is trained."""
+    """The adapters' parameters by name, in the model's order: all that is trained, but for what a recipe adds."""
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
@@ -174,7 +174,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """One line for the log: what is trained beside what; the model may be sharded."""
-    trained = adapter_parameters(model).values()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     line = (
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {', '.join(cfg.modules or cfg.targets)}: "

@@ -132,6 +132,12 @@ def split_name(name: str) -> tuple[str, str] | None:
     return module, suffix
 
 
+def extra_name(name: str) -> str:
+    """The name, in our model, of a tensor that a file has as it is: an extra parameter, which is no adapter's."""
+    name = name.removeprefix(PREFIX)
+    return next((own + name.removeprefix(other) for other, own in _MULTIMODAL.items() if name.startswith(other)), name)
+
+
 def spellings(module: str) -> list[str]:
     """The names that a module of a text-only model has there and in multimodal ones, as an adapter's config may say."""
     others = [other + module.removeprefix(own) for other, own in _MULTIMODAL.items() if module.startswith(own)]
@@ -140,6 +146,9 @@ def spellings(module: str) -> list[str]:
 
 def tensor_name(module: str, suffix: str, multimodal: bool = False) -> str:
     """The name of an adapter's tensor in a file. multimodal: it is loaded in a model of which the decoder is a part."""
-    if multimodal and module.startswith("model."):
-        module = f"model.language_model.{module.removeprefix('model.')}"
-    return f"{PREFIX}{module}.{suffix}"
+    return f"{PREFIX}{file_name(module, multimodal)}.{suffix}"
+
+
+def file_name(name: str, multimodal: bool) -> str:
+    """The name that a module or parameter of ours has in the model that an adapter is loaded in."""
+    return f"model.language_model.{name.removeprefix('model.')}" if multimodal and name[:6] == "model." else name

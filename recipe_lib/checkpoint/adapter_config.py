@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters.peft_names import spellings
+from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_BYTES = 16 * 1024**2
 # Keys that change nothing for us: who made it, how A and B began, how the library is to run. What the others stand for
 # is either read below, or we do not have it: then any value but these is refused.
@@ -82,7 +84,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f'{path}: peft_type: found {json.dumps(kind)[:80]}, expected "LORA" (LoRA or DoRA)')
-    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in _IRRELEVANT | _READ]
+    ignored = _IRRELEVANT | _READ | ({"modules_to_save"} if saved_extras(folder) else set())
+    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in ignored]
     start = fields.get("init_lora_weights", True)
     if start not in _STARTS or isinstance(start, int) and not isinstance(start, bool):
         faults.append(
@@ -104,6 +107,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         rank_pattern=fields.get("rank_pattern") or {},
         alpha_pattern=fields.get("alpha_pattern") or {},
     )
+
+
+def saved_extras(folder: Path) -> set[str]:
+    """The names of the extra parameters in an adapter's file, which a recipe added to the model."""
+    path = folder / TENSOR_FILE
+    return extra_names(read_header(path)) if path.is_file() else set()
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
@@ -174,9 +183,11 @@ _NUMBERS = (
 
 
 def write_fields(
-    cfg: LoraConfig, base: str, modules: Mapping[str, int], target_modules: list[str] | str
+    cfg: LoraConfig, base: str, modules: Mapping[str, int], target_modules: list[str] | str, saved: list[str]
 ) -> dict[str, Any]:
     """The file's contents. modules: name -> rank of its adapter, where fused ones have their parts' ranks together.
+
+    saved: modules that are in the file as they are.
 
     The largest rank is the file's `r`, since servers make room for it; scaling is the same everywhere.
     """
@@ -198,7 +209,7 @@ def write_fields(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": saved or None,
         "layers_to_transform": None,
         "layers_pattern": None,
     }

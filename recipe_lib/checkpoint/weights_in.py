@@ -11,9 +11,10 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers, stored_weights
+from recipe_lib.models.extra import extra_tensors, reset_extra
 from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
@@ -23,6 +24,7 @@ from recipe_lib.units import MIB
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
 MAX_INDEX_BYTES = 64 * MIB
 _CHECKED = 2**24  # numbers that are looked at together
@@ -33,10 +35,14 @@ _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torc
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a checkpoint: the file it is in, and what the file's header says of it."""
+    """A tensor of a checkpoint: the file it is in, and what the file's header says of it.
+
+    extra: it was exported as a recipe's extra parameter, which the model's family does not have.
+    """
 
     file: Path
     entry: TensorEntry
+    extra: bool = False
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -53,7 +59,7 @@ def _match(
 ) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
     """The entries to read and the tensors they lie in."""
     found = read_headers(folder)
-    entries = weight_map(spec, found)
+    entries = weight_map(spec, [name for name in found if not found[name].extra])
     expected = file_shapes(entries, shapes)
     faults = [
         _fault(folder, "is missing", "are missing", "download the folder again", expected.keys() - found.keys()),
@@ -63,7 +69,7 @@ def _match(
             "belong to no part of this model",
             "check that config.json and the weights are of one model"
             + (_RENAMED if isinstance(spec, ForeignSpec) else ""),
-            {name for name in found.keys() - expected.keys() if not ignorable(spec, name)},
+            {name for name in found.keys() - expected.keys() if not (found[name].extra or ignorable(spec, name))},
         ),
         _type_fault(folder, {name: found[name] for name in expected.keys() & found.keys()}),
         _shape_fault(folder, expected, {name: found[name] for name in found if found[name].entry.dtype in _READABLE}),
@@ -103,14 +109,16 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor]) -> str | None:
     )
 
 
-def _shape_fault(folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor]) -> str | None:
+def _shape_fault(
+    folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor], by: str = "config.json"
+) -> str | None:
     other = [name for name in sorted(expected.keys() & found.keys()) if found[name].entry.shape != expected[name]]
     if not other:
         return None
     more = f" (and {len(other) - 1} more of another shape)" if len(other) > 1 else ""
     return (
-        f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, config.json makes it "
-        f"{list(expected[other[0]])}{more}; check that config.json and the weights are of one model"
+        f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, {by} makes it "
+        f"{list(expected[other[0]])}{more}; check that {by} and the weights are of one model"
     )
 
 
@@ -119,18 +127,27 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
     if (folder / SINGLE).is_file():
-        tensors = read_header(_plain_file(folder, SINGLE, SINGLE)).tensors
-        return {name: FileTensor(folder / SINGLE, entry) for name, entry in tensors.items()}
+        header = read_header(_plain_file(folder, SINGLE, SINGLE))
+        extras = extra_names(header)
+        return {name: FileTensor(folder / SINGLE, entry, name in extras) for name, entry in header.tensors.items()}
     if not (folder / INDEX).is_file():
         raise CheckpointError(_no_weights(folder))
     index = _read_index(folder / INDEX)
-    tensors_of = {name: read_header(_plain_file(folder, name, INDEX)).tensors for name in sorted(set(index.values()))}
-    lost = [name for name, file_name in index.items() if name not in tensors_of[file_name]]
+    headers = {name: read_header(_plain_file(folder, name, INDEX)) for name in sorted(set(index.values()))}
+    lost = [name for name, file_name in index.items() if name not in headers[file_name].tensors]
     if lost:
         fault = f"names {min(lost)} in {index[min(lost)]}, which does not hold it"
         more = f" (and {len(lost) - 1} more such names)" if len(lost) > 1 else ""
         raise CheckpointError(f"{folder / INDEX}: {fault}{more}; download the folder again")
-    return {name: FileTensor(folder / file, tensors_of[file][name]) for name, file in index.items()}
+    extras = {name for header in headers.values() for name in extra_names(header)}
+    return {
+        name: FileTensor(folder / file, headers[file].tensors[name], name in extras) for name, file in index.items()
+    }
+
+
+def extra_names(header: Header) -> set[str]:
+    """The tensors of a file that its metadata names as extra parameters."""
+    return set(header.metadata.get(EXTRA, "").split())
 
 
 def _no_weights(folder: Path) -> str:
@@ -169,25 +186,33 @@ def _plain_file(folder: Path, name: str, named_by: str) -> Path:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
+def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0) -> None:
     """Fills the model's parameters in place; each rank reads its own slices and nothing else.
 
     In a pipeline it reads what its stages have, and yet finds what is wrong with the tensors of all stages.
     model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
     parameter's type. Weights that are quantised are so while they are read, from the rows that hold a rank's blocks;
     no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
-    Raises CheckpointError as `check_weights` does, and for weights that are not finite.
+    Extra parameters, which the recipe added, are read if the folder was exported with them, else they start from
+    `reset_parameters` and the seed.
+    Raises CheckpointError as `check_weights` does, for weights that are not finite, and for a model and a folder of
+    which one has parameters that the other lacks; SetupError as `reset_extra` does.
     """
     parameters: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
     stored = stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
     divided = getattr(model, "pipeline", None) is not None
-    entries, found = _match(spec, folder, parameter_shapes(spec) | shapes if divided else shapes)
+    expected = parameter_shapes(spec)
+    if not divided and expected.keys() - shapes.keys():
+        raise _lacking(folder, expected.keys() - shapes.keys())
+    entries, found = _match(spec, folder, expected | shapes)
+    entries = [entry for entry in entries if entry.our_name in shapes]  # others are of another rank's stages
+    extras = extras_to_read(model, folder, found)
+    reset_extra(model, seed, extras)
+    entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
-        if divided and entry.our_name not in shapes:
-            continue  # of another rank's stages
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
     for path, in_file in by_file.items():
         with safe_open(str(path), framework="pt") as file:
@@ -197,9 +222,42 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
                     stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
                     continue
                 for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
-                    _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]))
+                    read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
     read = {entry.our_name for entry in entries} & parameters.keys()
+    model.loaded_extras = frozenset(extras)  # type: ignore[assignment]
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
+
+
+def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return CheckpointError(
+        f"{folder}: the recipe's model has no {min(names)}{more}, which config.json makes part of it; leave the "
+        "model's own modules under their names, and add others beside them"
+    )
+
+
+def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor]) -> list[str]:
+    """The extra parameters of the model that the folder has. Raises CheckpointError for those that only it has."""
+    own = extra_tensors(model, saved=True)
+    exported = {name: tensor for name, tensor in found.items() if tensor.extra}
+    elsewhere = set(getattr(model, "elsewhere", ()))  # modules of other ranks of a pipeline
+    strange = {name for name in exported.keys() - own.keys() if name.rpartition(".")[0] not in elsewhere}
+    if strange:
+        raise unknown_extras(folder, strange)
+    shapes = {name: tuple(own[name].shape) for name in own.keys() & exported.keys()}
+    fault = _shape_fault(folder, shapes, exported, "the recipe")
+    if fault:
+        raise CheckpointError(fault)
+    return list(shapes)
+
+
+def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
+    """The fault of a folder with extra parameters that the model does not have."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return CheckpointError(
+        f"{folder}: holds {min(names)}{more}, which a recipe added to the model and this one has not; use it with the "
+        "recipe that adds it, or take the checkpoint that it was trained from"
+    )
 
 
 def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -221,9 +279,12 @@ def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.T
     return lambda start, stop, columns: source[offset + start : offset + stop, columns]
 
 
-def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
     """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a time."""
     if not local.numel():
+        return
+    if not local.dim():
+        local.copy_(source[...])
         return
     row_bytes = max(1, local[0].numel() * 8)  # no readable type is wider than 8 bytes
     rows = max(1, READ_BYTES // row_bytes)

@@ -14,7 +14,8 @@ from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
-from recipe_lib.checkpoint.weights_in import INDEX, SINGLE, file_shapes
+from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
+from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.families import text_config
@@ -69,6 +70,7 @@ def export_model(
     world: Ranks,
     chat_template: Path | None = None,
     stop_ids: Collection[int] = (),
+    save_extra: bool = False,
 ) -> None:
     """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer files. Collective.
 
@@ -76,15 +78,22 @@ def export_model(
     from other ranks of a pipeline it comes there in pieces, through the hosts. source_config: the
     config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
     copied; or a tokenizer file, which is taken with the settings beside it. chat_template, stop_ids: what the model was
-    trained with, where it differs from those files, so that others prompt it and stop it as we do.
+    trained with, where it differs from those files, so that others prompt it and stop it as we do. save_extra: write
+    extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused.
     An `out` that is a model folder already is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     holders = find_holders(model, world)
-    shards = plan_shards(spec, _of_all_ranks(parameters, holders, world), max_shard_bytes)
+    everything = _of_all_ranks(parameters, holders, world)
     parts = _parts_of(spec)
+    known = {part for names in parts.values() for part in names}
+    extras = [name for name in everything if name not in known]
+    if extras and not save_extra:
+        raise CheckpointError(f"{out}: {extra_fault(extras)}")
+    parts |= {name: [name] for name in extras}
+    shards = plan_shards(spec, everything, max_shard_bytes, extras)
     copied = tokenizer_files(tokenizer_folder)
 
     def gather(name: str) -> Iterator[torch.Tensor]:
@@ -96,7 +105,7 @@ def export_model(
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
         for name, tensors in shards.items():
-            _write_shard(temporary / name, tensors, parts, read, world)
+            _write_shard(temporary / name, tensors, parts, read, world, extras)
         dtype = next(model.parameters()).dtype
         config = export_config(source_config, spec, dtype)
         decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
@@ -104,6 +113,27 @@ def export_model(
         if world.rank == 0:
             files.discard(temporary)
         raise
+
+
+def extra_fault(names: Collection[str]) -> str:
+    """What is wrong with exporting a model that has extra parameters, and the remedy."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"found {min(names)}{more}, which the recipe added and no other program knows; "
+        "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
+    )
+
+
+def refused_extra(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
+    """Why a run whose models have these extra parameters does not start; None if it does."""
+    if not names or not cfg.save_model or cfg.extra_parameters == "save":
+        return None
+    return f"checkpoint.extra_parameters: {extra_fault(names)}"
+
+
+def extra_metadata(names: Collection[str]) -> dict[str, str]:
+    """The metadata of a file with these extra parameters."""
+    return {EXTRA: " ".join(sorted(names))} if names else {}
 
 
 def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
@@ -128,12 +158,17 @@ def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: 
 
 
 def plan_shards(
-    spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int
+    spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int, extras: Collection[str] = ()
 ) -> dict[str, list[PlannedTensor]]:
-    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has one of its own."""
+    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has one of its own.
+
+    extras: the parameters that the model's family does not have; they come last.
+    """
     entries = weight_map(spec)
     shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
     dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
+    shapes |= {name: tuple(parameters[name].shape) for name in extras}
+    dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
     filled = 0
     for name, shape in shapes.items():
@@ -182,6 +217,7 @@ def _write_shard(
     parts: dict[str, list[str]],
     read: Callable[[str], Iterator[torch.Tensor]],
     world: Ranks,
+    extras: Collection[str],
 ) -> None:
     """One file; every rank takes part in each `read`, even after rank 0 could not write. Collective."""
     # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
@@ -190,7 +226,8 @@ def _write_shard(
     def write() -> None:
         try:
             if world.rank == 0:
-                write_tensor_file(path, tensors, pieces, {"format": "pt"})
+                held = {tensor.name for tensor in tensors} & set(extras)
+                write_tensor_file(path, tensors, pieces, {"format": "pt"} | extra_metadata(held))
         finally:
             for piece in pieces:
                 del piece

@@ -249,6 +249,12 @@ class CheckpointConfig:
     keep: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
     save_model: bool = key(True, "Write the trained model as a Hugging Face folder at the end.")
     max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0)
+    extra_parameters: str = key(
+        "error",
+        "Parameters that a recipe of your own adds to a model: `error`: refuse before training to save a model that "
+        "has any; `save`: write them too, for that recipe; other programs ignore them.",
+        choices=("error", "save"),
+    )
 
 
 @dataclass

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters import nf4, quantised
-from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.checkpoint.weights_out import refused_extra, whole
 from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.build import stored_weights
+from recipe_lib.models.extra import extra_tensors
 from recipe_lib.ops import cross_entropy
 from recipe_lib.parallel import World
 from recipe_lib.plan.actions import ALIKE_FROM, following_actions, name_parts, repeat_actions, traced_micro_batches
@@ -116,6 +117,9 @@ def _run(
     models = _models_of(recipe)
     for name, model in models.items():
         tracer.name_modules(model, name)
+        fault = refused_extra(cfg.checkpoint, extra_tensors(model))
+        if fault is not None:
+            notes.append(f"a run would be refused: {fault}")
     if "load" in phases:
         _try_phase("load", recipe.load_weights, tracer, notes)
     recipe.setup_optimizer()

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.config.pipeline import micro_batches, stage_count
 from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.models.build import stored_weights
+from recipe_lib.training.extra import describe_extra
 from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.units import format_bytes, format_count
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def derived_numbers(
     cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", plan: "DataPlan"
 ) -> list[str]:
-    """Lines for the log, each number with its unit and how it comes about. model: as it will be trained, or sharded."""
+    """Lines for the log, each number with its unit and how it comes about.
+
+    model: as it will be trained, or sharded. Collective in a pipeline.
+    """
     return [
         _devices(cfg, world),
         *_batch(cfg, world, rows, plan),
@@ -28,6 +32,7 @@ def derived_numbers(
         _steps(cfg, rows, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_model(cfg, model),
+        *describe_extra(model, world),
         *([f"checkpointing: {kept}"] if (kept := getattr(model, "kept_for_backward", None)) else []),
     ]
 

@@ -6,6 +6,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel import World, start_world
 from recipe_lib.training.data import prepare
+from recipe_lib.training.extra import check_models, check_trained, check_values
 from recipe_lib.training.seeds import set_seeds
 
 
@@ -41,7 +42,8 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Runs a recipe: one process, or under torchrun every rank.
 
     Rows are tokenised before there is a process group, so that no rank waits for them in a collective. What is wrong
-    with config, model or data is told once, when the ranks agree on it. Raises UserError and StoppedAndSaved.
+    with config, model or data is told once, when the ranks agree on it. No parameter enters training with what its
+    memory held before. Raises UserError and StoppedAndSaved.
     """
     prepare(cfg)
     with start_world(cfg) as world:
@@ -49,8 +51,11 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
         recipe: Recipe = world.agree(recipe_class, cfg, world)
         world.agree(recipe.setup_data)
         recipe.setup_model()
+        check_models(recipe, cfg, world)
         recipe.load_weights()
+        check_values(recipe, world)
         recipe.setup_optimizer()
+        check_trained(recipe, world)
         for line in recipe.describe():
             get_logger().info(line)
         recipe.resume()
