@@ -16,8 +16,8 @@ from typing import Any
 from recipe_lib.checkpoint import files
 from recipe_lib.config.describe import to_yaml
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.secret_values import check_no_secrets
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.logs import redact
 from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
 from recipe_lib.training.report import REPORT_FILE
 
@@ -29,6 +29,7 @@ CONFIG_FILE = "config.yaml"
 
 def check_output(cfg: FullFinetuneConfig) -> None:
     """ConfigError if output_dir holds the work of an earlier run that this one would mix with. Nothing is written."""
+    check_no_secrets(cfg)  # config.yaml is what was used, to the letter
     folder = Path(cfg.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir: {folder} is a file, expected a folder or a new name; choose another output_dir")
@@ -95,7 +96,7 @@ def open_output(cfg: FullFinetuneConfig) -> None:
         if cfg.overwrite:
             _remove_earlier_run(folder)
         text = to_yaml(dataclasses.replace(cfg, overwrite=False, resume=None))  # those are of this start only
-        files.replace_text(folder / CONFIG_FILE, redact(text))
+        files.replace_text(folder / CONFIG_FILE, text)
 
 
 def _remove_earlier_run(folder: Path) -> None:

@@ -101,6 +101,23 @@ def test_overwrite_removes_the_earlier_run_and_nothing_else(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
 
 
+def test_the_written_config_keeps_names_that_look_like_keys(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "task-classification-v2")
+    cfg.data.source = "disk-benchmark-rows.jsonl"
+    check_output(cfg)
+    open_output(cfg)
+    assert load_config(tmp_path / "task-classification-v2" / "config.yaml") == cfg
+
+
+def test_a_secret_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "out")
+    cfg.log.run_name = "hf_" + "abcdefgABCDEFG" * 3
+    with pytest.raises(ConfigError) as caught:
+        check_output(cfg)
+    assert str(caught.value).startswith("log.run_name: holds what looks like a token or a password, ")
+    assert "abcdefg" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as caught:
