@@ -31,6 +31,7 @@ from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_out import begin_folder, copy_tokenizer, tokenizer_files, whole
+from recipe_lib.checkpoint.written import publish
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models.build import stored_weights
 from recipe_lib.models.parts import in_file_order
@@ -57,7 +58,7 @@ def export_adapter(
     or folder that loads the frozen weights. base_folder: where they are here; a mark of them goes into the file, and
     another base is refused when the adapter is read again. source_config: the base's config.json. tokenizer_folder,
     chat_template, stop_ids: as for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the
-    same sum, of a larger rank. An `out` that is an adapter's folder already is replaced when the new one is whole.
+    same sum, of a larger rank. An `out` that a run published is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
@@ -77,7 +78,7 @@ def export_adapter(
     fields["fan_in_fan_out"] = bool(adapted) and all(transposed)  # no part of a pipeline has any
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
-    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied, marker=CONFIG_FILE)))
+    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied)))
     try:
         pieces = chain.from_iterable(_pieces(model, module, cfg, holders) for module in modules)
         _write_tensors(temporary / TENSOR_FILE, plan, pieces, metadata, world)
@@ -85,7 +86,7 @@ def export_adapter(
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
             copy_tokenizer(temporary, copied, chat_template, stop_ids)
-            files.publish_folder(temporary, out)
+            publish(temporary, out)
 
         decide(world, finish)
     except BaseException:

@@ -20,7 +20,8 @@ from recipe_lib.logs import redact
 WORDS = [
     "task", "disk", "risk", "desk", "mask", "flask", "kiosk", "sk", "hf", "hf_models", "hf_datasets", "hf_transformers",
     "sk-learn-data", "sk-resnet50-imagenet", "sk-ant-colony-optimization-benchmark-runs", "sk-proj-notes", "ghp", "gh",
-    "glpat_notes", "xox", "AKIA", "wandb", "key", "token", "tokens", "tokenizer", "secret-santa", "bearer", "password-strength",
+    "glpat_notes", "xox", "AKIA", "wandb", "key", "token", "tokens", "tokenizer", "secret-santa", "bearer",
+    "password-strength",
     "classification-v2", "benchmark-rows", "assistant-7b", "Llama-3.1-8B-Instruct", "step_400", "2026-05-01T12:00:00",
     "checkpoints", "github_pages", "pypi-mirror", "npm_cache", "model-00001-of-00004.safetensors", "user@host",
 ]  # fmt: skip
@@ -51,7 +52,8 @@ def drawn(letters: str, size: int, seed: int) -> str:
 ALPHANUMERIC = string.ascii_letters + string.digits
 TOKENS = [
     ("hf_{}", string.ascii_letters, 34), ("api_org_{}", string.ascii_letters, 34),
-    ("sk-{}", ALPHANUMERIC, 48), ("sk-proj-{}T", ALPHANUMERIC + "-_", 155), ("sk-svcacct-{}T", ALPHANUMERIC + "-_", 120),
+    ("sk-{}", ALPHANUMERIC, 48), ("sk-proj-{}T", ALPHANUMERIC + "-_", 155),
+    ("sk-svcacct-{}T", ALPHANUMERIC + "-_", 120),
     ("sk-ant-api03-{}AA", ALPHANUMERIC + "-_", 93), ("sk-or-v1-{}", "0123456789abcdef", 64),
     ("sk-{}", "0123456789abcdef", 32), ("ghp_{}", ALPHANUMERIC, 36), ("gho_{}", ALPHANUMERIC, 36),
     ("ghs_{}", ALPHANUMERIC, 36), ("github_pat_{}", ALPHANUMERIC + "_", 82), ("glpat-{}x", ALPHANUMERIC + "-_", 19),
