@@ -10,8 +10,13 @@ import logging
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import NoReturn
+
+from recipe_lib.redaction import redact
 
 # Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a launcher.
 FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
@@ -34,13 +39,13 @@ def visible(text: str, keep: str = "") -> str:
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; `str(error)` is one line, or one line a fault."""
+    """A mistake that the user can correct; `str(error)` is one line, or one line a fault, without secrets."""
 
     exit_code = USER_ERROR
 
     def __init__(self, *faults: str):
         """faults: one line each; several are reported together."""
-        self.faults = [visible(fault) for fault in faults]
+        self.faults = [redact(visible(fault)) for fault in faults]
         super().__init__("\n".join(self.faults))
 
 
@@ -83,7 +88,12 @@ class StoppedAndSaved(Exception):  # noqa: N818  (an outcome, not an error)
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
-    """Runs `main`; user errors become lines on standard error and their exit code, without a traceback."""
+    """Runs `main`; user errors become lines on standard error and their exit code, without a traceback.
+
+    The traceback of anything else carries no secret either.
+    """
+    sys.excepthook = _show_uncaught
+    threading.excepthook = _show_uncaught_of_thread
     try:
         return main() or DONE
     except UserError as error:
@@ -93,6 +103,15 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         if os.environ.get("RANK", "0") == "0":  # all ranks have stopped alike
             _say_once(f"{stopped}\n")
         return STOPPED_AND_SAVED
+
+
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _show_uncaught_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_type is not SystemExit and failed.exc_value is not None:
+        _show_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
 _at_end: list[Callable[[], None]] = []
@@ -119,7 +138,7 @@ def end_process(code: int) -> NoReturn:
 
 def _say_once(lines: str) -> None:
     """Writes to standard error, unless another rank that `tune run` launched on this machine has said the same."""
-    folder = os.environ.get(FOLDER_VARIABLE)
+    folder, lines = os.environ.get(FOLDER_VARIABLE), redact(lines)
     if not lines:
         return
     if folder and os.path.isdir(folder):

@@ -2,20 +2,9 @@
 
 import logging
 import os
-import re
 import sys
 
-_SECRET = re.compile(r"(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@))")
-_SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "TRACKIO_TOKEN")
-
-
-def redact(text: str) -> str:
-    """The text with tokens, API keys and passwords in addresses replaced by `[secret]`."""
-    for name in _SECRET_VARIABLES:
-        value = os.environ.get(name, "")
-        if len(value) >= 6:
-            text = text.replace(value, "[secret]")
-    return _SECRET.sub("[secret]", text)
+from recipe_lib.redaction import redact
 
 
 class _RedactingFormatter(logging.Formatter):

@@ -41,6 +41,7 @@ from recipe_lib.checkpoint.weights_out import (
     tokenizer_files,
     whole,
 )
+from recipe_lib.checkpoint.written import publish
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import stored_weights
@@ -71,7 +72,7 @@ def export_adapter(
     another base is refused when the adapter is read again. source_config: the base's config.json. tokenizer_folder,
     chat_template, stop_ids: as for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the
     same sum, of a larger rank. save_extra: as for `export_model`; PEFT calls such modules modules_to_save.
-    An `out` that is an adapter's folder already is replaced when the new one is whole.
+    An `out` that a run published is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
@@ -97,7 +98,7 @@ def export_adapter(
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
     metadata |= extra_metadata([extra.name for extra in extras])
-    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied, marker=CONFIG_FILE)))
+    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied)))
     try:
         pieces = chain.from_iterable(
             chain(
@@ -110,7 +111,7 @@ def export_adapter(
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
             copy_tokenizer(temporary, copied, chat_template, stop_ids)
-            files.publish_folder(temporary, out)
+            publish(temporary, out)
 
         decide(world, finish)
     except BaseException:

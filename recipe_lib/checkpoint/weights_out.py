@@ -15,6 +15,7 @@ from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
+from recipe_lib.checkpoint.written import publish
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers
@@ -80,7 +81,7 @@ def export_model(
     copied; or a tokenizer file, which is taken with the settings beside it. chat_template, stop_ids: what the model was
     trained with, where it differs from those files, so that others prompt it and stop it as we do. save_extra: write
     extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused.
-    An `out` that is a model folder already is replaced when the new one is whole.
+    An `out` that a run published is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
@@ -141,8 +142,18 @@ def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
     holders = find_holders(model, world)
     own = {name: parameter for name, parameter in model.named_parameters() if holders.is_ours(name)}
     needed = sum(holders.gather(sum(value.numel() * value.element_size() for value in own.values()), world))
-    folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-    decide(world, lambda: files.require_space(folder, needed, "the model at the end of the run"))
+
+    def require() -> None:
+        folder = next(parent for parent in out.absolute().parents if parent.is_dir())
+        cleared = sum(map(files.bytes_in, files.leftovers(folder, out.name))) if folder == out.parent else 0
+        files.require_space(folder, needed - cleared, f"the model at the end of the run{_beside(out)}")
+
+    decide(world, require)
+
+
+def _beside(out: Path) -> str:
+    """What a message on room says where there is a model already: there must be room for two."""
+    return f", beside the one in {out} that stays until then," if out.exists() else ""
 
 
 def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: Ranks) -> dict[str, torch.Tensor]:
@@ -191,21 +202,13 @@ def _parts_of(spec: ModelSpec) -> dict[str, list[str]]:
     return parts
 
 
-def begin_folder(
-    out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path], marker: str = "config.json"
-) -> str:
-    """Rank 0: room on the disk, and an empty temporary folder beside `out`; returns its path.
-
-    marker: the file by which `out`, if it is there, is known as a folder of the same kind that may be replaced.
-    """
-    if out.exists() and not (out / marker).is_file() and (not out.is_dir() or any(out.iterdir())):
-        kind = "a model folder" if marker == "config.json" else "an adapter's folder"
-        raise CheckpointError(f"{out}: exists and is not {kind}; move it away, or choose another output_dir")
+def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
+    """Rank 0: room on the disk, and an empty temporary folder beside `out`; returns its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(out.parent, f"{out.name}.")
+    files.remove_leftovers(out.parent, out.name)
     weights = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     needed = weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))  # headers, index, config
-    files.require_space(out.parent, needed, "the model")
+    files.require_space(out.parent, needed, f"the model{_beside(out)}")
     temporary = files.temporary_path(out)
     files.make_folder(temporary)
     return str(temporary)
@@ -262,7 +265,7 @@ def finish_model(
         files.write_json(temporary / INDEX, index)
     files.write_json(temporary / "config.json", config)
     copy_tokenizer(temporary, copied, chat_template, stop_ids)
-    files.publish_folder(temporary, out)
+    publish(temporary, out)
 
 
 def copy_tokenizer(temporary: Path, copied: list[Path], chat_template: Path | None, stop_ids: Collection[int]) -> None:

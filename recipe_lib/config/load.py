@@ -73,6 +73,7 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     from recipe_lib.config.keys import read_schema
     from recipe_lib.config.overrides import apply_overrides
     from recipe_lib.config.read_yaml import read_file
+    from recipe_lib.config.secret_values import refuse_secrets
 
     path = find_config(source)
     shown = _shown(source, path)
@@ -83,6 +84,7 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     check_file(checked, document.top, shown)
     checked.sort_by_line(shown)
     apply_overrides(checked, overrides)
+    refuse_secrets(checked)
     _check_recipe(checked)
     _check_required(checked, shown)
     cfg = _build(checked)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.redaction import redact_values
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -41,7 +42,7 @@ class Trackers:
         self._trackers: list[Tracker] = []
         for name in cfg.trackers if world.is_main else ():
             build: Builder = registered("log.trackers", name)
-            self._trackers.append(build(cfg.project, run_name, folder, settings))
+            self._trackers.append(build(cfg.project, run_name, folder, redact_values(settings)))
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Hands the numbers of a metrics line to every tracker; text, null and the step itself are left out."""
