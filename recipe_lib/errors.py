@@ -5,6 +5,7 @@ A user error is one line: the place (file, line or key), what was found, what wa
 """
 
 import atexit
+import errno
 import hashlib
 import logging
 import os
@@ -29,13 +30,41 @@ OUT_OF_MEMORY = 5
 STORAGE = 6
 PEER_FAILED = 7  # of a rank that ends because another one has failed or stands still
 
-# What moves a terminal's cursor, changes its colours or ends a line; and halves of characters, which cannot be written.
-_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# Letters to Unicode that show nothing: Hangul fillers, and the supplementary variation selectors.
+_BLANKS = re.compile("[\u115f\u1160\u3164\uffa0\U000e0100-\U000e01ef]")
+# Format characters with a shape of their own (Arabic, Syriac and Kaithi number and verse signs).
+_SIGNS = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd]")
+_JOINERS = "\u200c\u200d"
 
 
 def visible(text: str, keep: str = "") -> str:
-    """The text with control characters, except those in `keep`, written out: `\\x1b`, `\\n`."""
-    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+    """The text with all that a terminal would obey or not show, except what is in `keep`, written out: `\\x1b`, `\\n`.
+
+    Control and format characters (also those that turn the direction of writing), line and paragraph separators,
+    letters of private use, not in Unicode yet, or blank. A joiner (ZWJ, ZWNJ) stays between two characters beyond
+    ASCII, where Persian, the scripts of India and emoji need it.
+    """
+    hidden = "".join(letter for letter in set(text) - set(keep) if not letter.isprintable() or _BLANKS.match(letter))
+    if not hidden:
+        return text
+    return re.sub(f"[{re.escape(hidden)}]", lambda found: _shown(text, found.start()), text)
+
+
+def _shown(text: str, at: int) -> str:
+    """The letter at a place of the text, written out unless it has to stay there."""
+    letter = text[at]
+    if letter in _JOINERS:
+        around = text[max(0, at - 1) : at + 2]
+        stays = len(around) == 3 and not any(other.isascii() or other in _JOINERS for other in (around[0], around[2]))
+    else:
+        is_wide_space = letter.isspace() and letter > "\x9f" and letter not in "\u2028\u2029"
+        stays = is_wide_space or _SIGNS.match(letter) is not None
+    return letter if stays else _escape(letter)
+
+
+def _escape(letter: str) -> str:
+    escaped = repr(letter)[1:-1]
+    return escaped if escaped != letter else letter.encode("unicode_escape").decode("ascii")
 
 
 class UserError(Exception):
@@ -99,6 +128,13 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     except UserError as error:
         _say_once("".join(f"error: {fault}\n" for fault in error.faults))
         return error.exit_code
+    except OSError as error:
+        # A name that no file can have, or links in a circle: the user's own value, wherever it was first used.
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or not isinstance(error.filename, str):
+            raise
+        name = error.filename if len(error.filename) <= 80 else f"{error.filename[:60]}...{error.filename[-17:]}"
+        _say_once(f"error: {visible(name)}: {error.strerror}; choose another name\n")
+        return USER_ERROR
     except StoppedAndSaved as stopped:
         if os.environ.get("RANK", "0") == "0":  # all ranks have stopped alike
             _say_once(f"{stopped}\n")

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +15,11 @@ from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.reading import read_json
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_BYTES = 16 * 1024**2
+LARGEST_RANK = 2**20
 # Keys that change nothing for us: who made it, how A and B began, how the library is to run. What the others stand for
 # is either read below, or we do not have it: then any value but these is refused.
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")
@@ -116,16 +120,14 @@ def saved_extras(folder: Path) -> set[str]:
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder; expected a PEFT adapter ({CONFIG_FILE} and safetensors)")
-    if not path.is_file():
+    if not os.path.lexists(path):
         merged = "; it is a model, not an adapter" if (folder / "config.json").is_file() else ""
         raise CheckpointError(f"{folder}: has no {CONFIG_FILE}{merged}; expected the folder of a PEFT adapter")
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError("too large")
-        fields: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        fields: Any = read_json(path, _MAX_BYTES)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable JSON file; fetch or export the adapter again") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: found a JSON {type(fields).__name__}, expected an object with peft_type")
@@ -142,11 +144,13 @@ def _unsupported(path: Path, key: str, value: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    )  # an integer of JSON may be too large for a float
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_RANK
 
 
 def _is_flag(value: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from recipe_lib.checkpoint.files import CHUNK_BYTES, FileRecord, HashedFile
 from recipe_lib.errors import CheckpointError
+from recipe_lib.reading import check_regular, open_regular
 from recipe_lib.units import format_bytes
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
@@ -55,8 +56,12 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Reads and checks a file's header; CheckpointError if it is cut short, a pointer, or not this format."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    try:
+        size = check_regular(path)
+        file = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); fetch the file again") from None
+    with file:
         start = file.read(max(8, len(_LFS_POINTER)))
         if start.startswith(_LFS_POINTER):
             raise CheckpointError(

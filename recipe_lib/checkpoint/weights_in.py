@@ -1,6 +1,6 @@
 """A checkpoint folder's weights: what is wrong with them, from their headers; then each rank's own slices of them."""
 
-import json
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers, stored_weights
 from recipe_lib.models.extra import extra_tensors, reset_extra
@@ -20,6 +21,7 @@ from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
 from recipe_lib.ops.device import holds_values
+from recipe_lib.reading import read_json
 from recipe_lib.units import MIB
 
 INDEX = "model.safetensors.index.json"
@@ -162,10 +164,10 @@ def _no_weights(folder: Path) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError("too large")
-        index: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        index: Any = read_json(path, MAX_INDEX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download it again") from error
+    except ValueError as error:
         raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
@@ -177,11 +179,13 @@ def _plain_file(folder: Path, name: str, named_by: str) -> Path:
     """The file, if its name is a plain one: an index may not name files elsewhere. Links are the user's own."""
     if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
         raise CheckpointError(
-            f"{folder / named_by}: names the file {name!r}; expected plain names of .safetensors files in its own "
-            "folder; take the checkpoint from a source you trust"
+            f"{folder / named_by}: names the file {show(name)!r}; expected plain names of .safetensors files in its "
+            "own folder; take the checkpoint from a source you trust"
         )
-    if not (folder / name).exists():
-        raise CheckpointError(f"{folder / named_by}: names {name}, which is missing; download it with `tune download`")
+    if not os.path.exists(folder / name):
+        raise CheckpointError(
+            f"{folder / named_by}: names {show(name)}, which is missing; download it with `tune download`"
+        )
     return folder / name
 
 

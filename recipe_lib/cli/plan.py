@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.launch import cores, environment
 from recipe_lib.cli.recipes import Recipe, load_module, recipe_for
-from recipe_lib.cli.run import REFUSED, WITH_VALUE, WITHOUT_VALUE, check_launch, value_of
+from recipe_lib.cli.run import REFUSED, WITH_VALUE, WITHOUT_VALUE, check_launch, refuse_second, value_of
 from recipe_lib.config import load_config
 from recipe_lib.config.places import list_configs
 from recipe_lib.config.plugins import load_plugin
@@ -146,6 +146,7 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(torchrun's flags, the other words): they may stand anywhere, as `tune plan` starts nothing."""
     flags: list[str] = []
     others: list[str] = []
+    given: dict[str, str] = {}
     position = 0
     while position < len(words):
         word = words[position]
@@ -157,6 +158,7 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):
             taken = 1
         elif flag in WITH_VALUE:
+            refuse_second(given, words[position : position + 2])
             taken = 1 if equals else 2
         if position + taken > len(words):
             raise ConfigError(f"tune plan: {show(word)}: expected a value")

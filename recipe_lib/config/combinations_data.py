@@ -55,6 +55,14 @@ DATA: tuple[Incompatible, ...] = (
         reads=("data.sources", "validation.source"),
     ),
     Incompatible(
+        "padding beyond the longest row",
+        lambda cfg: cfg.data.pad_to_multiple > cfg.max_seq_len,
+        ("data.pad_to_multiple", "max_seq_len"),
+        "every row would be padded beyond the longest that there can be",
+        "lower data.pad_to_multiple to max_seq_len or less",
+        ("data.pad_to_multiple=4096",),
+    ),
+    Incompatible(
         "template without turns",
         lambda cfg: formats(cfg) <= {"text", "prompt_completion"},
         ("data.format", "data.template"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.rope_config import is_positive, read_rope
+from recipe_lib.models.sizes import check_sizes
 from recipe_lib.models.spec import DecoderSpec
 
 _COMMON: dict[str, Any] = {
@@ -118,6 +119,7 @@ class Fields:
 def read_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """See `recipe_lib.models.spec.spec_from_config`."""
     refuse_quantised(config, where)
+    check_sizes(config, where)
     config = text_config(config)
     refuse_quantised(config, where)
     family = _family(config, where)

@@ -37,8 +37,10 @@ def foreign_spec(config: Mapping[str, Any], where: str, source: str = TRANSFORME
     """
     from recipe_lib.models.families import refuse_quantised
     from recipe_lib.models.foreign_build import describe_foreign
+    from recipe_lib.models.sizes import check_sizes
 
     refuse_quantised(config, where)
+    check_sizes(config, where)
     return describe_foreign(dict(config), where, source)
 
 

@@ -57,14 +57,14 @@ class SentencePieceVocabulary:
 
     matches_added = False
 
-    def __init__(self, path: Path, legacy: bool, special: Iterable[str]) -> None:
-        """legacy: text after a special token begins like a new text (the Llama-2 convention of Hugging Face).
+    def __init__(self, path: Path, model: bytes, legacy: bool, special: Iterable[str]) -> None:
+        """path: named in errors. model: what the file holds. legacy: text after a special token begins like a new text
+        (the Llama-2 convention of Hugging Face).
 
         special: strings that ordinary text must not turn into one token, even where the model would.
         """
         from sentencepiece import SentencePieceProcessor
 
-        model = path.read_bytes()
         try:
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
@@ -131,10 +131,11 @@ class TiktokenVocabulary:
     bos_id: int | None = None
     eos_id: int | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes) -> None:
+        """path: named in errors."""
         import tiktoken
 
-        ranks = _read_ranks(path)
+        ranks = _read_ranks(path, content)
         self.size = len(ranks)
         self._ids = ranks
         self._bytes = sorted(ranks, key=ranks.__getitem__)
@@ -167,10 +168,11 @@ class JsonVocabulary:
     bos_id: int | None = None
     eos_id: int | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: bytes) -> None:
+        """path: named in errors. file: what it holds."""
         import tokenizers
 
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        text = file.decode("utf-8", errors="replace")
         try:
             self._first = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
@@ -287,9 +289,9 @@ def _byte_level_table() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
+def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:

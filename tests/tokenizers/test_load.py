@@ -96,7 +96,7 @@ def test_tiktoken_of_an_unknown_kind_needs_its_special_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("tokenizer_config.json", b"{", r"tokenizer_config.json:1: column 2: invalid JSON"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config.json: line 1 column 2: invalid JSON"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config.json: found list, expected a JSON object"),
         ("tokenizer_config.json", b'{"eos_token": "<none>"}', r"found eos_token '<none>', which is no token"),
         ("tokenizer_config.json", b'{"a": "\xff"}', r"a byte that is not UTF-8 at 7"),
