@@ -34,11 +34,12 @@ def build_optimizer(
 
     params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the host. Alone, or with
     their names, by which Muon chooses and which tell apart what is drawn by chance. seed: the root of that.
-    device: the device that computes; `implementation: auto` takes fused kernels where torch has them and they are right.
+    device: the device that computes; `implementation: auto` takes fused kernels where torch has right ones.
     The implementations agree to rounding and differ in time and in the temporary memory of a step (`foreach` takes
     up to one more copy of the parameters, `fused` and `single` next to nothing).
     ConfigError when there is nothing to train, for Muon without names, for a fused SGD that torch lacks or has wrong,
-    and where ranks share a matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have nothing, if others do.
+    and where ranks share a matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have
+    nothing, if others do.
     """
     found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
     named = {parameter: name for name, parameter in found if parameter.requires_grad}
