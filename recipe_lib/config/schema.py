@@ -42,7 +42,8 @@ class OptimizerConfig:
     momentum: float | None = key(None, "Momentum; null: for sgd 0, for muon 0.95.", minimum=0, below=1)
     implementation: str = key(
         "auto",
-        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused.",
+        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused where "
+        "torch has such a kernel and it is right (for SGD neither with FSDP nor in bf16 on a CPU), else foreach.",
         choices=("auto", "fused", "foreach", "single"),
     )
     state_bits: int | None = key(
