@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.launch import cores, environment
+from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.recipes import Recipe, load_module, recipe_for
 from recipe_lib.cli.run import REFUSED, WITH_VALUE, WITHOUT_VALUE, check_launch, refuse_second, value_of
 from recipe_lib.config import load_config
@@ -165,16 +165,6 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
         (flags if taken else others).extend(words[position : position + max(1, taken)])
         position += max(1, taken)
     return flags, others
-
-
-def check_output(option: str, path: str | None) -> None:
-    """Refuses a file that could not be written, before the work is done."""
-    if path is None or (option == "--json" and path == "-"):
-        return
-    if os.path.isdir(path):
-        raise ConfigError(f"{option}: {show(path)} is a folder; expected the name of a file")
-    if not os.path.isdir(os.path.dirname(path) or "."):
-        raise ConfigError(f"{option}: {show(os.path.dirname(path))}: no such folder; make it, or choose another name")
 
 
 def rank_count(flags: Sequence[str]) -> tuple[int, int]:

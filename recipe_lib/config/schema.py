@@ -321,7 +321,9 @@ class FullFinetuneConfig:
     loss: str = key("cross_entropy", "The loss.", kind="loss")
     clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
     output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.", path=True)
-    overwrite: bool = key(False, "Replace what an earlier run left in output_dir.")
+    overwrite: bool = key(
+        False, "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays."
+    )
     resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)
     compile: bool = key(False, "torch.compile each layer.")
     matmul_dtype: str | None = key(
