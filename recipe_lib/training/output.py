@@ -30,8 +30,9 @@ CONFIG_FILE = "config.yaml"
 def check_output(cfg: FullFinetuneConfig) -> None:
     """ConfigError if output_dir holds the work of an earlier run that this one would mix with. Nothing is written."""
     folder = Path(cfg.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file, expected a folder or a new name; choose another output_dir")
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "a file" if folder.exists() else "a link that leads nowhere"
+        raise ConfigError(f"output_dir: {folder} is {what}, expected a folder or a new name; choose another output_dir")
     if folder.is_dir():
         unlock_output(_lock(folder, fcntl.LOCK_SH))
     if cfg.overwrite:
