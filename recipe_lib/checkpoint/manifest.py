@@ -88,6 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _from_fields(fields: dict[str, Any]) -> Manifest:
+    if not isinstance(fields.get("files"), list):
+        raise DamagedState(f"{MANIFEST} lists no files")
     try:
         manifest = Manifest(
             step=fields["step"],

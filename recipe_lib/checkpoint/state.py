@@ -275,7 +275,10 @@ def _presence_damage(path: Path) -> str | None:
 
 def _manifest_of(path: Path) -> Manifest:
     try:
-        return check_presence(path)
+        manifest = check_presence(path)
+        if all(record.name != STATE for record in manifest.files):
+            raise DamagedState(f"{STATE} is missing")
+        return manifest
     except DamagedState as damage:
         raise CheckpointError(f"{path}: {damage}; find_state takes one that is whole: set resume=latest") from damage
 

@@ -8,6 +8,7 @@ from typing import Any
 from recipe_lib import reading
 from recipe_lib.errors import DataError
 
+LARGEST_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
 TEMPLATE_LIMIT = 2**24  # bytes; the longest template in use has some 20 KB
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -29,7 +30,7 @@ class AddedToken:
         try:
             number = entry["id"] if id is None else id
             flags = {name: bool(entry.get(name, name == "special")) for name in ("special", "lstrip", "rstrip")}
-            if not isinstance(entry["content"], str) or not entry["content"] or not isinstance(number, int):
+            if not isinstance(entry["content"], str) or not entry["content"] or not is_id(number):
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
             raise DataError(
@@ -37,6 +38,11 @@ class AddedToken:
                 "copy the file again"
             ) from None
         return AddedToken(entry["content"], number, **flags)
+
+
+def is_id(number: Any) -> bool:
+    """Whether a value out of JSON can be a token's id."""
+    return type(number) is int and 0 <= number < LARGEST_VOCABULARY
 
 
 @dataclass

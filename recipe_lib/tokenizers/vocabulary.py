@@ -7,13 +7,14 @@ text can produce one here. What all kinds share (special tokens, BOS, decoding) 
 import base64
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers.special_tokens import AddedToken
+from recipe_lib.tokenizers.special_tokens import LARGEST_VOCABULARY, AddedToken
 
 
 class Place(Enum):
@@ -172,9 +173,13 @@ class JsonVocabulary:
         """path: named in errors. file: what it holds."""
         import tokenizers
 
+        self._path = path
         text = file.decode("utf-8", errors="replace")
         try:
-            self._first = tokenizers.Tokenizer.from_str(text)
+            with _no_panic(path):
+                self._first = tokenizers.Tokenizer.from_str(text)
+        except DataError:
+            raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
             raise DataError(f"{path}: found no tokenizer ({_first_line(error)}); copy the file again") from None
         content = json.loads(text)
@@ -186,15 +191,21 @@ class JsonVocabulary:
         self._inner = self._variant(content, keep_always=False)
         pieces = content["model"]["vocab"]
         self.size = max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
+        if self.size > LARGEST_VOCABULARY:
+            raise DataError(
+                f"{path}: found the id {self.size - 1}, expected ids below {LARGEST_VOCABULARY}; copy the file again"
+            )
         self.eats_first_space = _eats_first_space(content.get("decoder"))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
-        self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
+        with _no_panic(path):
+            self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
         self._to_bytes = _bytes_of_pieces(content.get("decoder"))
 
     def encode(self, text: str, place: Place) -> list[int]:
         """Ids of a piece of ordinary text; added tokens that are not special are found in it."""
         chosen = {Place.START: self._first, Place.AFTER_SPECIAL: self._after_special, Place.INSIDE: self._inner}[place]
-        return chosen.encode(text, add_special_tokens=False).ids
+        with _no_panic(self._path):
+            return chosen.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token: int) -> bytes:
         """What an id stands for; part of a character for some, nothing for ids that are not used."""
@@ -325,5 +336,18 @@ def _broken(text: str, pattern: re.Pattern[str] | None) -> list[str]:
     return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
-def _first_line(error: Exception) -> str:
+@contextmanager
+def _no_panic(path: Path) -> Iterator[None]:
+    """What a file makes the library written in Rust give up on, which is no Exception in Python, is a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{path}: the tokenizers library gave up on it ({_first_line(error)}); copy the file again"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

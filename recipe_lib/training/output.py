@@ -43,8 +43,9 @@ def check_output(cfg: FullFinetuneConfig) -> None:
     """
     check_no_secrets(cfg)  # config.yaml is what was used, to the letter
     folder = Path(cfg.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file, expected a folder or a new name; choose another output_dir")
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "a file" if folder.exists() else "a link that leads nowhere"
+        raise ConfigError(f"output_dir: {folder} is {what}, expected a folder or a new name; choose another output_dir")
     if not folder.is_dir():
         return
     unlock_output(_lock(folder, fcntl.LOCK_SH))

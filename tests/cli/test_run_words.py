@@ -92,7 +92,7 @@ MISTAKES = [
     ),
     (
         ["--nproc_per_node", "9" * 9, RECIPE],
-        "--nproc_per_node 999999999: expected a number from 1 to 99999, or auto, cpu, gpu, xpu",
+        "tune run: --nproc_per_node 999999999: expected a number from 1 to 99999, or auto, cpu, gpu, xpu",
     ),
     (["--nnodes", "2:1", RECIPE], "tune run: --nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999"),
     (["--no-python", RECIPE], "tune run: --no-python cannot be used: RECIPE is the name of a recipe or a .py file"),

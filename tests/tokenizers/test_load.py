@@ -158,3 +158,28 @@ def test_stop_ids_hold_the_end_of_turn(tmp_path):
     assert made.stop_ids == {made.eos_id, made.encode("<|im_end|>", allow_special=True)[0]}
     strange = load_tokenizer(write_json(tmp_path / "b", template="{{ raise_exception('no') }}"))
     assert strange.stop_ids == {strange.eos_id}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "line"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "tokenizers library gave up on it"),
+        ("normalizer", {"type": "x"}, "found no tokenizer"),
+        ("vocab", 2**31, "found the id 2147483648, expected ids below 134217728"),
+        ("vocab", 2**40, "found no tokenizer"),
+        ("added_tokens", {"id": 2**31, "content": "<z>", "special": True}, "found the added token"),
+        ("added_tokens", {"id": -1, "content": "<z>", "special": True}, "found (no tokenizer|the added token)"),
+    ],
+)
+def test_a_hostile_tokenizer_json(part, value, line, tmp_path):
+    write_json(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    if part == "vocab":
+        content["model"]["vocab"]["zz"] = value
+    elif part == "added_tokens":
+        full = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        content["added_tokens"].append(full | value)
+    else:
+        content[part] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    refused(line, tmp_path)
