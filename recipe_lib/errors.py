@@ -21,6 +21,8 @@ from recipe_lib.redaction import redact
 
 # Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a launcher.
 FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
+# Lies in it when a rank has told why the run ends on this machine, in place of the launcher.
+SAID_FILE = "said_why_all_end"
 
 DONE = 0
 USER_ERROR = 2

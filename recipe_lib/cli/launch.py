@@ -25,6 +25,7 @@ from recipe_lib.errors import (
     FOLDER_VARIABLE,
     OUT_OF_MEMORY,
     PEER_FAILED,
+    SAID_FILE,
     STOPPED_AND_SAVED,
     STORAGE,
     USER_ERROR,
@@ -34,6 +35,7 @@ from recipe_lib.errors import (
 PARENT_VARIABLE = "TUNE_LAUNCHER_PID"
 CRASHED = 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LEAVING_SECONDS = 4.0  # for the ranks of this machine to end, when one of them has said why all do
 SAVE_SECONDS = 600  # longest wait for the other ranks of this machine to finish saving
 
 
@@ -111,7 +113,7 @@ class Launcher:
                 return 128 + self.received[0]
             thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
             thread.start()
-            self.finished.wait()
+            self._wait()
             thread.join()
         finally:
             for number, handler in former.items():
@@ -133,15 +135,28 @@ class Launcher:
         finally:
             self.finished.set()
 
+    def _wait(self) -> None:
+        """Until torchrun's agent has finished. It gives ranks that do not end 30 seconds, those that are stopped too;
+        if one has said that the run is over, the others are killed before that."""
+        said = None
+        while not self.finished.wait(0.2):
+            if said is None and (self.folder / SAID_FILE).exists():
+                said = time.monotonic()
+            if said is not None and time.monotonic() - said > LEAVING_SECONDS:
+                self._signal_ranks(signal.SIGKILL)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
         (self.folder / "stop").touch()
         passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if len(self.received) > 2:
             passed_on = signal.SIGKILL  # asked three times: the ranks do not answer
+        self._signal_ranks(passed_on)
+
+    def _signal_ranks(self, number: int) -> None:
         for file in (self.folder / "pids").iterdir():
             try:
-                os.kill(int(file.name), passed_on)
+                os.kill(int(file.name), number)
             except ProcessLookupError:
                 continue
 
@@ -154,7 +169,8 @@ class Launcher:
             return DONE
         if isinstance(self.outcome, ChildFailedError):
             codes = {rank: failure.exitcode for rank, failure in self.outcome.failures.items()}
-            code, line = judge(codes, self.received[0] if self.received else None)
+            said = (self.folder / SAID_FILE).exists()
+            code, line = judge(codes, self.received[0] if self.received else None, said)
             if line:
                 print(line, file=sys.stderr)
             return code
@@ -165,15 +181,17 @@ class Launcher:
         raise self.outcome
 
 
-def judge(codes: dict[int, int], stopped_by: int | None) -> tuple[int, str]:
+def judge(codes: dict[int, int], stopped_by: int | None, said: bool = False) -> tuple[int, str]:
     """The exit code of the whole and, where the ranks have not said it, a line about what happened.
 
     codes: rank -> exit code of the ranks of this machine that did not end with 0; negative: killed by that signal.
-    stopped_by: the signal that the launcher received, if any.
+    stopped_by: the signal that the launcher received, if any. said: whether a rank has said why all end.
     """
     for code in (OUT_OF_MEMORY, STORAGE, DIVERGED, USER_ERROR, STOPPED_AND_SAVED):
         if code in codes.values():
             return code, ""
+    if said:  # of a rank that was stopped, or is elsewhere; who was killed here, by the launcher, is not the cause
+        return PEER_FAILED, ""
     if stopped_by is not None:
         return 128 + stopped_by, f"stopped by {signal.Signals(stopped_by).name} before a state was saved"
     # Ranks that ended, or that the agent ended with SIGTERM, because another had failed, are not the cause.

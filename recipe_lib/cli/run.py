@@ -29,8 +29,8 @@ Flags before RECIPE are torchrun's; without any, the recipe runs in this process
   tune run --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT RECIPE --config CONFIG
 
 SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit codes: 0 done, 2 a mistake to correct,
-3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a write, 7 a rank of a
-pipeline is gone or stands still."""
+3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a write, 7 a rank is
+gone, stopped or stands still."""
 
 # torchrun's flags, spelt with hyphens, so that most command lines are understood without importing torch.
 WITH_VALUE = {

@@ -14,7 +14,6 @@ _IDLE = {
     "pipeline_stages_per_rank": "3",
     "pipeline_put_off": "1",
     "pipeline_split": "memory",
-    "pipeline_timeout": "60",
 }
 _HAVE_WEIGHTS_LATER = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
 

@@ -134,12 +134,6 @@ class ParallelConfig:
         choices=("time", "memory"),
         minimum=1,
     )
-    pipeline_timeout: float = key(
-        300.0,
-        "Seconds without progress of a pipeline after which all its ranks end, naming who stands still.",
-        minimum=1.0,
-        most=604800,
-    )
     wrapping: str | list[str] = key(
         "auto",
         "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
@@ -149,6 +143,12 @@ class ParallelConfig:
     reshard_after_forward: bool = key(True, "Free a unit's gathered parameters after its forward; false: keep them.")
     reduce_dtype: str | None = key(
         None, "Gradients are summed over ranks in it; null: their own.", choices=("fp32", "bf16")
+    )
+    heartbeat_timeout_seconds: float = key(
+        60.0,
+        "Seconds that a rank waits in a step for one that does not answer or stands still: then all ranks end, with a "
+        "line that names it, and exit code 7. Loading, validation and saving may take longer.",
+        minimum=1.0,
     )
 
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from recipe_lib import errors
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
+from recipe_lib.parallel.heartbeat import Heartbeat, PeerFailedError, outlast_heartbeat, start_heartbeat
 
 # Outermost first: neighbours share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
@@ -48,6 +49,7 @@ class World:
     mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the
     different batches is ours: the ranks of a pipeline and of a tensor-parallel group have the same. tensor: that group;
     None: each rank has whole matrices. pipeline: this rank's place among those that the layers are divided among.
+    heartbeat: is told what this rank comes to, and ends all ranks if one of them fails or stands still.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class World:
     data_ranks: int
     tensor: Group | None = None
     pipeline: Place | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -114,9 +117,9 @@ class World:
     def raise_together(self) -> Iterator[None]:
         """A UserError inside the block on any rank is raised on all of them, with the lowest failing rank's faults.
 
-        Faults are told once: on every rank but 0 the error carries no lines. Another exception keeps its traceback on
-        the rank where it happened; the other ranks end with a RuntimeError that names that rank. The block itself
-        must hold no collective, since a rank that failed would be missing in it.
+        Faults are told once a machine: on every other rank the error carries no lines. Another exception keeps its
+        traceback on the rank where it happened; the others end with a PeerFailedError that names that rank. The block
+        itself should hold no collective: a rank that failed is missing in it, and the others end by the heartbeat.
         """
         try:
             yield
@@ -134,8 +137,8 @@ class World:
             return
         rank, (kind, faults) = next((rank, entry) for rank, entry in enumerate(told) if entry)
         if not kind:
-            raise RuntimeError(f"rank {rank} failed: {faults[0]}") from mine
-        raise getattr(errors, kind)(*(faults if self.is_main else [])) from mine
+            raise PeerFailedError(f"rank {rank} failed: {faults[0]}") from mine
+        raise getattr(errors, kind)(*(faults if self.local_rank == 0 else [])) from mine
 
     def agree(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`fn(...)` on every rank, under `raise_together`."""
@@ -152,10 +155,14 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
     the end of the process when there are other ranks: taking it down would wait for ranks that may never come.
 
     Raises SetupError: incomplete environment, no such device, fewer GPUs than processes, mesh and ranks that differ.
-    A UserError that several ranks raise on their own is told by the first of them only.
+    A UserError that several ranks raise on their own is told by the first of them only. What one rank raises alone
+    ends the others too, which do not return from here: see `heartbeat`.
     """
+    timeout = cfg.parallel.heartbeat_timeout_seconds
     if dist.is_initialized():
-        yield _make_world(cfg, dist.get_rank(), dist.get_world_size(), _read_integer("LOCAL_RANK", default=0))
+        with start_heartbeat(timeout) as heartbeat:
+            local_rank = _read_integer("LOCAL_RANK", default=0)
+            yield _make_world(cfg, dist.get_rank(), dist.get_world_size(), local_rank, heartbeat)
         return
     rank, size, local_rank = _read_environment()
     device_type = _device_type(cfg.device)
@@ -166,25 +173,28 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
     store = _join_group(device_type, rank, size)
     healthy = False
     try:
-        yield _make_world(cfg, rank, size, local_rank)
+        with start_heartbeat(timeout) as heartbeat:
+            world = _make_world(cfg, rank, size, local_rank, heartbeat)
+            outlast_heartbeat(timeout)
+            yield world
         healthy = True
     except StoppedAndSaved:
         healthy = True
         raise
     except UserError as error:
-        _tell_once(error, store, rank)
+        _tell_once(error, store, local_rank)
         raise
     finally:
         if healthy or size == 1:
             dist.destroy_process_group()
 
 
-def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int) -> World:
+def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int, heartbeat: Heartbeat) -> World:
     """The world on the process group that is there."""
     device_type = _device_type(cfg.device)
     mesh = init_device_mesh(device_type, mesh_shape(cfg.parallel, size), mesh_dim_names=MESH_DIMS)
     device = torch.device(device_type, local_rank) if device_type != "cpu" else torch.device("cpu")
-    return world_of(mesh, rank, size, local_rank, device)
+    return replace(world_of(mesh, rank, size, local_rank, device), heartbeat=heartbeat)
 
 
 def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device) -> World:
@@ -323,19 +333,20 @@ def _join_group(device_type: str, rank: int, size: int) -> dist.Store:
     return store
 
 
-def _tell_once(error: UserError, store: dist.Store, rank: int) -> None:
-    """Takes those faults off the error that another rank tells.
+def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
+    """Takes those faults off the error that another rank of this machine tells.
 
-    A rank with nothing left to tell waits for rank 0, which prints just after it leaves: a launcher that sees the
-    first rank end ends the others, and the line would be lost.
+    A rank with nothing left to tell waits for the machine's first one, which prints just after it leaves: a launcher
+    that sees a rank end ends the others, and the line would be lost.
     """
+    node = os.environ.get("GROUP_RANK", "0")
     try:
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        error.faults = [fault for fault in error.faults if store.add(f"told/{fault}", 1) == 1]
-        if rank == 0:
-            store.set("main_left", "yes")
+        error.faults = [fault for fault in error.faults if store.add(f"told/{node}/{fault}", 1) == 1]
+        if local_rank == 0:
+            store.set(f"first_left/{node}", "yes")
         elif not error.faults:
-            store.wait(["main_left"])
+            store.wait([f"first_left/{node}"])
             time.sleep(_PRINTING_SECONDS)
     except RuntimeError:
         return  # the store is gone with the rank that held it: whatever is left to tell is told

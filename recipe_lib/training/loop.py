@@ -15,6 +15,7 @@ from recipe_lib.data import StepBatches
 from recipe_lib.errors import DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
+from recipe_lib.parallel import beats
 from recipe_lib.training.communication import CommunicationProbe, describe
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.metrics import step_metrics
@@ -81,6 +82,7 @@ class TrainingLoop:
 
     def __exit__(self, *exception: Any) -> bool | None:
         self._probe.close()
+        self._world.heartbeat.is_ending = exception[0] is not None
         if exception[0] is None:
             self._log.close("done")
         return self._stack.__exit__(*exception)
@@ -89,6 +91,7 @@ class TrainingLoop:
         """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step."""
         source, first = self._data.batches(self.step), True
         while self.step < self.total_steps:
+            self._world.heartbeat.enter(f"step {self.step + 1}", beats.FIRST_STEP if first else beats.STEP)
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
@@ -100,6 +103,7 @@ class TrainingLoop:
                 first = False
             yield batches
             del batches
+        self._world.heartbeat.enter("exporting")
 
     def finish(self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]) -> None:
         """Records a step, then validates and saves where that is due.
@@ -108,12 +112,16 @@ class TrainingLoop:
         epoch, and after the last. Raises DivergedError if loss or gradient are not finite; StoppedAndSaved once any
         rank was told to stop.
         """
+        heartbeat = self._world.heartbeat
         self._record(step, batches)
         if self._validation_is_due():
+            heartbeat.enter(f"validation after step {self.step}")
             self._log.validation({"step": self.step} | dict(validate()))
+            heartbeat.enter(f"end of step {self.step}")
         stopped = self._stop.agreed(self._world)
         every = self._cfg.checkpoint.save_every_steps
         if stopped or (every is not None and (self.step % every == 0 or self.step == self.total_steps)):
+            heartbeat.enter(f"saving step {self.step}")
             path = save_run(self._cfg, self.step, self._model, self._optimizer, self._data, self._world)
         if stopped:
             self._log.close("stopped")
@@ -124,6 +132,7 @@ class TrainingLoop:
         loss, grad_norm = step.loss.item(), step.grad_norm.item()  # the one place that waits for the device
         seconds = time.perf_counter() - self._began
         self.step += 1
+        self._world.heartbeat.enter(f"recording step {self.step}")
         peak, of_places = peaks_of_places(self._peak.read(), self._world)
         shares = self._probe.end(seconds)
         line = step_metrics(

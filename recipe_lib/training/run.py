@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.logs import get_logger
+from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.parallel import World, start_world
 from recipe_lib.training.data import prepare
 from recipe_lib.training.extra import check_models, check_trained, check_values
@@ -42,21 +43,31 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Runs a recipe: one process, or under torchrun every rank.
 
     Rows are tokenised before there is a process group, so that no rank waits for them in a collective. What is wrong
-    with config, model or data is told once, when the ranks agree on it. No parameter enters training with what its
-    memory held before. Raises UserError and StoppedAndSaved.
+    with config, model or data is told once: where the ranks agree on it, or else as the heartbeat has it, by which what
+    one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with
+    what its memory held before. Raises UserError and StoppedAndSaved.
     """
     prepare(cfg)
     with start_world(cfg) as world:
+        heartbeat = world.heartbeat
         set_seeds(cfg.seed, world, alike=cfg.model.source != "native")
+        heartbeat.enter("setting up")
         recipe: Recipe = world.agree(recipe_class, cfg, world)
+        heartbeat.enter("reading data")
         world.agree(recipe.setup_data)
-        recipe.setup_model()
-        check_models(recipe, cfg, world)
-        recipe.load_weights()
-        check_values(recipe, world)
-        recipe.setup_optimizer()
-        check_trained(recipe, world)
-        for line in recipe.describe():
-            get_logger().info(line)
-        recipe.resume()
+        with explain_out_of_memory("setting up the model", cfg, PeakMemory(world.device)):
+            heartbeat.enter("setting up the model")
+            recipe.setup_model()
+            check_models(recipe, cfg, world)
+            heartbeat.enter("loading weights")
+            recipe.load_weights()
+            check_values(recipe, world)
+            heartbeat.enter("setting up the optimizer")
+            recipe.setup_optimizer()
+            check_trained(recipe, world)
+            for line in recipe.describe():
+                get_logger().info(line)
+            heartbeat.enter("resuming")
+            recipe.resume()
+        heartbeat.enter("starting to train")
         recipe.train()

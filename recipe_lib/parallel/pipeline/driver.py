@@ -142,6 +142,10 @@ class Pipeline:
 
         The head's copy is marked `is_copy`: in the norm of all gradients one of them counts.
         """
+        self._sum_tied_gradients()
+        self._world.heartbeat.count_anew()  # two ranks have exchanged more than the others
+
+    def _sum_tied_gradients(self) -> None:
         last = rank_of_stage(self._parallel, self._stages - 1)
         if not self._model.spec.tied or last == 0 or self._place not in (0, last):
             return

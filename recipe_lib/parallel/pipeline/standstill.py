@@ -66,21 +66,12 @@ class Ranks:
         return f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))})"
 
 
-def silent(stands: dict[int, Stand | None]) -> list[int]:
-    """The ranks that have not answered."""
-    return [rank for rank, stand in stands.items() if stand is None]
-
-
-def culprits(stands: dict[int, Stand | None], ranks: Ranks, timeout: float) -> list[int]:
+def culprits(known: dict[int, Stand], ranks: Ranks, timeout: float) -> list[int]:
     """The ranks that the others wait for, none of which waits for another itself; empty: work goes on somewhere.
 
-    stands: by rank, None for one that has not answered. Of ranks that compute for long those are left out that have a
-    peer, with the same actions, which is not as far yet: they wait for it in a collective. If all wait for each other
-    it is all of them.
+    known: by rank. Of ranks that compute for long those are left out that have a peer, with the same actions, which is
+    not as far yet: they wait for it in a collective. If all wait for each other it is all of them.
     """
-    if silent(stands):
-        return silent(stands)
-    known = {rank: stand for rank, stand in stands.items() if stand is not None}
     free = [rank for rank, stand in known.items() if stand.what in (BETWEEN, COMPUTES)]
     if not free:
         return [] if any(stand.seconds < timeout - _SLACK for stand in known.values()) else list(known)
@@ -94,27 +85,9 @@ def culprits(stands: dict[int, Stand | None], ranks: Ranks, timeout: float) -> l
     return [rank for rank in candidates if known[rank].seconds >= timeout - _SLACK]
 
 
-def standstill_line(stands: dict[int, Stand | None], found: list[int], ranks: Ranks, asker: int, timeout: float) -> str:
-    """One line about `culprits`: who, where, since when, what the rank that asked waits for, and the remedy."""
-    what = []
-    for rank in found[:4]:
-        stand = stands[rank]
-        if stand is None:
-            what.append(f"{ranks.name(rank)} does not answer")
-        elif stand.what == WAITS:
-            what.append(
-                f"{ranks.name(rank, stand.stage)} has waited for rank {stand.other} for {stand.seconds:.0f} s, for "
-                f"{stand.action}"
-            )
-        else:
-            what.append(f"{ranks.name(rank, stand.stage)} has stood still for {stand.seconds:.0f} s {stand.where}")
-    if len(found) > 4:
-        what.append(f"and {len(found) - 4} more ranks")
-    own = stands.get(asker)
-    if asker not in found and own is not None:
-        waits = f"waits for rank {own.other}, for {own.action}" if own.what == WAITS else f"is {own.where}"
-        what.append(f"{ranks.name(asker, own.stage)} {waits}")
-    return (
-        f"pipeline: {'; '.join(what)}; nothing has moved for parallel.pipeline_timeout={timeout:g} seconds: set it "
-        "higher if the step is only slow"
-    )
+def words(ranks: Ranks, rank: int, stand: Stand) -> str:
+    """Who is where since when, and waits for whom; "" for a rank between two steps."""
+    name = ranks.name(rank, stand.stage)
+    if stand.what == WAITS:
+        return f"{name} has waited for rank {stand.other} for {stand.seconds:.0f} s, for {stand.action}"
+    return f"{name} has stood still for {stand.seconds:.0f} s {stand.where}" if stand.kind else ""
