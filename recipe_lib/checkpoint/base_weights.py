@@ -24,8 +24,9 @@ def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     for entry in sorted(entries, key=lambda entry: entry.our_name):
         with safe_open(str(found[entry.file_name].file), framework="pt") as file:
             rows = file.get_slice(entry.file_name)
-            middle = entry.start + (entry.length or rows.get_shape()[0]) // 2
-            sample = rows[middle : middle + 1].flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
+            shape = rows.get_shape()
+            middle = entry.start + (entry.length or shape[0]) // 2 if shape else 0
+            sample = (rows[middle : middle + 1] if shape else rows[...]).flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
         digest.update(f"{entry.our_name} ".encode() + sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -13,13 +13,22 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
 from recipe_lib.errors import CheckpointError
+from recipe_lib.logs import get_logger
 from recipe_lib.models.build import persistent_buffers, stored_weights
 from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.other_formats import other_weights
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import (
+    OTHER_PARTS,
+    WeightEntry,
+    ignorable,
+    is_other_part,
+    parameter_shapes,
+    weight_map,
+)
 from recipe_lib.ops.device import holds_values
-from recipe_lib.units import MIB
+from recipe_lib.units import MIB, format_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -78,6 +87,9 @@ def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) 
     expected: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         shape = shapes[entry.our_name]
+        if not shape:  # a number by itself has no rows
+            expected[entry.file_name] = ()
+            continue
         rows = entry.start + shape[0]
         expected[entry.file_name] = (max(rows, expected.get(entry.file_name, (0,))[0]), *shape[1:])
     return expected
@@ -134,13 +146,8 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
 
 
 def _no_weights(folder: Path) -> str:
-    pickled = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
-    if pickled:
-        return (
-            f"{folder}: has {pickled[0]} but no {SINGLE}; pickled weights can run code and are not read: "
-            "download the safetensors files, or convert them"
-        )
-    return f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+    nothing = f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+    return other_weights(folder, SINGLE) or nothing
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -197,9 +204,23 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
                     stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
                     continue
                 for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
-                    _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]))
+                    _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
+    _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
+
+
+def _say_left_out(found: dict[str, FileTensor], spec: ModelSpec) -> None:
+    """A line for tensors of a multimodal checkpoint's other parts, which the text model does not have."""
+    left = {name: tensor.entry.end - tensor.entry.start for name, tensor in found.items() if is_other_part(spec, name)}
+    if left:
+        parts = sorted({part for name in left for part in OTHER_PARTS if part in name.split(".")}, reverse=True)
+        get_logger().info(
+            "model: %s of the checkpoint left out (%d tensors, %s): the text model alone is trained and exported",
+            " and ".join(parts),
+            len(left),
+            format_bytes(sum(left.values())),
+        )
 
 
 def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -224,6 +245,9 @@ def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.T
 def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
     """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a time."""
     if not local.numel():
+        return
+    if not offsets:  # a number by itself
+        local.copy_(source[...])
         return
     row_bytes = max(1, local[0].numel() * 8)  # no readable type is wider than 8 bytes
     rows = max(1, READ_BYTES // row_bytes)

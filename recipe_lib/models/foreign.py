@@ -3,13 +3,16 @@
 No torch here. What is known of such a model is read off the module that its class makes (`foreign_build`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.logs import silence_torchao
 
 TRANSFORMERS = "transformers"
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     if not isinstance(kind, str) or not kind:
         raise CheckpointError(f"{where}: model_type: found {kind!r}, expected the name of an architecture")
     try:
-        made = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
+        made = AutoConfig.for_model(
+            kind, **{key: plain_numbers(value) for key, value in config.items() if key != "model_type"}
+        )
     except ValueError as error:
         if kind in str(error) and "auto_map" in config:
             remedy = (
@@ -74,10 +79,20 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     return made
 
 
+def plain_numbers(value: Any) -> Any:
+    """A value of config.json with its numbers: transformers 5 writes an infinite one as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
+            return _FLOATS[str(value["__float__"])]
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return [plain_numbers(item) for item in value] if isinstance(value, list) else value
+
+
 def require_transformers() -> None:
-    """Raises SetupError unless transformers is installed."""
+    """Raises SetupError unless transformers is installed; call it before an import, which it makes a silent one."""
     from importlib.util import find_spec
 
+    silence_torchao()
     if find_spec("transformers") is None:
         raise SetupError(
             "model.source=transformers: found no transformers, expected the extra; "

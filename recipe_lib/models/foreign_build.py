@@ -18,6 +18,7 @@ from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, transformers_config
+from recipe_lib.models.foreign_linears import layer_linears, linear_shape, uncalled_linears
 from recipe_lib.models.layers import layer_names
 
 _MANY_POSITIONS = 2**24  # of a model whose config names no limit
@@ -195,7 +196,8 @@ class Layout:
 
     shapes: name -> shape, parameters first, then the buffers that belong into a checkpoint. names: name -> every name
     that the same tensor has (several for tied ones). buffers: those of the names that are buffers. linears: every
-    linear inside the layers, name -> (outputs, inputs). prefix: what names begin with in a model with a head, and may
+    linear inside the layers, name -> (outputs, inputs). uncalled: those that are none to an adapter, see
+    `uncalled_linears`. prefix: what names begin with in a model with a head, and may
     lack in a file that was written without one.
     """
 
@@ -203,6 +205,7 @@ class Layout:
     names: dict[str, tuple[str, ...]]
     buffers: frozenset[str]
     linears: dict[str, tuple[int, int]]
+    uncalled: dict[str, str]
     prefix: str
 
 
@@ -216,35 +219,15 @@ def layout(spec: ForeignSpec) -> Layout:
     parameters = dict(model.named_parameters())
     buffers = persistent_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
-    inside = tuple(f"{name}." for name in layer_names(model))
-    linears = {
-        name: linear_shape(module)
-        for name, module in model.named_modules()
-        if name.startswith(inside) and is_linear(module)
-    }
+    linears = {name: linear_shape(module) for name, module in layer_linears(model).items()}
     return Layout(
         shapes,
         {name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
         frozenset(buffers),
         linears,
+        uncalled_linears(model),
         f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
     )
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear: nn.Linear, what is derived from it, or transformers' Conv1D."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: a linear whose weight is `[in, out]`."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-
-
-def linear_shape(module: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear."""
-    rows, columns = module.weight.shape
-    return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
 @torch.no_grad()

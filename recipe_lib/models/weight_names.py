@@ -13,7 +13,8 @@ from recipe_lib.models.spec import DecoderSpec, ModelSpec
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.bias|masked_bias)$")
-_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+OTHER_PARTS = ("vision_tower", "multi_modal_projector")  # of multimodal Gemma 3, beside the decoder
+_OTHER_PARTS = re.compile(rf"^(model\.)?({'|'.join(OTHER_PARTS)})\.")
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,12 @@ def ignorable(spec: ModelSpec, file_name: str) -> bool:
         return _BUFFERS.search(file_name) is not None or file_name in _other_names(spec)
     if spec.tied and file_name in ("lm_head.weight", "language_model.lm_head.weight"):
         return True
-    if spec.family == "gemma3" and _OTHER_PARTS.match(file_name):
-        return True
-    return _BUFFERS.search(file_name) is not None
+    return is_other_part(spec, file_name) or _BUFFERS.search(file_name) is not None
+
+
+def is_other_part(spec: ModelSpec, file_name: str) -> bool:
+    """Whether a tensor is of a part that a multimodal checkpoint has and its text model has not."""
+    return spec.family == "gemma3" and isinstance(spec, DecoderSpec) and _OTHER_PARTS.match(file_name) is not None
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
