@@ -46,6 +46,14 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a checkpoint: the file it is in, and what the file's header says of it."""
+
+    file: Path
+    entry: TensorEntry
+
+
+@dataclass(frozen=True)
 class Header:
     """The tensors of a file by name, and its free text metadata."""
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
+from recipe_lib.checkpoint.converted import load_converted, made_for
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, read_header
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.build import persistent_buffers, stored_weights
@@ -22,6 +22,7 @@ from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import (
     OTHER_PARTS,
     WeightEntry,
+    buffer_names,
     ignorable,
     is_other_part,
     parameter_shapes,
@@ -35,17 +36,7 @@ SINGLE = "model.safetensors"
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
 MAX_INDEX_BYTES = 64 * MIB
 _CHECKED = 2**24  # numbers that are looked at together
-# transformers gives the tensors of some architectures other names, or joins them, when it loads them.
-_RENAMED = "; if transformers renames them, save the model with save_pretrained(..., save_original_format=False)"
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a checkpoint: the file it is in, and what the file's header says of it."""
-
-    file: Path
-    entry: TensorEntry
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -63,19 +54,22 @@ def _match(
     """The entries to read and the tensors they lie in."""
     found = read_headers(folder)
     entries = weight_map(spec, found)
-    expected = file_shapes(entries, shapes)
+    expected = file_shapes([entry for entry in entries if entry.made is None], shapes)
+    taken = {name for entry in entries if entry.made for name in entry.made.names()}
+    buffers = buffer_names(spec)  # of any type: tables of integers too
+    counts = {entry.file_name for entry in entries if entry.our_name in buffers}
     faults = [
         _fault(folder, "is missing", "are missing", "download the folder again", expected.keys() - found.keys()),
         _fault(
             folder,
             "belongs to no part of this model",
             "belong to no part of this model",
-            "check that config.json and the weights are of one model"
-            + (_RENAMED if isinstance(spec, ForeignSpec) else ""),
-            {name for name in found.keys() - expected.keys() if not ignorable(spec, name)},
+            "check that config.json and the weights are of one model",
+            {name for name in found.keys() - expected.keys() - taken if not ignorable(spec, name)},
         ),
-        _type_fault(folder, {name: found[name] for name in expected.keys() & found.keys()}),
+        _type_fault(folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}),
         _shape_fault(folder, expected, {name: found[name] for name in found if found[name].entry.dtype in _READABLE}),
+        _conversion_fault(folder, entries, shapes, found),
     ]
     if any(faults):
         raise CheckpointError(*(fault for fault in faults if fault))
@@ -123,6 +117,30 @@ def _shape_fault(folder: Path, expected: dict[str, tuple[int, ...]], found: dict
     return (
         f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, config.json makes it "
         f"{list(expected[other[0]])}{more}; check that config.json and the weights are of one model"
+    )
+
+
+def _conversion_fault(
+    folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], found: dict[str, FileTensor]
+) -> str | None:
+    """What is wrong with tensors of which transformers makes others: their number, or their shapes."""
+    faults = []
+    for entry in entries:
+        if entry.made is not None:
+            made = entry.made.shapes(lambda name: found[name].entry.shape)
+            shape = made_for(made, entry.our_name) if made else None
+            if shape != shapes[entry.our_name]:
+                faults.append((entry, shape))
+    if not faults:
+        return None
+    (entry, shape), others = faults[0], len(faults) - 1
+    count = len(entry.made.names()) if entry.made else 0
+    result = "do not go together" if shape is None else f"make {list(shape)}"
+    more = f" (and {others} more of another shape)" if others else ""
+    return (
+        f"{folder}: {entry.file_name} and the others of the {count} tensors that {entry.our_name} is made of {result}, "
+        f"config.json makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of one "
+        "model, or download the folder again"
     )
 
 
@@ -193,8 +211,8 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
     entries, found = _match(spec, folder, parameter_shapes(spec) | shapes if divided else shapes)
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
-        if divided and entry.our_name not in shapes:
-            continue  # of another rank's stages
+        if entry.made is not None or divided and entry.our_name not in shapes:
+            continue  # see below, or of another rank's stages
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
     for path, in_file in by_file.items():
         with safe_open(str(path), framework="pt") as file:
@@ -205,6 +223,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
                     continue
                 for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
                     _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
+    load_converted(model, parameters, entries, found)
     _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
