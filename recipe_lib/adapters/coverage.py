@@ -37,7 +37,8 @@ class Coverage:
 
 def cover(model: nn.Module) -> Coverage:
     """Counts modules and numbers of a model, sharded or not."""
-    names = layer_names(model)
+    others = tuple(f"{name}." for name in getattr(model, "other_parts", ()))  # not of the language model
+    names = [name for name in layer_names(model) if not name.startswith(others)]
     adapted: dict[str, set[str]] = {}
     bare: dict[str, int] = {}
     wide: dict[str, int] = {}

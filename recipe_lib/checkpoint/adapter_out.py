@@ -33,8 +33,9 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTenso
 from recipe_lib.checkpoint.weights_out import begin_folder, copy_tokenizer, tokenizer_files, whole
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models.build import stored_weights
+from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.parts import in_file_order
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 
 def export_adapter(
@@ -63,7 +64,7 @@ def export_adapter(
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
-    multimodal = source_config is not None and source_config.get("model_type") == "gemma3"
+    multimodal = isinstance(spec, DecoderSpec) and bool(source_config) and source_config["model_type"] == "gemma3"
     holders = find_holders(model, world)
     dtype = _adapters_dtype(model, holders, world)
     plan = [
@@ -71,7 +72,7 @@ def export_adapter(
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
-    fields = write_fields(cfg, base, ranks, cfg.modules or _target_modules(modules, multimodal))
+    fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal))
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
     transposed = (isinstance(module, AdaptedForeign) and module.transposed for module in adapted)
     fields["fan_in_fan_out"] = bool(adapted) and all(transposed)  # no part of a pipeline has any
@@ -105,10 +106,19 @@ def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
     return [part.target for part in module.parts if is_target(part, cfg)]
 
 
-def _target_modules(modules: list[FileModule], multimodal: bool) -> list[str] | str:
-    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names."""
-    names = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
-    return rf".*\blanguage_model\..*\.({'|'.join(names)})" if multimodal else names
+def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool) -> list[str] | str:
+    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names.
+
+    The whole names, where a module without an adapter has such a last part too: PEFT would put one there.
+    """
+    ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import layout
+
+        names = {module.name for module in modules}
+        if any(name.rpartition(".")[2] in ends for name in layout(spec).modules if name not in names):
+            return sorted(names)
+    return rf".*\blanguage_model\..*\.({'|'.join(ends)})" if multimodal else ends
 
 
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Weights that transformers makes of other tensors of a checkpoint: read and made a parameter, or an expert, at a time."""
+"""Weights that transformers makes of other tensors of a file: read and made a parameter or an expert at a time."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -76,7 +76,7 @@ def converted_rows(conversion: Conversion, name: str, found: Mapping[str, FileTe
 
 
 def made_for(made: Mapping[str, Made], name: str) -> Made:
-    """Which of the tensors that a conversion makes, or their shapes, is a parameter's: that of its name, or the first."""
+    """Which of what a conversion makes, tensors or shapes, is a parameter's: that of its name, or the first."""
     return made[name] if name in made else next(iter(made.values()))
 
 

@@ -15,7 +15,6 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, read_hea
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.build import persistent_buffers, stored_weights
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.other_formats import other_weights
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec

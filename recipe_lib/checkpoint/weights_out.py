@@ -298,7 +298,8 @@ def tokenizer_files(source: Path | None) -> list[Path]:
 
 def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
-    config = {key: value for key, value in text_config(source_config).items() if key not in _DROPPED_KEYS}
+    written = source_config if isinstance(spec, ForeignSpec) else text_config(source_config)
+    config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not isinstance(spec, ForeignSpec):
         config["architectures"] = [ARCHITECTURES[spec.family]]
     config["tie_word_embeddings"] = spec.tied

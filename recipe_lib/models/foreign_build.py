@@ -18,7 +18,7 @@ from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, transformers_config
-from recipe_lib.models.foreign_linears import layer_linears, linear_shape, uncalled_linears
+from recipe_lib.models.foreign_linears import layer_linears, linear_shape, other_parts, uncalled_linears
 from recipe_lib.models.layers import layer_names
 
 _MANY_POSITIONS = 2**24  # of a model whose config names no limit
@@ -30,7 +30,8 @@ def build_foreign(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
     """The model of a foreign spec on meta, with parameters of `dtype`, and with our call signature.
 
     What its class computed for the buffers is in `first_buffers`, name -> values on the host; `materialize` puts it
-    there. Floating point buffers keep the type that the class gives them.
+    there. Floating point buffers keep the type that the class gives them. Of a multimodal model the parts that text
+    does not run through, `other_parts`, have no gradient.
     """
     from recipe_lib.models.foreign_call import adopt_call
 
@@ -40,6 +41,9 @@ def build_foreign(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="meta")
     adopt_call(model, spec)
+    model.other_parts = other_parts(model)  # for a recipe's `describe`
+    for name in model.other_parts:
+        model.get_submodule(name).requires_grad_(False)
     return model
 
 
@@ -197,7 +201,7 @@ class Layout:
     shapes: name -> shape, parameters first, then the buffers that belong into a checkpoint. names: name -> every name
     that the same tensor has (several for tied ones). buffers: those of the names that are buffers. linears: every
     linear inside the layers, name -> (outputs, inputs). uncalled: those that are none to an adapter, see
-    `uncalled_linears`. prefix: what names begin with in a model with a head, and may
+    `uncalled_linears`. modules: the names of all. prefix: what names begin with in a model with a head, and may
     lack in a file that was written without one.
     """
 
@@ -206,6 +210,7 @@ class Layout:
     buffers: frozenset[str]
     linears: dict[str, tuple[int, int]]
     uncalled: dict[str, str]
+    modules: tuple[str, ...]
     prefix: str
 
 
@@ -226,6 +231,7 @@ def layout(spec: ForeignSpec) -> Layout:
         frozenset(buffers),
         linears,
         uncalled_linears(model),
+        tuple(name for name, _ in model.named_modules() if name),
         f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
     )
 

@@ -1,4 +1,4 @@
-"""The linears of a foreign model's layers: which of its modules an adapter or a quantized weight may take the place of."""
+"""Linears of a foreign model's layers: which modules an adapter or a quantized weight may take the place of."""
 
 import inspect
 import re
@@ -36,9 +36,32 @@ def uncalled_linears(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def other_parts(model: Any) -> list[str]:
+    """Modules of a multimodal model that text does not run through (vision, audio, their projector), by name."""
+    made = getattr(model, "config", None)
+    if not hasattr(made, "get_text_config") or made.get_text_config() is made or not hasattr(model, "get_decoder"):
+        return []
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    run = {id(parameter) for part in (decoder, head) if part is not None for parameter in part.parameters()}
+    if decoder is None or decoder is model:
+        return []
+    found: list[str] = []
+    for name, module in model.named_modules():
+        outer = any(name.startswith(f"{part}.") for part in found)
+        parameters = [] if outer or not name else list(module.parameters())
+        if parameters and not any(id(parameter) in run for parameter in parameters):
+            found.append(name)
+    return found
+
+
 def _inside(model: nn.Module) -> dict[str, nn.Module]:
     inside = tuple(f"{name}." for name in layer_names(model))
-    return {name: module for name, module in model.named_modules() if name.startswith(inside) and is_linear(module)}
+    other = tuple(f"{name}." for name in other_parts(model))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.startswith(inside) and not name.startswith(other) and is_linear(module)
+    }
 
 
 @lru_cache(maxsize=1024)
