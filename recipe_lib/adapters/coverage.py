@@ -109,7 +109,7 @@ def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
     for kind, layers in found.adapted.items():
         part = "" if layers == found.layers else f" (in {layers} of {found.layers} layers)"
         leaf = kind.rpartition(".")[2]
-        named.append(words.get(kind, leaf if leaves.count(leaf) == 1 else kind) + part)
+        named.append(words.get(kind, leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind) + part)
     return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
 
 
@@ -127,8 +127,9 @@ def describe_quantized(found: Coverage, kind: str, model: nn.Module) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The last two parts of a module's or parameter's name that are no numbers alone: alike in all layers."""
-    return ".".join([part for part in name.split(".") if not part.isdigit()][-2:])
+    """The last two parts of a name within a layer, without the numbers that others have too, as of experts."""
+    *before, last = name.split(".")
+    return ".".join([*(part for part in before if not part.isdigit()), last][-2:])
 
 
 def _add(numbers: dict[str, int], kind: str, count: int) -> None:

@@ -134,12 +134,11 @@ def _conversion_fault(
         return None
     (entry, shape), others = faults[0], len(faults) - 1
     count = len(entry.made.names()) if entry.made else 0
-    result = "do not go together" if shape is None else f"make {list(shape)}"
+    result = "which do not go together" if shape is None else f"which make {list(shape)}"
     more = f" (and {others} more of another shape)" if others else ""
     return (
-        f"{folder}: {entry.file_name} and the others of the {count} tensors that {entry.our_name} is made of {result}, "
-        f"config.json makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of one "
-        "model, or download the folder again"
+        f"{folder}: {entry.our_name} is made of {count} tensors ({entry.file_name} and others), {result}; config.json "
+        f"makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of one model"
     )
 
 

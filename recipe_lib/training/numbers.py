@@ -138,8 +138,8 @@ def _other_parts(model: nn.Module) -> list[str]:
         return []
     count = sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
     return [
-        f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not run through; a whole "
-        "model is exported with them as they are"
+        f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not run through; they "
+        "are in an exported model as they are"
     ]
 
 
