@@ -46,8 +46,9 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import stored_weights
 from recipe_lib.models.extra import extra_modules, extra_tensors
+from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.parts import in_file_order
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 
 def export_adapter(
@@ -78,7 +79,7 @@ def export_adapter(
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
-    multimodal = source_config is not None and source_config.get("model_type") == "gemma3"
+    multimodal = isinstance(spec, DecoderSpec) and bool(source_config) and source_config["model_type"] == "gemma3"
     holders = find_holders(model, world)
     dtype = _adapters_dtype(model, holders, world)
     plan = [
@@ -91,7 +92,7 @@ def export_adapter(
         raise CheckpointError(f"{out}: {extra_fault([extra.name for extra in extras])}")
     plan += [replace(extra, name=f"{PREFIX}{file_name(extra.name, multimodal)}") for extra in extras]
     saved = [file_name(name, multimodal) for name in saved]
-    fields = write_fields(cfg, base, ranks, cfg.modules or _target_modules(modules, multimodal), saved)
+    fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
     transposed = (isinstance(module, AdaptedForeign) and module.transposed for module in adapted)
     fields["fan_in_fan_out"] = bool(adapted) and all(transposed)  # no part of a pipeline has any
@@ -150,10 +151,19 @@ def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
     return [part.target for part in module.parts if is_target(part, cfg)]
 
 
-def _target_modules(modules: list[FileModule], multimodal: bool) -> list[str] | str:
-    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names."""
-    names = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
-    return rf".*\blanguage_model\..*\.({'|'.join(names)})" if multimodal else names
+def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool) -> list[str] | str:
+    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names.
+
+    The whole names, where a module without an adapter has such a last part too: PEFT would put one there.
+    """
+    ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import layout
+
+        names = {module.name for module in modules}
+        if any(name.rpartition(".")[2] in ends for name in layout(spec).modules if name not in names):
+            return sorted(names)
+    return rf".*\blanguage_model\..*\.({'|'.join(ends)})" if multimodal else ends
 
 
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:

@@ -47,6 +47,18 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a checkpoint: the file it is in, and what the file's header says of it.
+
+    extra: it was exported as a recipe's extra parameter, which the model's family does not have.
+    """
+
+    file: Path
+    entry: TensorEntry
+    extra: bool = False
+
+
+@dataclass(frozen=True)
 class Header:
     """The tensors of a file by name, and its free text metadata."""
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,28 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
+from recipe_lib.checkpoint.converted import load_converted, made_for
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
+from recipe_lib.logs import get_logger
 from recipe_lib.models.build import persistent_buffers, stored_weights
 from recipe_lib.models.extra import extra_tensors, reset_extra
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.other_formats import other_weights
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import (
+    OTHER_PARTS,
+    WeightEntry,
+    buffer_names,
+    ignorable,
+    is_other_part,
+    parameter_shapes,
+    weight_map,
+)
 from recipe_lib.ops.device import holds_values
 from recipe_lib.reading import read_json
-from recipe_lib.units import MIB
+from recipe_lib.units import MIB, format_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,21 +39,7 @@ EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its ten
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
 MAX_INDEX_BYTES = 64 * MIB
 _CHECKED = 2**24  # numbers that are looked at together
-# transformers gives the tensors of some architectures other names, or joins them, when it loads them.
-_RENAMED = "; if transformers renames them, save the model with save_pretrained(..., save_original_format=False)"
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a checkpoint: the file it is in, and what the file's header says of it.
-
-    extra: it was exported as a recipe's extra parameter, which the model's family does not have.
-    """
-
-    file: Path
-    entry: TensorEntry
-    extra: bool = False
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -62,19 +57,26 @@ def _match(
     """The entries to read and the tensors they lie in."""
     found = read_headers(folder)
     entries = weight_map(spec, [name for name in found if not found[name].extra])
-    expected = file_shapes(entries, shapes)
+    expected = file_shapes([entry for entry in entries if entry.made is None], shapes)
+    taken = {name for entry in entries if entry.made for name in entry.made.names()}
+    buffers = buffer_names(spec)  # of any type: tables of integers too
+    counts = {entry.file_name for entry in entries if entry.our_name in buffers}
     faults = [
         _fault(folder, "is missing", "are missing", "download the folder again", expected.keys() - found.keys()),
         _fault(
             folder,
             "belongs to no part of this model",
             "belong to no part of this model",
-            "check that config.json and the weights are of one model"
-            + (_RENAMED if isinstance(spec, ForeignSpec) else ""),
-            {name for name in found.keys() - expected.keys() if not (found[name].extra or ignorable(spec, name))},
+            "check that config.json and the weights are of one model",
+            {
+                name
+                for name in found.keys() - expected.keys() - taken
+                if not (found[name].extra or ignorable(spec, name))
+            },
         ),
-        _type_fault(folder, {name: found[name] for name in expected.keys() & found.keys()}),
+        _type_fault(folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}),
         _shape_fault(folder, expected, {name: found[name] for name in found if found[name].entry.dtype in _READABLE}),
+        _conversion_fault(folder, entries, shapes, found),
     ]
     if any(faults):
         raise CheckpointError(*(fault for fault in faults if fault))
@@ -86,6 +88,9 @@ def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) 
     expected: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         shape = shapes[entry.our_name]
+        if not shape:  # a number by itself has no rows
+            expected[entry.file_name] = ()
+            continue
         rows = entry.start + shape[0]
         expected[entry.file_name] = (max(rows, expected.get(entry.file_name, (0,))[0]), *shape[1:])
     return expected
@@ -124,6 +129,29 @@ def _shape_fault(
     )
 
 
+def _conversion_fault(
+    folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], found: dict[str, FileTensor]
+) -> str | None:
+    """What is wrong with tensors of which transformers makes others: their number, or their shapes."""
+    faults = []
+    for entry in entries:
+        if entry.made is not None:
+            made = entry.made.shapes(lambda name: found[name].entry.shape)
+            shape = made_for(made, entry.our_name) if made else None
+            if shape != shapes[entry.our_name]:
+                faults.append((entry, shape))
+    if not faults:
+        return None
+    (entry, shape), others = faults[0], len(faults) - 1
+    count = len(entry.made.names()) if entry.made else 0
+    result = "which do not go together" if shape is None else f"which make {list(shape)}"
+    more = f" (and {others} more of another shape)" if others else ""
+    return (
+        f"{folder}: {entry.our_name} is made of {count} tensors ({entry.file_name} and others), {result}; config.json "
+        f"makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of one model"
+    )
+
+
 def read_headers(folder: Path) -> dict[str, FileTensor]:
     """Every tensor of the folder's safetensors files, by its name in the file. Raises CheckpointError."""
     if not (folder / "config.json").is_file():
@@ -153,13 +181,8 @@ def extra_names(header: Header) -> set[str]:
 
 
 def _no_weights(folder: Path) -> str:
-    pickled = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
-    if pickled:
-        return (
-            f"{folder}: has {pickled[0]} but no {SINGLE}; pickled weights can run code and are not read: "
-            "download the safetensors files, or convert them"
-        )
-    return f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+    nothing = f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+    return other_weights(folder, SINGLE) or nothing
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -217,6 +240,8 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
+        if entry.made is not None:
+            continue  # see below
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
     for path, in_file in by_file.items():
         with safe_open(str(path), framework="pt") as file:
@@ -227,6 +252,8 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                     continue
                 for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
                     read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
+    load_converted(model, parameters, entries, found)
+    _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
     model.loaded_extras = frozenset(extras)  # type: ignore[assignment]
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
@@ -264,6 +291,19 @@ def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
     )
 
 
+def _say_left_out(found: dict[str, FileTensor], spec: ModelSpec) -> None:
+    """A line for tensors of a multimodal checkpoint's other parts, which the text model does not have."""
+    left = {name: tensor.entry.end - tensor.entry.start for name, tensor in found.items() if is_other_part(spec, name)}
+    if left:
+        parts = sorted({part for name in left for part in OTHER_PARTS if part in name.split(".")}, reverse=True)
+        get_logger().info(
+            "model: %s of the checkpoint left out (%d tensors, %s): the text model alone is trained and exported",
+            " and ".join(parts),
+            len(left),
+            format_bytes(sum(left.values())),
+        )
+
+
 def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """CheckpointError for numbers that are none: every later step would be NaN. Each rank looks at its own parts."""
     found = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
@@ -287,7 +327,7 @@ def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> Non
     """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a time."""
     if not local.numel():
         return
-    if not local.dim():
+    if not offsets:  # a number by itself
         local.copy_(source[...])
         return
     row_bytes = max(1, local[0].numel() * 8)  # no readable type is wider than 8 bytes

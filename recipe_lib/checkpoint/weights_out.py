@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from recipe_lib.models.parts import gathered, in_file_order
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.units import MIB
+
+if TYPE_CHECKING:
+    from recipe_lib.models.foreign_files import Conversion, Writing
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -88,12 +91,10 @@ def export_model(
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     holders = find_holders(model, world)
     everything = _of_all_ranks(parameters, holders, world)
-    parts = _parts_of(spec)
-    known = {part for names in parts.values() for part in names}
+    known = {entry.our_name for entry in weight_map(spec)}
     extras = [name for name in everything if name not in known]
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {extra_fault(extras)}")
-    parts |= {name: [name] for name in extras}
     shards = plan_shards(spec, everything, max_shard_bytes, extras)
     copied = tokenizer_files(tokenizer_folder)
 
@@ -103,10 +104,12 @@ def export_model(
     def read(name: str) -> Iterator[torch.Tensor]:
         return holders.relay(name, lambda: gather(name))
 
+    pieces = _Pieces(spec, read, world, extras)
+
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
         for name, tensors in shards.items():
-            _write_shard(temporary / name, tensors, parts, read, world, extras)
+            _write_shard(temporary / name, tensors, pieces, world, extras)
         dtype = next(model.parameters()).dtype
         config = export_config(source_config, spec, dtype)
         decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
@@ -175,9 +178,15 @@ def plan_shards(
 
     extras: the parameters that the model's family does not have; they come last.
     """
-    entries = weight_map(spec)
-    shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
+    other = _other_layout(spec)
+    if other is None:
+        entries = weight_map(spec)
+        shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+        dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
+    else:
+        shapes = dict(other.shapes)
+        dtypes = {name: parameters[own].dtype for name, own in other.renamed.items()}
+        dtypes |= {name: parameters[conversion.names()[0]].dtype for name, conversion in other.made.items()}
     shapes |= {name: tuple(parameters[name].shape) for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
@@ -194,12 +203,49 @@ def plan_shards(
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
 
 
-def _parts_of(spec: ModelSpec) -> dict[str, list[str]]:
-    """Name in the file -> the parameters it is made of, in row order."""
-    parts: dict[str, list[str]] = {}
-    for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
-        parts.setdefault(entry.file_name, []).append(entry.our_name)
-    return parts
+def _other_layout(spec: ModelSpec) -> "Writing | None":
+    """The files' names and shapes of a transformers model whose class has others; None: as `weight_map` has them."""
+    if not isinstance(spec, ForeignSpec):
+        return None
+    from recipe_lib.models.foreign_files import writing
+
+    return writing(spec)
+
+
+class _Pieces:
+    """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
+
+    def __init__(
+        self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: Ranks, extras: Collection[str]
+    ) -> None:
+        """read: the whole of a parameter in one or several pieces, on rank 0; collective. extras: see `plan_shards`."""
+        self._read, self._world, self._other = read, world, _other_layout(spec)
+        self._current: Conversion | None = None
+        self._made: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, list[str]] = {}  # name in the file -> the parameters it is made of, in row order
+        if self._other is None:
+            for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
+                self._parts.setdefault(entry.file_name, []).append(entry.our_name)
+        else:
+            self._parts = {name: [own] for name, own in self._other.renamed.items()}
+        self._parts |= {name: [name] for name in extras}
+
+    def of(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor of this name in consecutive pieces of rows, on rank 0. Collective."""
+        if name in self._parts:
+            for part in self._parts[name]:
+                yield from self._read(part)
+            return
+        assert self._other is not None
+        conversion = self._other.made[name]
+        if conversion is not self._current:
+            self._made, self._current = {}, conversion
+            whole_ones = {taken: list(self._read(taken)) for taken in conversion.names()}
+            if self._world.rank == 0:
+                made = conversion.convert(lambda taken: whole_ones[taken][0])
+                self._made = {conversion.written[own]: tensor for own, tensor in made.items()}
+        if self._world.rank == 0:
+            yield self._made.pop(name)
 
 
 def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
@@ -217,14 +263,13 @@ def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list
 def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
-    parts: dict[str, list[str]],
-    read: Callable[[str], Iterator[torch.Tensor]],
+    read: _Pieces,
     world: Ranks,
     extras: Collection[str],
 ) -> None:
-    """One file; every rank takes part in each `read`, even after rank 0 could not write. Collective."""
+    """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
     # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
-    pieces = chain.from_iterable(read(part) for tensor in tensors for part in parts[tensor.name])
+    pieces = chain.from_iterable(read.of(tensor.name) for tensor in tensors)
 
     def write() -> None:
         try:
@@ -295,7 +340,8 @@ def tokenizer_files(source: Path | None) -> list[Path]:
 
 def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
-    config = {key: value for key, value in text_config(source_config).items() if key not in _DROPPED_KEYS}
+    written = source_config if isinstance(spec, ForeignSpec) else text_config(source_config)
+    config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not isinstance(spec, ForeignSpec):
         config["architectures"] = [ARCHITECTURES[spec.family]]
     config["tie_word_embeddings"] = spec.tied

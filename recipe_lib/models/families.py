@@ -166,9 +166,12 @@ def _family(config: Mapping[str, Any], where: str) -> str:
     family = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
     if family is None or (names and not _ARCHITECTURES[family].intersection(map(str, names))):
         kind = f" ({', '.join(map(str, names))})" if names else ""
+        remedy = ""
+        if family is None and isinstance(model_type, str):
+            remedy = "; to train it in transformers' own class, set model.source=transformers"
         raise CheckpointError(
             f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
-            f"model of type {', '.join(sorted(DEFAULTS))}"
+            f"model of type {', '.join(sorted(DEFAULTS))}{remedy}"
         )
     return family
 

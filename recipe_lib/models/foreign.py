@@ -3,13 +3,18 @@
 No torch here. What is known of such a model is read off the module that its class makes (`foreign_build`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.logs import silence_torchao
 
 TRANSFORMERS = "transformers"
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # whose config has an is_decoder that they do not read
+_ENCODERS = ("cpmant", "xlnet")  # whose config has none
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     if not isinstance(kind, str) or not kind:
         raise CheckpointError(f"{where}: model_type: found {kind!r}, expected the name of an architecture")
     try:
-        made = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
+        made = AutoConfig.for_model(
+            kind, **{key: plain_numbers(value) for key, value in config.items() if key != "model_type"}
+        )
     except ValueError as error:
         if kind in str(error) and "auto_map" in config:
             remedy = (
@@ -73,13 +80,35 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
         raise CheckpointError(
             f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is"
         )
+    if _looks_ahead(made):
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} lets each token see those behind it, and would learn to copy them, expected "
+            "a causal language model; set is_decoder to true in config.json if the weights were trained so"
+        )
     return made
 
 
+def _looks_ahead(made: Any) -> bool:
+    """Whether a config is of an encoder, which transformers has a language model's head for too."""
+    if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
+        return True
+    return getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
+
+
+def plain_numbers(value: Any) -> Any:
+    """A value of config.json with its numbers: transformers 5 writes an infinite one as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
+            return _FLOATS[str(value["__float__"])]
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return [plain_numbers(item) for item in value] if isinstance(value, list) else value
+
+
 def require_transformers() -> None:
-    """Raises SetupError unless transformers is installed."""
+    """Raises SetupError unless transformers is installed; call it before an import, which it makes a silent one."""
     from importlib.util import find_spec
 
+    silence_torchao()
     if find_spec("transformers") is None:
         raise SetupError(
             "model.source=transformers: found no transformers, expected the extra; "

@@ -8,8 +8,10 @@ from typing import Any
 
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.other_formats import other_weights
 from recipe_lib.reading import read_json
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PRESETS = Path(__file__).parent / "presets"
 MAX_BYTES = 2**26  # of a config.json
 
@@ -102,13 +104,10 @@ def _no_config(file: Path) -> str:
             f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter to it and "
             "model.path to the model that it was trained beside"
         )
-    packed = sorted(path.name for path in folder.glob("*.gguf"))
-    if packed:
-        return (
-            f"{folder}: has {packed[0]} but no config.json; GGUF files cannot be trained: take the safetensors "
-            "checkpoint that this one was made from"
-        )
-    return f"{file}: no such file; expected a Hugging Face model folder with config.json"
+    found = None
+    if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
+        found = other_weights(folder, "config.json")
+    return found or f"{file}: no such file; expected a Hugging Face model folder with config.json"
 
 
 def preset_names() -> list[str]:

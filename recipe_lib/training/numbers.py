@@ -33,6 +33,7 @@ def derived_numbers(
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_model(cfg, model),
         *describe_extra(model, world),
+        *_other_parts(model),
         *([f"checkpointing: {kept}"] if (kept := getattr(model, "kept_for_backward", None)) else []),
     ]
 
@@ -132,6 +133,18 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
         f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
+    ]
+
+
+def _other_parts(model: nn.Module) -> list[str]:
+    """What of a multimodal model text does not run through."""
+    names: list[str] = getattr(model, "other_parts", [])
+    if not names:
+        return []
+    count = sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
+    return [
+        f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not run through; they "
+        "are in an exported model as they are"
     ]
 
 

@@ -164,7 +164,9 @@ def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["load_weights", "validate"])
 def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
     folder = tmp_path / "run"
-    validation = ["validation.source=examples/demo/heldout.jsonl", "validation.every_steps=1"] if where == "validate" else []
+    validation = (
+        ["validation.source=examples/demo/heldout.jsonl", "validation.every_steps=1"] if where == "validate" else []
+    )
     assert run_ranks(run, 2, tmp_path, lambda: time.sleep(2.5 * TIMEOUT), where, 0, *validation, timeout=60) == [0, 0]
     assert (folder / "summary.json").exists()
 
