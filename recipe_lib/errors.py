@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -31,6 +32,13 @@ _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 def visible(text: str, keep: str = "") -> str:
     """The text with control characters, except those in `keep`, written out: `\\x1b`, `\\n`."""
     return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+
+
+def lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
+    """The lines of a Python file that an error came through, outermost first, however the file's path was written."""
+    wanted = os.path.abspath(file)
+    found = traceback.extract_tb(error.__traceback__)
+    return [frame.lineno for frame in found if frame.lineno and os.path.abspath(frame.filename) == wanted]
 
 
 class UserError(Exception):

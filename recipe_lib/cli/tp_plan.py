@@ -59,7 +59,7 @@ def run(words: list[str]) -> int:
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch."""
-    from recipe_lib.cli.plan import check_output
+    from recipe_lib.cli.plan_files import check_output
 
     parser = Parser("tp-plan", DESCRIPTION)
     add = parser.add_argument

@@ -43,6 +43,11 @@ def load_plugin(path: str | Path) -> None:
     _loaded.add(file)
 
 
+def any_loaded() -> bool:
+    """Whether a plugin is part of this process."""
+    return bool(_loaded)
+
+
 def _line_in(error: Exception, file: Path) -> int:
     """The line of the file at which it failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
