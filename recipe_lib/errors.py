@@ -69,6 +69,13 @@ def _escape(letter: str) -> str:
     return escaped if escaped != letter else letter.encode("unicode_escape").decode("ascii")
 
 
+def lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
+    """The lines of a Python file that an error came through, outermost first, however the file's path was written."""
+    wanted = os.path.abspath(file)
+    found = traceback.extract_tb(error.__traceback__)
+    return [frame.lineno for frame in found if frame.lineno and os.path.abspath(frame.filename) == wanted]
+
+
 class UserError(Exception):
     """A mistake that the user can correct; `str(error)` is one line, or one line a fault, without secrets."""
 
