@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,11 @@ _NUMBERS = (
 
 
 def write_fields(
-    cfg: LoraConfig, base: str, modules: Mapping[str, int], target_modules: list[str] | str, saved: list[str]
+    cfg: LoraConfig,
+    base: str,
+    modules: Mapping[str, int],
+    target_modules: list[str] | str,
+    saved: Collection[str] = (),
 ) -> dict[str, Any]:
     """The file's contents. modules: name -> rank of its adapter, where fused ones have their parts' ranks together.
 
@@ -213,7 +217,7 @@ def write_fields(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": saved or None,
+        "modules_to_save": list(saved) or None,
         "layers_to_transform": None,
         "layers_pattern": None,
     }

@@ -123,12 +123,13 @@ def export_adapter(
 
 def _extras(model: nn.Module, holders: Holders, world: Ranks) -> tuple[list[PlannedTensor], list[str]]:
     """The extra parameters and buffers of all ranks, and the modules that consist of such alone. Collective."""
-    tensors = [
+    tensors: list[Any] = [
         [name, DTYPE_NAMES[value.dtype], list(value.shape)] for name, value in extra_tensors(model, saved=True).items()
     ]
-    parts = holders.gather([tensors, extra_modules(model)], world)
-    found = {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part[0]}
-    return list(found.values()), list(dict.fromkeys(module for part in parts for module in part[1]))
+    parts = holders.gather(tensors, world)
+    found = {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
+    modules = [module for part in holders.gather(extra_modules(model), world) for module in part]
+    return list(found.values()), list(dict.fromkeys(modules))
 
 
 def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[torch.Tensor]:

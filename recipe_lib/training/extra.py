@@ -33,7 +33,12 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: "World") -> None:
 
     Collective. Raises SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
     """
-    world.agree(lambda: [check_extra(model) for model in models_of(recipe).values()])
+
+    def check() -> None:
+        for model in models_of(recipe).values():
+            check_extra(model)
+
+    world.agree(check)
     for model in models_of(recipe).values():
         fault = refused_extra(cfg.checkpoint, _merged(world, model, _sizes(model)))
         if fault is not None:
@@ -42,7 +47,12 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: "World") -> None:
 
 def check_values(recipe: Any, world: "World") -> None:
     """Raises SetupError, on all ranks, if a parameter or buffer of any model has no values yet. Collective."""
-    world.agree(lambda: [check_written(model) for model in models_of(recipe).values()])
+
+    def check() -> None:
+        for model in models_of(recipe).values():
+            check_written(model)
+
+    world.agree(check)
 
 
 def check_trained(recipe: Any, world: "World") -> None:
