@@ -79,7 +79,7 @@ def export_adapter(
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
-    multimodal = isinstance(spec, DecoderSpec) and bool(source_config) and source_config["model_type"] == "gemma3"
+    multimodal = isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
     holders = find_holders(model, world)
     dtype = _adapters_dtype(model, holders, world)
     plan = [

@@ -1,6 +1,6 @@
 """Weights that transformers makes of other tensors of a file: read and made a parameter or an expert at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -62,10 +62,15 @@ def load_converted(
                 for name in names:
                     value = made_for(made, name)
                     if name in stored:
-                        stored[name].fill_weight(lambda top, end, columns, value=value: value[top:end, columns])
+                        stored[name].fill_weight(_rows_of(value))
                     else:
                         for local, offset in places[name]:
                             _place(local, offset, value, start)
+
+
+def _rows_of(value: Tensor) -> Callable[[int, int, slice], Tensor]:
+    """Reads rows, or columns of them, of a whole weight."""
+    return lambda start, stop, columns: value[start:stop, columns]
 
 
 def converted_rows(conversion: Conversion, name: str, found: Mapping[str, FileTensor]) -> Tensor:

@@ -80,16 +80,14 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
         raise CheckpointError(
             f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is"
         )
-    if _looks_ahead(made):
-        raise CheckpointError(
-            f"{where}: model_type {kind!r} lets each token see those behind it, and would learn to copy them, expected "
-            "a causal language model; set is_decoder to true in config.json if the weights were trained so"
-        )
     return made
 
 
-def _looks_ahead(made: Any) -> bool:
-    """Whether a config is of an encoder, which transformers has a language model's head for too."""
+def looks_ahead(made: Any) -> bool:
+    """Whether a config is of an encoder, which transformers has a language model's head for too.
+
+    made: that of a built model: decoders of encoder-decoders are told so in their constructors.
+    """
     if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
         return True
     return getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models.build import persistent_buffers
-from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, transformers_config
+from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, looks_ahead, transformers_config
 from recipe_lib.models.foreign_linears import layer_linears, linear_shape, other_parts, uncalled_linears
 from recipe_lib.models.layers import layer_names
 
@@ -123,6 +123,11 @@ def describe_foreign(config: dict[str, Any], where: str, source: str) -> Foreign
     except (TypeError, AttributeError, RuntimeError, KeyError, IndexError, AssertionError) as error:
         said = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{where}: {family} cannot be built from config.json ({said})") from error
+    if source == TRANSFORMERS and looks_ahead(model.config):
+        raise CheckpointError(
+            f"{where}: config.json: model_type {family!r} lets each token see those behind it, and would learn to copy "
+            "them, expected a causal language model; set is_decoder to true in config.json if it was trained so"
+        )
     found = embedding_and_head(model)
     if found is None:
         raise CheckpointError(

@@ -29,7 +29,8 @@ def uncalled_linears(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in _inside(model).items():
         owner, _, child = name.rpartition(".")
-        if reads_weight(type(model.get_submodule(owner)), child):
+        layer: Any = type(model.get_submodule(owner))
+        if reads_weight(layer, child):
             found[name] = "its layer reads the weight without calling the linear"
         elif not _returns_outputs(module):
             found[name] = f"a {type(module).__name__} returns something else than a linear's outputs"
@@ -38,7 +39,7 @@ def uncalled_linears(model: nn.Module) -> dict[str, str]:
 
 def other_parts(model: Any) -> list[str]:
     """Modules of a multimodal model that text does not run through (vision, audio, their projector), by name."""
-    made = getattr(model, "config", None)
+    made: Any = getattr(model, "config", None)
     if not hasattr(made, "get_text_config") or made.get_text_config() is made or not hasattr(model, "get_decoder"):
         return []
     decoder, head = model.get_decoder(), model.get_output_embeddings()
