@@ -105,7 +105,7 @@ class _Build:
     ) -> None:
         """Looks the files up and reads none of them. Raises DataError."""
         self.cfg, self.tokenizer, self.max_seq_len, self.sources = cfg, tokenizer, max_seq_len, list(sources.values())
-        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos)
+        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos, cfg.history)
         self.add_bos, self.template = encoder.add_bos, encoder.template
         self.encoders = [
             SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
@@ -121,7 +121,8 @@ class _Build:
 
     def dataset(self) -> Dataset:
         """Out of the cache, or made. Raises DataError."""
-        key = cache_key(self._decides(), self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
+        settings = self._decides() | {"history": self.cfg.history}  # a run's rows are told by what became of them
+        key = cache_key(settings, self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
         stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
         if stored is None:
             stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))

@@ -25,7 +25,7 @@ import markupsafe
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.template_process import Renderer, TemplateFault, Wanted
+from recipe_lib.tokenizers.template_process import Options, Renderer, TemplateFault, Wanted
 
 SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
 LARGEST_ANSWER = 1 << 31  # bytes; what the process may answer is far below, by its own limits
@@ -189,23 +189,30 @@ class ChatTemplate:
         return found
 
     def render_many(
-        self, messages: Messages, wanted: Sequence[Wanted], tools: Messages | None = None
+        self,
+        messages: Messages,
+        wanted: Sequence[Wanted],
+        tools: Messages | None = None,
+        options: Options | None = None,
     ) -> list[str | DataError]:
         """Renderings of parts of one conversation, in one go: (how many of its messages, whether a prompt for the next
-        answer follows, (number, content) to write in place of a message's own). Where the template objects, what it
-        said. Raises DataError: the template took too long or had to be stopped."""
+        answer follows, (number, content) to write in place of a message's own). options: `marks`, two letters to write
+        around what `{% generation %}` holds; `variables`, more that the template sees. Where the template objects,
+        what it said. Raises DataError: the template took too long or had to be stopped."""
         if self._renderer is not None:
-            pairs = [self._here(messages, one, tools) for one in wanted]
+            pairs = [self._here(messages, one, tools, options) for one in wanted]
         else:
             request = {"name": self._template["name"], "messages": list(messages), "wanted": list(wanted)}
-            limits = {"tools": tools, "seconds": SECONDS}
-            pairs = self._ask(request | limits, (1 + len(wanted)) * SECONDS)
+            more = {"tools": tools, "options": options, "seconds": SECONDS}
+            pairs = self._ask(request | more, (1 + len(wanted)) * SECONDS)
         return [DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs]
 
-    def _here(self, messages: Messages, wanted: Wanted, tools: Messages | None) -> tuple[str | None, str | None]:
+    def _here(
+        self, messages: Messages, wanted: Wanted, tools: Messages | None, options: Options | None
+    ) -> tuple[str | None, str | None]:
         assert self._renderer is not None
         try:
-            return self._renderer.render_one(messages, wanted, tools), None
+            return self._renderer.render_one(messages, wanted, tools, options), None
         except TemplateFault as fault:
             return None, str(fault)
 
