@@ -23,9 +23,15 @@ class Marked:
 
 
 def marked_answers(
-    renders: Renders, messages: Sequence[Message], numbers: Sequence[int], finder: AnswerFinder, letters: Sequence[str]
+    renders: Renders,
+    messages: Sequence[Message],
+    numbers: Sequence[int],
+    finder: AnswerFinder,
+    letters: Sequence[str],
+    closing: str,
 ) -> Marked:
-    """letters: two that neither the messages nor the template hold. Raises RowFault: an answer has no mark."""
+    """letters: two that neither the messages nor the template hold. closing: as `TurnEnd` has it, which comes with the
+    last answer of a conversation alone. Raises RowFault: an answer has no mark."""
     everything: Wanted = (len(messages), False, ())
     wanted = [everything, *((number + 1, False, ()) for number in numbers)]
     found = dict(zip(wanted, renders(messages, wanted, {"marks": list(letters)}), strict=True))
@@ -34,7 +40,8 @@ def marked_answers(
         prompt = finder.text((number, True, ()))
         text, spans = _read(found[number + 1, False, ()], letters)
         before = len(commonprefix([text, prompt]))  # marks of earlier answers end there
-        own = [span for span in spans if span.end > before]
+        written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
+        own = [Span(span.start, min(span.end, written)) for span in spans if span.end > before and span.start < written]
         if not own:
             raise RowFault(
                 "answer without a mark",
@@ -80,7 +87,9 @@ def _read(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[
     parts, spans, length = [], [], 0
     for number, part in enumerate(rendered.split(begin)):
         held, closed, rest = part.partition(end) if number else ("", "", part)
-        if closed:
+        if closed and spans and spans[-1].end == length:
+            spans[-1] = Span(spans[-1].start, length + len(held))
+        elif closed:
             spans.append(Span(length, length + len(held)))
         parts += [held, rest.replace(end, "")]
         length += len(parts[-2]) + len(parts[-1])

@@ -160,7 +160,8 @@ class Encoder:
         marked = None
         if inside and len(answers) == len(numbers):
             if self._habits.marks:
-                marked = marked_answers(renders, messages, answers, finder, letters())
+                closing = self.tokenizer.turn_end.closing
+                marked = marked_answers(renders, messages, answers, finder, letters(), closing)
             found = marked.answers if marked else [finder.find(number) for number in answers]
             sequences = shared_out(found, self.history, finder)
             everything = len(answers) == sum(message["role"] == "assistant" for message in messages)

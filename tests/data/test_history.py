@@ -110,11 +110,10 @@ def prompts_of(oracle: Oracle, messages: list[dict[str, Any]], tools: Any) -> di
     prompts = {}
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompts[number] = [oracle.render(messages[:number], tools, True)]
-            if (message.get(THINKING) or "<think>" in message["content"]) and prompts[number][0].endswith(
-                "</think>\n\n"
-            ):
-                prompts[number] = [oracle.render(messages[:number], tools, True, enable_thinking=True)]
+            prompts[number] = oracle.render(messages[:number], tools, True)
+            thought = message.get(THINKING) or "<think>" in message["content"]
+            if thought and prompts[number].endswith("</think>\n\n"):
+                prompts[number] = oracle.render(messages[:number], tools, True, enable_thinking=True)
     return prompts
 
 

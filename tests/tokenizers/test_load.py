@@ -158,3 +158,25 @@ def test_stop_ids_hold_the_end_of_turn(tmp_path):
     assert made.stop_ids == {made.eos_id, made.encode("<|im_end|>", allow_special=True)[0]}
     strange = load_tokenizer(write_json(tmp_path / "b", template="{{ raise_exception('no') }}"))
     assert strange.stop_ids == {strange.eos_id}
+
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.content + END }}{% endfor %}"
+
+
+def test_how_a_turn_ends(tmp_path):
+    """What the template writes behind an answer, up to the last special token that is no part of what follows."""
+    ends = {
+        "'<|im_end|>\n'": ("<|im_end|>", "\n", ""),
+        "'<|pad|><|im_end|>'": ("<|im_end|>", "", ""),  # Command R7B
+        "'<|pad|>\n' + (eos_token if loop.last else '')": ("<|pad|>", "\n<|im_end|>", ""),  # Phi-3
+        "('<|im_end|>' if loop.last else '<|pad|>')": ("<|im_end|>", "", ""),  # gpt-oss
+        "'<|im_end|>' + ('<|im_start|>assistant' if loop.last else '')":  # Llama 3, which always asks for an answer
+            ("<|im_end|>", "<|im_start|>assistant", ""),
+        "''": ("", "", "<|im_start|>"),  # GLM-4.5
+    }  # fmt: skip
+    for number, (written, expected) in enumerate(ends.items()):
+        made = load_tokenizer(write_json(tmp_path / str(number), template=TURNS.replace("END", written)))
+        found = made.turn_end
+        assert (found.token, found.closing, found.next_turn) == expected, written
+        assert made.encode(found.token or found.next_turn, allow_special=True)[0] in made.stop_ids
+    assert load_tokenizer(write_json(tmp_path / "none", template="{{ messages[0].content }}")).turn_end.token == ""
