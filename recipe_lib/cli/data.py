@@ -24,8 +24,8 @@ COLOURS = {(True, True): "bold green", (True, False): "green", (False, True): "y
 ACTIONS = ("show", "check")
 # What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
 FINDINGS = (
-    "bad-rows", "truncation", "no-answer-left", "untrained-ends", "unseen-messages", "trained-share", "duplicates",
-    "overlap", "untrained-tokens",
+    "bad-rows", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
+    "trained-share", "duplicates", "overlap", "untrained-tokens",
 )  # fmt: skip
 DESCRIPTION = """Looks at the rows of a config, with the tokenizer and the template that training would use.
 

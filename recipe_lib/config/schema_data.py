@@ -72,6 +72,13 @@ class DataConfig:
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
     )
+    history: str = key(
+        "auto",
+        "Answers of a conversation whose chat template writes earlier turns anew (drops their thoughts): `auto`: those "
+        "that do not fit into one sequence get their own, rendered as when generating; `split`: each answer gets its "
+        "own; `refuse`: such a row is a bad one.",
+        choices=("auto", "split", "refuse"),
+    )
     trained_share: str = key(
         "check",
         "`check`: a run in which no token or every token is trained stops; `any`: it does not.",

@@ -106,7 +106,7 @@ class _Build:
     ) -> None:
         """Looks the files up and reads none of them. Raises DataError."""
         self.cfg, self.tokenizer, self.max_seq_len, self.sources = cfg, tokenizer, max_seq_len, list(sources.values())
-        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos)
+        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos, cfg.history)
         self.add_bos, self.template = encoder.add_bos, encoder.template
         self.encoders = [
             SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
@@ -159,7 +159,7 @@ class _Build:
 
     def _read_with(self) -> dict[str, Any]:
         """What the cache's files depend on: also what decides which rows can be read, and is not said of those."""
-        return self._decides() | {"max_row_mib": self.cfg.max_row_mib}
+        return self._decides() | {"max_row_mib": self.cfg.max_row_mib, "history": self.cfg.history}
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
         """Tokenises everything. Raises DataError: of several faults the first in the order of the rows."""

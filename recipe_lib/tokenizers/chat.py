@@ -25,7 +25,7 @@ import markupsafe
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.template_process import Wanted
+from recipe_lib.tokenizers.template_process import Options, Wanted
 
 SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
 LARGEST_ANSWER = 1 << 31  # bytes; what the process may answer is far below, by its own limits
@@ -180,13 +180,18 @@ class ChatTemplate:
         return found
 
     def render_many(
-        self, messages: Messages, wanted: Sequence[Wanted], tools: Messages | None = None
+        self,
+        messages: Messages,
+        wanted: Sequence[Wanted],
+        tools: Messages | None = None,
+        options: Options | None = None,
     ) -> list[str | DataError]:
         """Renderings of parts of one conversation, in one go: (how many of its messages, whether a prompt for the next
-        answer follows, (number, content) to write in place of a message's own). Where the template objects, what it
-        said. Raises DataError: the template took too long or had to be stopped."""
+        answer follows, (number, content) to write in place of a message's own). options: `marks`, two letters to write
+        around what `{% generation %}` holds; `variables`, more that the template sees. Where the template objects,
+        what it said. Raises DataError: the template took too long or had to be stopped."""
         request = {"name": self._template["name"], "messages": list(messages), "wanted": list(wanted)}
-        limits = {"tools": tools, "seconds": SECONDS}
+        limits = {"tools": tools, "options": options, "seconds": SECONDS}
         pairs = self._ask(request | limits, (1 + len(wanted)) * SECONDS)
         return [DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs]
 

@@ -183,3 +183,25 @@ def test_a_hostile_tokenizer_json(part, value, line, tmp_path):
         content[part] = value
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     refused(line, tmp_path)
+
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.content + END }}{% endfor %}"
+
+
+def test_how_a_turn_ends(tmp_path):
+    """What the template writes behind an answer, up to the last special token that is no part of what follows."""
+    ends = {
+        "'<|im_end|>\n'": ("<|im_end|>", "\n", ""),
+        "'<|pad|><|im_end|>'": ("<|im_end|>", "", ""),  # Command R7B
+        "'<|pad|>\n' + (eos_token if loop.last else '')": ("<|pad|>", "\n<|im_end|>", ""),  # Phi-3
+        "('<|im_end|>' if loop.last else '<|pad|>')": ("<|im_end|>", "", ""),  # gpt-oss
+        "'<|im_end|>' + ('<|im_start|>assistant' if loop.last else '')":  # Llama 3, which always asks for an answer
+            ("<|im_end|>", "<|im_start|>assistant", ""),
+        "''": ("", "", "<|im_start|>"),  # GLM-4.5
+    }  # fmt: skip
+    for number, (written, expected) in enumerate(ends.items()):
+        made = load_tokenizer(write_json(tmp_path / str(number), template=TURNS.replace("END", written)))
+        found = made.turn_end
+        assert (found.token, found.closing, found.next_turn) == expected, written
+        assert made.encode(found.token or found.next_turn, allow_special=True)[0] in made.stop_ids
+    assert load_tokenizer(write_json(tmp_path / "none", template="{{ messages[0].content }}")).turn_end.token == ""
