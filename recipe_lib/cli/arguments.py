@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         arguments, extra = self.parse_known_intermixed_args(list(words))
         if extra:
             self._refuse(extra[0])
-        refuse_repeated(getattr(arguments, "overrides", None) or getattr(arguments, "words", ()))
+        refuse_repeated(getattr(arguments, "overrides", None) or getattr(arguments, "words", None) or ())
         return arguments
 
     def _refuse(self, word: str) -> NoReturn:

@@ -51,7 +51,7 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
         key,
         not key or _reads_tags(render, key, letter),
         text,
-        _next_token(*followed, special),
+        _next_token(followed[0], followed[1], special),
         has_marks(source),
     )
 

@@ -84,7 +84,9 @@ def _read(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[
     if isinstance(rendered, DataError):
         raise RowFault("refused by the chat template", str(rendered))
     begin, end = letters
-    parts, spans, length = [], [], 0
+    parts: list[str] = []
+    spans: list[Span] = []
+    length = 0
     for number, part in enumerate(rendered.split(begin)):
         held, closed, rest = part.partition(end) if number else ("", "", part)
         if closed and spans and spans[-1].end == length:

@@ -40,7 +40,8 @@ def check_inputs(cfg: FullFinetuneConfig) -> None:
 
 def input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
     """(key, path) of everything that a config's run reads from the disk, as it was written."""
-    for name, key in read_schema(type(cfg)).keys.items():
+    config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
+    for name, key in read_schema(config_class).keys.items():
         value: Any = cfg
         for word in name.split("."):
             value = getattr(value, word)
