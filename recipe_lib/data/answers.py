@@ -103,7 +103,7 @@ class AnswerFinder:
     def _from_thought(self, number: int, prompt: str, alone: str) -> tuple[str, str]:
         """(prompt, prompt and answer) where the prompt ends in a thought that the rendered answer does not go on from:
         the model has to end the thought that was begun for it, or is not asked for one."""
-        message, given = self._messages[number], prompt
+        message = self._messages[number]
         thought, _ = thought_of(message)
         closed = CLOSED.search(prompt)
         if closed and thought:  # the template has another prompt for answers with a thought
@@ -115,7 +115,7 @@ class AnswerFinder:
             return prompt, prompt + without_thought(alone[closed.start() :])
         opened = OPENED.search(prompt)
         if opened is None or not alone.startswith(prompt[: opened.start()]):
-            return prompt, prompt + self._behind_its_turn(number, given, alone)
+            return prompt, prompt + self._behind_its_turn(number, prompt, alone)
         letter, begin = self._letters[0], prompt[: opened.start()]
         behind = behind_opening(alone, begin, message, self._writing.habits, letter, lambda m: self._with(number, m))
         return prompt, prompt + behind
@@ -128,7 +128,9 @@ class AnswerFinder:
         at = alone.rfind(begins) if begins else -1
         if at < 0:
             raise self.differs("the past", number, prompt, alone, "tokenizer.chat_template to one that does not")
-        return alone[at + len(begins) :]
+        behind = alone[at + len(begins) :]
+        check_written(self._messages[number], behind, number + 1)
+        return behind
 
     def _with(self, number: int, message: Message) -> str:
         (found,) = self._renders([*self._messages[:number], message], [(number + 1, False, ())], None)

@@ -50,7 +50,7 @@ def marked_answers(
             )
         check_written(messages[number], text[before:], number + 1)
         marked = text[: own[-1].end]
-        answer = Answer(number, prompt, marked, tuple(own), "", finder.ends(marked))
+        answer = Answer(number, text[: own[0].start], marked, tuple(own), "", finder.ends(marked))
         answers.append(answer)
         difference = _difference(answer, finder)
         behind += difference == ""

@@ -109,12 +109,14 @@ def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
     order = DataPlan(rows, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
     slots = order.total_steps(1)
     fullest = order.row_length(0)
+    split = f" from {rows.report.rows_read:,} rows" if rows.report.split_sequences else ""
+    count = f"{len(rows):,} {rows.report.unit}{split}"
     if fullest is not None:
-        tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {len(rows):,} rows"
+        tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {count}"
     elif choice in PERCENTILES:
-        tokens, source = histogram[choice], f"{choice} of {len(rows):,} rows"
+        tokens, source = histogram[choice], f"{choice} of {count}"
     else:
-        tokens, source = histogram["max"], f"longest of {len(rows):,} rows"
+        tokens, source = histogram["max"], f"longest of {count}"
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
     steps = cfg.epochs * (slots // per_step)
     steps = steps if cfg.max_steps is None else min(steps, cfg.max_steps)

@@ -157,3 +157,17 @@ def thought_ended(oracle: Oracle, row: Any, number: int, finished: str, prompt: 
     assert finished.startswith(begin)
     written = finished.removeprefix(begin) if thought is None else words + template.end
     return (thought or "") + template.opens + written
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseekv3", "nemotron_3_nano"])
+def test_tags_that_are_special_tokens_stay_tags_around_a_thought_alone(name: str, tmp_path: Path) -> None:
+    template, (messages, _) = BY_NAME[name], KINDS["thoughts in the content"]
+    write_tokenizer(tmp_path, template, source_of(template), ("<think>", "</think>"))
+    encoder = Encoder(load_tokenizer(tmp_path), "auto")
+    plain = Conversation([{"role": "user", "content": "What is <think>?"}, *messages[1:]])
+    for row in (Conversation(messages), plain):
+        for encoded in encoder.encode_row(row).sequences:
+            texts = [encoder.tokenizer.token_bytes(i) for i in encoded.ids if encoder.tokenizer.is_special(i)]
+            last = texts[-4:]
+            assert last.count(b"</think>") == 1 and encoder.tokenizer.decode(encoded.ids).count("</think>") <= 2
+            assert texts.count(b"<think>") == texts.count(b"</think>")

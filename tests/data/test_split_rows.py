@@ -16,6 +16,7 @@ from recipe_lib.data.samples import Conversation, Preference, RowFault
 from recipe_lib.data.show import show_item
 from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
+from recipe_lib.plan.lengths import planned_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.masks_cases import trained_texts
 from tests.tokenizers.made import write_json
@@ -216,6 +217,16 @@ def test_show_and_check_say_which_sequence(
     found = json.loads(capsys.readouterr().out)
     assert (found["rows_read"], found["rows"], found["split_rows"], found["split_sequences"]) == (2, 5, 2, 5)
     assert found["split_tokens"] == found["tokens"] > found["unsplit_tokens"]
+
+
+def test_a_plan_counts_sequences(forgets: Tokenizer, rows_file: Callable[..., str]):
+    cfg = FullFinetuneConfig()
+    cfg.tokenizer.path, cfg.max_seq_len, cfg.epochs = str(Path(forgets.place).parent), 256, 1
+    cfg.data = DataConfig(source=rows_file({"messages": talk(3)}), format="messages", cache=False)
+    cfg.batch_size = cfg.gradient_accumulation_steps = 1
+    found = planned_sequence(cfg)
+    assert found.source == "longest of 3 sequences from 1 rows" and found.steps == 3
+    assert found.histogram is not None and found.histogram["rows"] == 3
 
 
 def test_a_call_that_ends_in_no_stop_token_is_reported(tmp_path: Path, rows_file: Callable[..., str]):
