@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters.peft_names import spellings
+from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 
@@ -107,11 +108,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; expected a PEFT adapter ({CONFIG_FILE} and safetensors)")
-    if not path.is_file():
-        merged = "; it is a model, not an adapter" if (folder / "config.json").is_file() else ""
-        raise CheckpointError(f"{folder}: has no {CONFIG_FILE}{merged}; expected the folder of a PEFT adapter")
+    check_adapter(folder)
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError("too large")

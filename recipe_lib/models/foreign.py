@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.config.local_files import check_transformers
+from recipe_lib.errors import CheckpointError
 
 TRANSFORMERS = "transformers"
 
@@ -76,13 +77,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
 
 def require_transformers() -> None:
     """Raises SetupError unless transformers is installed."""
-    from importlib.util import find_spec
-
-    if find_spec("transformers") is None:
-        raise SetupError(
-            "model.source=transformers: found no transformers, expected the extra; "
-            "pip install 'tune-recipes[transformers]'"
-        )
+    check_transformers()
 
 
 def _line(error: Exception) -> str:

@@ -8,6 +8,7 @@ and because conversions to tokenizer.json differ from it on leading and double s
 import re
 from pathlib import Path
 
+from recipe_lib.config.local_files import check_tokenizer
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
 from recipe_lib.tokenizers.tokenizer import Tokenizer
@@ -32,8 +33,7 @@ def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) ->
 def _find_file(path: Path) -> Path:
     if path.is_file():
         return path
-    if not path.is_dir():
-        raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+    check_tokenizer(path)
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():
             return path / name

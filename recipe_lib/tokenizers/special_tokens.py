@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.config.local_files import no_template
 from recipe_lib.errors import DataError
 
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -143,6 +144,6 @@ def read_template(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except OSError:
-        raise DataError(f"{path}: no such file; set tokenizer.chat_template to a Jinja file") from None
+        raise DataError(no_template(path)) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}, expected a Jinja text") from None

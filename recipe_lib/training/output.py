@@ -15,41 +15,29 @@ from typing import Any
 
 from recipe_lib.checkpoint import files
 from recipe_lib.config.describe import to_yaml
+from recipe_lib.config.output_folder import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
+    STATE_FOLDER,
+    check_earlier_run,
+    check_folder,
+)
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import redact
 from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
 from recipe_lib.training.report import REPORT_FILE
 
-STATE_FOLDER = "state"
-MODEL_FOLDER = "model"
-ADAPTER_FOLDER = "adapter"
 CONFIG_FILE = "config.yaml"
 
 
 def check_output(cfg: FullFinetuneConfig) -> None:
     """ConfigError if output_dir holds the work of an earlier run that this one would mix with. Nothing is written."""
     folder = Path(cfg.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file, expected a folder or a new name; choose another output_dir")
+    check_folder(folder)
     if folder.is_dir():
         unlock_output(_lock(folder, fcntl.LOCK_SH))
-    if cfg.overwrite:
-        return
-    has_state = any((folder / STATE_FOLDER).glob("step_*"))
-    has_model = any((folder / name).exists() for name in (MODEL_FOLDER, ADAPTER_FOLDER))
-    if cfg.resume is None and (has_state or has_model):
-        held = "saved states" if has_state else "a trained model"
-        remedy = "resume=latest goes on from them, " if has_state else ""
-        raise ConfigError(
-            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite=true replaces what is there, "
-            "or choose another output_dir"
-        )
-    if cfg.resume == "latest" and has_model and not has_state:
-        raise ConfigError(
-            f"resume=latest: {folder} holds a trained model and no saved state to go on from; overwrite=true trains "
-            "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
-        )
+    check_earlier_run(cfg)
 
 
 def lock_output(cfg: FullFinetuneConfig) -> int | None:
