@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from recipe_lib.adapters.peft_names import spellings
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.checkpoint.weights_in import extra_names
+from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.reading import read_json
@@ -120,11 +120,7 @@ def saved_extras(folder: Path) -> set[str]:
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder}: no such folder; expected a PEFT adapter ({CONFIG_FILE} and safetensors)")
-    if not os.path.lexists(path):
-        merged = "; it is a model, not an adapter" if (folder / "config.json").is_file() else ""
-        raise CheckpointError(f"{folder}: has no {CONFIG_FILE}{merged}; expected the folder of a PEFT adapter")
+    check_adapter(folder)
     try:
         fields: Any = read_json(path, _MAX_BYTES)
     except (OSError, ValueError) as error:

@@ -53,6 +53,7 @@ from recipe_lib.checkpoint.optimizer_state import (
 from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.checkpoint.written import STATE_NAME, foreign_in_state
+from recipe_lib.config.output_folder import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.parts import ordered, own_parts, runs_of
@@ -214,9 +215,7 @@ def find_state(root: Path, resume: str, world: Ranks) -> Path | None:
         path = Path(resume)
         damage = _verify(path, world)
         if damage:
-            raise CheckpointError(
-                f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest whole one"
-            )
+            raise CheckpointError(no_whole_state(resume, damage))
         return path
     names = decide(world, lambda: _candidates(root))
     damages: list[str] = []

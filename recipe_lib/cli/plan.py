@@ -15,6 +15,7 @@ from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.plan_files import calibrate, write
 from recipe_lib.cli.recipes import Recipe, load_module, recipe_for
 from recipe_lib.cli.run import REFUSED, WITH_VALUE, WITHOUT_VALUE, check_launch, refuse_second, value_of
+from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
 from recipe_lib.config.places import list_configs
 from recipe_lib.config.plugins import load_plugin
@@ -59,6 +60,7 @@ def run(words: list[str]) -> int:
             load_plugin(plugin)
         recipe = Recipe.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
         cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+        arguments.notes = check_start(cfg, ranks=known_ranks(arguments), rows=False)
         if arguments.search:
             found = search(recipe, cfg, arguments)
             print(str(found).rstrip(), file=output)
@@ -126,7 +128,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch; `flags` are torchrun's."""
     flags, own = take_flags(words)
     arguments = parser().parse(own)
-    arguments.flags, arguments.wait = flags, None
+    arguments.flags, arguments.wait, arguments.notes = flags, None, []
     check_launch(flags, verb="plan")
     arguments.overrides = [word for word in arguments.words if "=" in word or word.startswith("~")]
     names = [word for word in arguments.words if word not in arguments.overrides]
@@ -191,6 +193,16 @@ def rank_count(flags: Sequence[str]) -> tuple[int, int]:
         here = str(gpus or cores())
     machines = (value_of(flags, "--nnodes") or "1").partition(":")[0]
     return int(here), int(machines)
+
+
+def known_ranks(arguments: argparse.Namespace) -> int:
+    """Ranks of the run, as `device_for` gives them."""
+    from recipe_lib.plan.hardware import parse_fit
+
+    if arguments.fit:
+        return parse_fit(arguments.fit)[0]
+    here, machines = rank_count(arguments.flags)
+    return here * machines
 
 
 def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str]]:
@@ -280,7 +292,7 @@ def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan
 
             shaped, said = decided(planned, shaped, settings)
             more = [*more, said]
-        settings = dataclasses.replace(settings, assumptions=(*assumed, *more))
+        settings = dataclasses.replace(settings, assumptions=(*assumed, *more, *arguments.notes))
         if arguments.advice:
             from recipe_lib.plan.advice import advice_from, try_levers
 

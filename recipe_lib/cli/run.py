@@ -5,9 +5,11 @@ What stands before RECIPE is torchrun's and is handed on untouched; what stands 
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from recipe_lib.cli.recipes import Recipe, run_recipe
 from recipe_lib.cli.run_plan import plan_beside, take_choice
+from recipe_lib.cli.start_checks import check_shape, check_start, ranks_of
 from recipe_lib.cli.strategy import with_strategy
 from recipe_lib.config.once import refuse_repeated
 from recipe_lib.config.suggest import did_you_mean, nearest, show
@@ -55,7 +57,11 @@ def run(words: list[str]) -> int:
     flags, name, rest = split(words)
     check_launch(flags)
     recipe = Recipe.find(name)
-    check_arguments(recipe, rest)
+    cfg = check_arguments(recipe, rest)
+    if cfg is not None:
+        check_start(cfg, ranks=ranks_of(flags), starts=True)
+        if flags:
+            check_shape(cfg)  # once, and not by every rank
     rest = with_strategy(flags, recipe, rest)
     if not with_plan:
         return start(flags, recipe, rest)
@@ -173,10 +179,10 @@ def with_rendezvous(flags: list[str]) -> list[str]:
     return flags if told or told_by_environment else ["--standalone", *flags]
 
 
-def check_arguments(recipe: Recipe, words: Sequence[str]) -> None:
+def check_arguments(recipe: Recipe, words: Sequence[str]) -> Any:
     """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
 
-    A recipe of the user's own reads its arguments itself, and may take others than ours.
+    Its config; None for a recipe of the user's own, which reads its arguments itself, and may take others than ours.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
@@ -184,7 +190,7 @@ def check_arguments(recipe: Recipe, words: Sequence[str]) -> None:
             raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
     refuse_repeated(words)
     if not recipe.shipped:
-        return
+        return None
     if not any(word == "--config" or word.startswith("--config=") for word in words):
         for word in words:
             if word.startswith("--"):
@@ -194,4 +200,4 @@ def check_arguments(recipe: Recipe, words: Sequence[str]) -> None:
         raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
     from recipe_lib.config import parse_arguments
 
-    parse_arguments(list(words), recipe.schema())
+    return parse_arguments(list(words), recipe.schema())

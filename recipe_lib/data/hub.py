@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.config.local_files import no_datasets
 from recipe_lib.config.sources import HUB
 from recipe_lib.data.parquet import without_nulls
 from recipe_lib.data.row_files import ROW_LIMIT, Located, RowFile, as_row, hash_of
@@ -28,9 +29,7 @@ class HubRows(RowFile):
         try:
             import datasets  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(
-                f"data.source: {source} needs the package datasets; run `pip install 'tune-recipes[datasets]'`"
-            ) from None
+            raise DataError(no_datasets(source)) from None
 
     def __len__(self) -> int:
         return len(self._rows)

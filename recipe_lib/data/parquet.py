@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from recipe_lib.config.local_files import no_pyarrow
 from recipe_lib.data.row_files import ROW_LIMIT, LocalFile, Located, empty, opened
 from recipe_lib.data.samples import RowFault
 from recipe_lib.errors import DataError
@@ -31,9 +32,7 @@ class ParquetRows(LocalFile):
         try:
             import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(
-                f"{path}: Parquet needs the package pyarrow; run `pip install 'tune-recipes[datasets]'`"
-            ) from None
+            raise DataError(no_pyarrow(path)) from None
 
     def __len__(self) -> int:
         return int(self._ends[-1])

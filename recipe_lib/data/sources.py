@@ -1,16 +1,15 @@
 """Where rows come from: files, folders of files, hub datasets. Each is a list of RowFiles, read by row number."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from recipe_lib.config.local_files import find_files
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.config.sources import HUB, is_hub, resolved_sources
+from recipe_lib.config.sources import is_hub, resolved_sources
 from recipe_lib.data.hub import HubRows
 from recipe_lib.data.json_files import JsonFile
 from recipe_lib.data.parquet import ParquetRows
 from recipe_lib.data.row_files import ROW_LIMIT, JsonLinesFile, Located, RowFile, TextFile
-from recipe_lib.errors import DataError
 
 __all__ = ["Located", "RowFile", "find_files", "open_sources", "read_rows", "resolved_sources"]
 
@@ -37,23 +36,3 @@ def read_rows(source: str, split: str) -> Iterator[Located]:
     """All rows of one source, in order. Raises DataError like `open_sources` and `RowFile.read`."""
     for file in open_sources(SourceConfig(source, split=split)):
         yield from file.read()
-
-
-def find_files(source: str) -> list[Path]:
-    """The data files that a local source names, sorted by name. Raises DataError."""
-    path, kinds = Path(source), ", ".join(_KINDS)
-    if os.path.isdir(path):
-        # Hidden files are none of the user's: macOS puts `._rows.jsonl` beside `rows.jsonl`.
-        shown = (file for file in path.iterdir() if not file.name.startswith("."))
-        files = sorted(file for file in shown if file.suffix in _KINDS and file.is_file())
-        if not files:
-            raise DataError(f"{source}: found no {kinds} file in the folder; set data.source to one with data")
-        return files
-    if not os.path.exists(path):
-        raise DataError(
-            f"{source}: no such file or folder; set data.source to one of yours, "
-            f"or to {HUB}OWNER/NAME for a hub dataset"
-        )
-    if path.suffix not in _KINDS:
-        raise DataError(f"{source}: found a {path.suffix or 'nameless'} file, expected one of {kinds}")
-    return [path]

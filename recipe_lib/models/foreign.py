@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.config.local_files import check_transformers
+from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
 
 TRANSFORMERS = "transformers"
@@ -104,14 +105,8 @@ def plain_numbers(value: Any) -> Any:
 
 def require_transformers() -> None:
     """Raises SetupError unless transformers is installed; call it before an import, which it makes a silent one."""
-    from importlib.util import find_spec
-
     silence_torchao()
-    if find_spec("transformers") is None:
-        raise SetupError(
-            "model.source=transformers: found no transformers, expected the extra; "
-            "pip install 'tune-recipes[transformers]'"
-        )
+    check_transformers()
 
 
 def _line(error: Exception) -> str:

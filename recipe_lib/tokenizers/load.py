@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+from recipe_lib.config.local_files import check_tokenizer
 from recipe_lib.errors import DataError
 from recipe_lib.reading import read_bytes
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
@@ -35,8 +36,7 @@ def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) ->
 def _find_file(path: Path) -> Path:
     if os.path.isfile(path):
         return path
-    if not os.path.isdir(path):
-        raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+    check_tokenizer(path)
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():
             return path / name

@@ -28,16 +28,13 @@ from recipe_lib.checkpoint.written import (
     read_record,
     write_record,
 )
+from recipe_lib.config.output_folder import ADAPTER_FOLDER, EARLIER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.logs import get_logger
 from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
 from recipe_lib.training.report import REPORT_FILE
 
-STATE_FOLDER = "state"
-MODEL_FOLDER = "model"
-ADAPTER_FOLDER = "adapter"
 TRACKERS_FOLDER = "trackers"
 CONFIG_FILE = "config.yaml"
-EARLIER_FOLDER = "earlier"
 PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)
 FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, REPORT_FILE)
 

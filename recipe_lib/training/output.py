@@ -17,11 +17,18 @@ from typing import Any
 
 from recipe_lib.checkpoint import files
 from recipe_lib.config.describe import to_yaml
+from recipe_lib.config.output_folder import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
+    STATE_FOLDER,
+    check_earlier_run,
+    check_folder,
+)
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.secret_values import check_no_secrets
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.training import earlier
-from recipe_lib.training.earlier import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, STATE_FOLDER
+from recipe_lib.training.earlier import CONFIG_FILE
 from recipe_lib.training.inputs import check_inputs
 
 __all__ = [
@@ -43,35 +50,13 @@ def check_output(cfg: FullFinetuneConfig) -> None:
     """
     check_no_secrets(cfg)  # config.yaml is what was used, to the letter
     folder = Path(cfg.output_dir)
-    if os.path.lexists(folder) and not folder.is_dir():
-        what = "a file" if folder.exists() else "a link that leads nowhere"
-        raise ConfigError(f"output_dir: {folder} is {what}, expected a folder or a new name; choose another output_dir")
+    check_folder(folder)
     if not folder.is_dir():
         return
     unlock_output(_lock(folder, fcntl.LOCK_SH))
     check_inputs(cfg)
-    if not cfg.overwrite:
-        _check_unmixed(cfg, folder)
+    check_earlier_run(cfg)
     _check_ours(cfg, folder)
-
-
-def _check_unmixed(cfg: FullFinetuneConfig, folder: Path) -> None:
-    """A run that does not replace the one before it needs a folder without that one's work, or goes on from it."""
-    has_state = any((folder / STATE_FOLDER).glob("step_*"))
-    kept = any(folder.glob(f"{earlier.EARLIER_FOLDER}*/{STATE_FOLDER}/step_*"))
-    has_model = any((folder / name).exists() or files.replaced(folder, name) for name in (MODEL_FOLDER, ADAPTER_FOLDER))
-    if cfg.resume is None and (has_state or has_model or kept):
-        held = "saved states" if has_state or (kept and not has_model) else "a trained model"
-        remedy = "resume=latest goes on from them, " if has_state else ""
-        raise ConfigError(
-            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite=true replaces what is there, "
-            "or choose another output_dir"
-        )
-    if cfg.resume == "latest" and has_model and not has_state:
-        raise ConfigError(
-            f"resume=latest: {folder} holds a trained model and no saved state to go on from; overwrite=true trains "
-            "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
-        )
 
 
 def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:

@@ -8,12 +8,13 @@ from torch.optim import Optimizer
 
 from recipe_lib.checkpoint.manifest import read_manifest
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.config.output_folder import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.optimizers import set_numbers
-from recipe_lib.training.output import STATE_FOLDER, check_same_data
+from recipe_lib.training.output import check_same_data
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

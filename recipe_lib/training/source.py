@@ -6,6 +6,7 @@ from typing import Any
 
 from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
+from recipe_lib.config.local_files import downloaded_model
 from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, ModelConfig
 from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
 from recipe_lib.models.foreign import foreign_spec
@@ -62,8 +63,9 @@ def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:
     """As `check_sharing`, if the model's config.json is on this machine's disk; no weight is looked at."""
     if cfg.model.source != "native":
         return
-    folder = Path(cfg.model.path) if cfg.model.path else None
-    if folder is not None and not (folder / "config.json").is_file():
+    named = Path(cfg.model.path).expanduser() if cfg.model.path else None
+    folder = named if named is None or named.is_dir() else downloaded_model(str(cfg.model.path))
+    if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
         return
     config = read_config(folder) if folder else preset_config(cfg.model.preset or "")
     check_sharing(cfg, spec_from_config(config, str(folder or cfg.model.preset)))
