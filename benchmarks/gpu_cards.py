@@ -236,8 +236,8 @@ def summary(report: dict[str, Any]) -> list[str]:
 HOW = f"""Memory alone: the recipe's model, optimizer and training step as rank 0 of N through torch's fake process \
 group, random weights, torch's allocator held to the cap, which is what a card of {CARD} leaves it. Active: in \
 blocks handed out or still in use; reserved: taken from the device; the most of any step. Page: what docs/fit.md says \
-for such a card. Planned: for this device, steps alone. NCCL's own memory is in the cap, at the planner's figure, and is not \
-measured."""
+for such a card. Planned: for this device, steps alone. NCCL's own memory is in the cap, at the planner's \
+figure, and is not measured."""
 HOW_DRY = f"""{DRY_HOW} Cards are played as ranks of a fake process group."""
 HEADS = ("config", "cards", "settings", "rows of", "cap", "page says", "page: active", "reserved", "planned: active",
          "reserved", "measured: active", "reserved", "retries", "found")  # fmt: skip

@@ -21,8 +21,8 @@ of {memory}. tokens/s come from data sheets and are for ranking only. Host: pinn
 tensors. Verdict: whether it fits this card; figures of what does not fit are those it would take on a larger one."""
 HOW_MEASURED = """One process on the whole GPU, random weights and tokens, each line in a process of its own. Measured \
 active and reserved: the most in blocks that torch's allocator handed out or a stream still uses, and that it took \
-from the device, in any step; pinned: of host memory, in blocks of powers of two. tokens/s: of the median step after the \
-first. Planned for this device too; planned tokens/s come from data sheets."""
+from the device, in any step; pinned: of host memory, in blocks of powers of two. tokens/s: of the median step after \
+the first. Planned for this device too; planned tokens/s come from data sheets."""
 HOW_DRY = f"""{DRY_HOW} What offloads has nowhere to go on a CPU, where `memory.cpu_offload=true` \
 is planned as if it had, and torch's own loss kernel is planned on paper: these two need not be equal."""
 
