@@ -78,7 +78,7 @@ def test_predicates_read_objects_too():
 
 def test_the_line_is_that_of_the_later_key(faults):
     text = GOOD + "overwrite: true\nseed: 3\nresume: latest\n"
-    reason = "resume, overwrite: one goes on from what output_dir holds, the other removes it; remove one of the two"
+    reason = "resume, overwrite: one goes on from what output_dir holds, the other replaces it; remove one of the two"
     assert faults(text, whole=True) == [f"c.yaml:5: {reason}"]
     assert faults(GOOD + "resume: latest\n", "overwrite=true", whole=True) == [f"command line: {reason}"]
 

@@ -205,7 +205,7 @@ def test_edited_recipe_adds_a_layer(clone: Path):
             "data.max_rows=200",
             "checkpoint.extra_parameters=save",
         ]
-        assert tune(["run", f"./{name}", "--config", "demo/full", *options, "checkpoint.extra_parameters=save"]) == 0
+        assert tune(["run", f"./{name}", "--config", "demo/full", *options]) == 0
         lines = (clone / f"out_{name[:-3]}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         first_loss.append(json.loads(lines[0])["loss"])
     assert first_loss[0] == first_loss[1]
