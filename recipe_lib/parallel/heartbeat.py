@@ -4,9 +4,8 @@ A rank spends much of its time waiting for others, where nothing of Python's run
 with the store by which the ranks have met, over a connection of its own: it says twice a second that this rank lives
 and what its main thread is at, and sees whether another rank has failed. The other one looks where the main thread is,
 without a call to the device. If that has not moved for `parallel.heartbeat_timeout_seconds`, it looks for the rank that
-is waited for (`beats.py`), and ends the run. A rank that moves itself never ends a run.
-
-A process ends by os._exit: a kernel or a collective that is stuck cannot hold it up.
+is waited for (`beats.py`), and ends the run. A rank that moves itself never ends a run. A process ends by os._exit: a
+kernel or a collective that is stuck cannot hold it up.
 """
 
 import json
@@ -39,9 +38,8 @@ TELLING = 6.0  # seconds that the others wait for it to tell what happened: a la
 ENDING = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
 VANISHING = 3.0  # seconds without a beat, after an exchange with another rank has failed, by which that rank is gone
 LONGEST_GROUP_LIMIT = 30 * 86400.0  # seconds
-_GONE = re.compile(
-    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out waiting"
-)
+_LOST = r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out waiting"
+_GONE = re.compile(_LOST)
 _made = 0  # heartbeats of this process; all ranks make them alike
 
 
@@ -338,8 +336,10 @@ class Heartbeat:
     def _leave(self, failure: dict[str, Any], is_main: bool = False) -> None:
         """Ends this process because of a failure, when the rank that tells it has had the time to.
 
-        Not while the main thread is on its way out by itself, which writes what the run leaves.
+        Not while the main thread is on its way out by itself, which writes what the run leaves, or its own traceback.
         """
+        if not is_main and failure["rank"] == self._rank:
+            return
         sys.excepthook = lambda *_: self._end(failure)  # what is raised meanwhile is a consequence
         if failure["tells"]:
             self._wait(lambda: self._told.is_set() or bool(self._lost), TELLING)
