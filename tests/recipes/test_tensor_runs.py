@@ -22,6 +22,7 @@ from tests.recipes.runs import (
     ROOT,
     done,
     furthest,
+    latest,
     losses,
     metrics,
     probe,
