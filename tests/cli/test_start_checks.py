@@ -75,7 +75,7 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
         "{folder}/none.jinja: no such file; set tokenizer.chat_template to a Jinja file",
     ),
     "liger": (
-        ("memory.loss_kernel=liger", "device=cuda"),
+        ("memory.loss_kernel=liger", "~memory.loss_chunks", "device=cuda"),
         "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install 'tune-recipes[liger]', or "
         "set memory.loss_kernel=chunked",
     ),
@@ -206,7 +206,6 @@ def test_nothing_of_it_imports_torch(folder: Path) -> None:
 PACKED = (
     "data.packing=true",
     "max_seq_len=32",
-    "data.long_rows=skip",
     "gradient_accumulation_steps=16",
     "batch_size=2",
 )
@@ -235,6 +234,6 @@ def test_a_plan_has_the_faults_that_rows_have(folder: Path, monkeypatch: pytest.
     assert code == 2 and f"{folder}/own.jsonl:1" in err and "answer" in err
     (folder / "empty.jsonl").write_text("", encoding="utf-8")
     code, out, err = planned(folder, few, f"validation.source={folder}/empty.jsonl")
-    assert code == 2 and "found no rows, expected at least one" in err
+    assert code == 2 and "empty.jsonl: the file is empty, expected rows" in err
     code, out, err = planned(folder, f"data.source={folder}/none.jsonl")
     assert code == 0 and "rows are not at hand" in " ".join(out.split())
