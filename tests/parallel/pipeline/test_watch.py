@@ -16,8 +16,7 @@ from recipe_lib.data import Batch
 from recipe_lib.errors import DataError, OutOfMemoryError
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import World, materialize, split_pipeline, start_world
-from recipe_lib.parallel import beats, heartbeat
+from recipe_lib.parallel import World, beats, heartbeat, materialize, split_pipeline, start_world
 from recipe_lib.parallel.pipeline import watch
 from recipe_lib.parallel.pipeline.schedules import Action
 from recipe_lib.parallel.pipeline.standstill import BETWEEN, COMPUTES, WAITS, Ranks, Stand, culprits, words
@@ -143,7 +142,7 @@ def test_a_stopped_process_that_holds_the_store_too() -> None:
     found = ended(trouble, timeout=1, process_group=False)
     assert found[1].startswith("exit code 7") and "Traceback" not in found[1]
     (line,) = told(found)
-    assert re.match(r"error: the store of the run at 127.0.0.1:\d+ \(rank 0 or its launcher\) is stopped or ", line), line
+    assert re.match(r"error: the store of the run at 127.0.0.1:\d+ \(rank 0 or its launcher\) is stopped or ", line)
     assert "rank 1 (stage 1) has " in line and " of micro-batch " in line
 
 
@@ -178,7 +177,9 @@ def test_who_does_not_answer_between_steps_is_named() -> None:
     found = ended(trouble, timeout=1)
     assert found[0].startswith("exit code 7")
     (line,) = told(found)
-    assert re.match(r"error: rank 1 \(stage 1\) is stopped or unreachable for \d+ s; rank 0 \(stage 0\) waits ", line), line
+    assert re.match(
+        r"error: rank 1 \(stage 1\) is stopped or unreachable for \d+ s; rank 0 \(stage 0\) waits ", line
+    ), line
     assert " s in between two steps, at " in line
 
 
