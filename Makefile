@@ -1,6 +1,7 @@
 # make demo   fine-tune a tiny model on the CPU and ask it something
 # make test   the whole test suite
-# Both install what they need into .venv first; nothing is installed outside of it.
+# make fuzz   random combinations of settings on several ranks against training by hand; SEED=1000 CASES=30
+# All install what they need into .venv first; nothing is installed outside of it.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,9 +9,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 OUTPUT ?= outputs/demo
 WORKERS ?= 2
+SEED ?= 1000
+CASES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format types docs clean
+.PHONY: help install demo test fuzz lint format types docs clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
@@ -35,6 +38,10 @@ demo: install
 # A file's tests stay in one process, which makes their fixtures once; in order, long files do not come last.
 test: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# For each seed from SEED on a combination; what is wrong is printed with the command that runs it.
+fuzz: install
+	$(BIN)/python -m tests.fuzz --seed $(SEED) --cases $(CASES)
 
 lint: install
 	$(BIN)/ruff check .

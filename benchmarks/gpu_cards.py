@@ -211,7 +211,8 @@ def line_text(row: dict[str, Any]) -> str:
     rows = f"a row of {row['tokens']}" if row["tokens"] else "as it is"
     text = f"{row['model']} {row['method']}, {row['cards']} cards, {rows}: {outcome(row)}"
     peaks = row.get("measured", {}).get("peaks")
-    return f"{text}, {format_bytes(_most(peaks, 'active'))} active" if peaks else text
+    name = "active" if _has(peaks or {}, "active") else "requested"
+    return f"{text}, {format_bytes(_most(peaks, name))} {name}" if peaks else text
 
 
 def summary(report: dict[str, Any]) -> list[str]:
@@ -221,9 +222,10 @@ def summary(report: dict[str, Any]) -> list[str]:
     lines = [f"said {said}, {found}: {count}" for (said, found), count in sorted(counts.items())]
     # Under a cap the allocator gives back what it would have kept, so that reserved bytes cannot be compared.
     errors = [error for row in rows if "active" in row.get("planned", {}) for error in errors_of(row)]
-    found = [error for _, name, error in errors if name == "active"]
+    metric = "requested" if report["device"].get("type") == "cpu" else "active"  # a CPU has no blocks
+    found = [error for _, name, error in errors if name == metric]
     if found:
-        lines.append(f"planned against measured, active: {len(found)} figures, 95 % within "
+        lines.append(f"planned against measured, {metric}: {len(found)} figures, 95 % within "
                      f"{share_below(found, 0.95):.2%}, worst {max(found, key=abs):+.2%}")  # fmt: skip
     for word in ("failed", "skipped"):
         count = sum(word in row or word in row.get("planned", {}) for row in rows)
@@ -232,10 +234,10 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 
 HOW = f"""Memory alone: the recipe's model, optimizer and training step as rank 0 of N through torch's fake process \
-group, random weights, torch's allocator held to the cap, which is what a card of {CARD} leaves it. Active: requested \
-by tensors and kernels; reserved: taken from the device; the most of any step. Page: what docs/fit.md says for such a \
-card. Planned: for this device, steps alone. NCCL's own memory is in the cap, at the planner's figure, and is not \
-measured."""
+group, random weights, torch's allocator held to the cap, which is what a card of {CARD} leaves it. Active: in \
+blocks handed out or still in use; reserved: taken from the device; the most of any step. Page: what docs/fit.md says \
+for such a card. Planned: for this device, steps alone. NCCL's own memory is in the cap, at the planner's \
+figure, and is not measured."""
 HOW_DRY = f"""{DRY_HOW} Cards are played as ranks of a fake process group."""
 HEADS = ("config", "cards", "settings", "rows of", "cap", "page says", "page: active", "reserved", "planned: active",
          "reserved", "measured: active", "reserved", "retries", "found")  # fmt: skip

@@ -95,9 +95,9 @@ def is_wrong(row: dict[str, Any], gpu: bool) -> bool:
     planned, found = row.get("planned", {}), row.get("measured", {}).get("peaks", {})
     if "failed" in row or "failed" in planned:
         return True
-    if gpu or "active" not in planned or not row.get("exact", True):
+    if gpu or "requested" not in planned or not row.get("exact", True):
         return False
-    return any(planned[phase]["active"] != peaks["active"] for phase, peaks in found.items())
+    return any(planned[phase]["requested"] != peaks["requested"] for phase, peaks in found.items())
 
 
 def write_plans(output: Path, hardware: Hardware, methods: Sequence[str]) -> int:
@@ -144,9 +144,9 @@ def row_of(rung: Rung) -> dict[str, Any]:
 
 
 def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
-    """The peaks of a step by phase, as `planned_peaks` gives them, and besides `active` and `reserved`, the most of
-    them; `host`; `tokens_per_second`, None where no time is planned; `verdict`. Or {"refused": the line} where the
-    config or the device does not have it, {"unplanned": why} where there is no plan of it."""
+    """The peaks of a step by phase, as `planned_peaks` gives them, and besides `requested`, `active` and `reserved`,
+    the most of them; `host`; `tokens_per_second`, None where no time is planned; `verdict`. Or {"refused": the line}
+    where the config or the device does not have it, {"unplanned": why} where there is no plan of it."""
     try:
         recipe_class, cfg = case.load()
         if cfg.compile:
@@ -158,6 +158,7 @@ def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
     steps = [peak for peak in rank.peaks if peak.phase in (FIRST, STEADY)]
     timed = plan.time is not None and not cfg.memory.cpu_offload
     return gpu_plan.peaks_of(rank) | {
+        "requested": max(peak.requested for peak in steps),
         "active": max(peak.active for peak in steps),
         "reserved": max(peak.reserved for peak in steps),
         "host": rank.host,

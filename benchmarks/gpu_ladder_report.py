@@ -20,9 +20,9 @@ HOW_PLANNED = """Nothing here was measured: each line is a whole plan (`tune pla
 of {memory}. tokens/s come from data sheets and are for ranking only. Host: pinned and other memory of the host, in \
 tensors. Verdict: whether it fits this card; figures of what does not fit are those it would take on a larger one."""
 HOW_MEASURED = """One process on the whole GPU, random weights and tokens, each line in a process of its own. Measured \
-active and reserved: the most that tensors requested from torch's allocator, and that it took from the device, in any \
-step; pinned: of host memory, in blocks of powers of two. tokens/s: of the median step after the first. Planned beside \
-it for this device; planned tokens/s come from data sheets."""
+active and reserved: the most in blocks that torch's allocator handed out or a stream still uses, and that it took \
+from the device, in any step; pinned: of host memory, in blocks of powers of two. tokens/s: of the median step after \
+the first. Planned for this device too; planned tokens/s come from data sheets."""
 HOW_DRY = f"""{DRY_HOW} What offloads has nowhere to go on a CPU, where `memory.cpu_offload=true` \
 is planned as if it had, and torch's own loss kernel is planned on paper: these two need not be equal."""
 
@@ -62,7 +62,7 @@ def summary(report: dict[str, Any]) -> list[str]:
             lines.append(f"planned against measured, {metric}: {len(found)} figures, half within {half:.2%}, 95 % "
                          f"within {most:.2%}, worst {max(found, key=abs):+.2%}")  # fmt: skip
     if report["device"]["type"] == "cpu":
-        equal = sum(_most(row["measured"], "active") == row["planned"]["active"] for row in comparable)
+        equal = sum(_most(row["measured"], "requested") == row["planned"]["requested"] for row in comparable)
         lines.append(f"planned bytes are those of the run: {equal} of {len(comparable)} lines")
     for word in ("failed", "skipped"):
         count = sum(word in row or word in row.get("planned", {}) for row in rows)
@@ -84,7 +84,9 @@ def line_text(row: dict[str, Any]) -> str:
     words = [f"{row['method']} {row['basis']}{' without' if row['removed'] else ''} {' '.join(row['words'])}".strip()]
     words += [why for part in (row, planned) for key, why in part.items() if key in _REASONS]
     words += [f"planned {format_bytes(planned['active'])}"] if "active" in planned else []
-    words += [f"measured {format_bytes(_most(measured, 'active'))}"] if measured.get("peaks") else []
+    if measured.get("peaks"):
+        name = "active" if all("active" in found for found in measured["peaks"].values()) else "requested"
+        words.append(f"measured {format_bytes(_most(measured, name))}")
     words += [f"out of memory in the {measured['out_of_memory']}"] if "out_of_memory" in measured else []
     return ": ".join([words[0], ", ".join(words[1:])])
 
@@ -104,7 +106,7 @@ def _command(row: dict[str, Any]) -> str:
 def _table(rows: list[dict[str, Any]], by_key: dict[Any, dict[str, Any]], kind: str) -> list[str]:
     """One line a row; kind: of the device."""
     heads = ["line", "rows a step", "active", "change", "reserved"]
-    heads += {"planned": ["host", "tokens/s", "speed", "verdict"], "cpu": ["traced active", "equal"]}.get(
+    heads += {"planned": ["host", "tokens/s", "speed", "verdict"], "cpu": ["traced, requested", "equal"]}.get(
         kind, ["host", "tokens/s", "speed", "measured active", "change", "reserved", "pinned", "tokens/s", "speed"]
     )
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
@@ -134,18 +136,19 @@ def _planned_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list
 
 
 def _measured_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list[str]:
-    """Active, its change, reserved, pinned, tokens/s and their ratio; of a trace on the CPU active, and
-    whether it is what was planned."""
+    """Active, its change, reserved, pinned, tokens/s and their ratio; of a trace on the CPU requested
+    bytes, and whether they are what was planned."""
     measured, other = row.get("measured", {}), base.get("measured", {}) if base is not row else {}
     count = 2 if kind == "cpu" else 6
     if not measured.get("peaks") or "out_of_memory" in measured:
         ran_out = f"out of memory, {measured['out_of_memory']}" if "out_of_memory" in measured else ""
         why = ran_out or next((str(row[key]) for key in ("failed", "skipped") if key in row), "not measured")
         return [why, *[""] * (count - 1)]
-    active = _most(measured, "active")
     if kind == "cpu":
-        same = active == row["planned"]["active"]
-        return [format_bytes(active), "yes" if same else "no" if row["exact"] else "no, nor has it to be"]
+        requested = _most(measured, "requested")
+        same = requested == row["planned"]["requested"]
+        return [format_bytes(requested), "yes" if same else "no" if row["exact"] else "no, nor has it to be"]
+    active = _most(measured, "active")
     compared = other.get("peaks") and "out_of_memory" not in other
     change = signed_bytes(active - _most(other, "active")) if compared else ""
     cells = [format_bytes(active), change, format_bytes(_most(measured, "reserved"))]

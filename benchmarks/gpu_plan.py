@@ -193,7 +193,7 @@ def _plan_all(todo: list[tuple[Any, Path]], hardware: Hardware, plan: Planner) -
 
 
 def planned_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
-    """By phase `active`, `allocated`, `reserved`, `reserved_expandable`; for a threshold the smallest caps."""
+    """By phase what `peaks_of` gives; for a threshold the smallest caps."""
     recipe_class, cfg = case.load()
     settings = PlanSettings(hardware, case.rows, case.ranks, traced_ranks=(case.rank,), phases=(), timed=False)
     plan, trace = make_plan(recipe_class, cfg, settings)
@@ -204,8 +204,8 @@ def planned_peaks(case: PlanCase, hardware: Hardware) -> dict[str, Any]:
 
 
 def peaks_of(rank: RankPlan) -> dict[str, dict[str, int]]:
-    """By phase `active`, `allocated`, `reserved`, `reserved_expandable`."""
-    names = ("active", "allocated", "reserved", "reserved_expandable")
+    """By phase `requested`, `active`, `allocated`, `reserved`, `reserved_expandable`."""
+    names = ("requested", "active", "allocated", "reserved", "reserved_expandable")
     return {peak.phase: {name: getattr(peak, name) for name in names} for peak in rank.peaks}
 
 
@@ -322,8 +322,8 @@ def run_steps(
             module.synchronize(world.device)
             result["seconds"].append(time.perf_counter() - began)
             stats = module.memory_stats(world.device)
-            names = {"active": "requested", "allocated": "allocated", "reserved": "reserved"}
-            found = {name: stats[f"{key}_bytes.all.peak"] for name, key in names.items()}
+            names = ("requested", "active", "allocated", "reserved")
+            found = {name: stats[f"{name}_bytes.all.peak"] for name in names}
             earlier = result["peaks"].get(phase, found)
             result["peaks"][phase] = {name: max(found[name], earlier[name]) for name in found}
     except torch.OutOfMemoryError:
@@ -338,7 +338,7 @@ def trace_on_cpu(case: Runnable) -> dict[str, Any]:
     cfg.device = "cpu"
     with start_world(cfg) as world:
         peaks = trace_real_run(recipe_class, cfg, world, case.rows).trace.active_peaks()
-    return {"peaks": {phase: {"active": peaks[phase]} for phase in (FIRST, STEADY)}}
+    return {"peaks": {phase: {"requested": peaks[phase]} for phase in (FIRST, STEADY)}}
 
 
 def _events(job: Job, seconds: float, report: dict[str, Any], fixtures: Path) -> dict[str, Any]:

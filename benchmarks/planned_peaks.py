@@ -1,32 +1,50 @@
-"""Writes into the header of each shipped config what a rank's peak is planned to be, with the processes of its command.
+"""Plans every shipped config on 1, 2, 4, ... ranks, and writes from that what its header says it is meant for.
 
-    python benchmarks/planned_peaks.py              all configs, about four seconds of CPU each
-    python benchmarks/planned_peaks.py llama3/8B_full llama3/8B_qlora
+    python benchmarks/planned_peaks.py                       all configs, some three plans each
+    python benchmarks/planned_peaks.py llama3/8B_full        one of them
+    python benchmarks/planned_peaks.py --headers             the headers alone, from the plans that are kept
 
-Rows are as long as max_seq_len allows. A test estimates the same peaks anew and fails where one has drifted.
+The plans are kept in benchmarks/planned_peaks.json: bytes of the heaviest rank, sequences as long as max_seq_len
+allows. A config is meant for the fewest GPUs of 24 GB that its plan fits with a margin (see `fits`), 8 at most; else of
+48 GB, else of 80 GB; else for several machines with 8 of 80 GB, or of 141 GB. A test holds the headers to the file, and
+plans some anew.
 """
 
 import argparse
-import math
-import multiprocessing
+import json
+import multiprocessing.pool
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from recipe_lib.config.places import configs_folder  # noqa: E402
+from recipe_lib.plan.hardware import find_hardware  # noqa: E402
+from recipe_lib.plan.hidden import outside_torch  # noqa: E402
 from recipe_lib.units import format_bytes  # noqa: E402
 
 DEVICE = "rtx4090"
+PLANS = Path(__file__).with_suffix(".json")
+SIZES = (16, 24, 48, 80, 141)  # GB, as cards are sold
+FIRST = (24, 48, 80)  # in which order a config is meant for them, on one machine
+SEVERAL = (80, 141)  # on several machines
+MACHINE = 8  # GPUs
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
+MARGIN = 0.03  # of a card; what a plan may be wrong by, as in the verdict of `tune plan`
+DDP = "ddp"
 PEAK = re.compile(
-    r"^# Planned peak of a rank: ([0-9.]+) ([GM]iB) active, ([0-9.]+) ([GM]iB) reserved \(.*\)\.\n", re.MULTILINE
+    r"^# Planned peak of a rank: ([0-9.]+) ([GM]iB) active, ([0-9.]+) ([GM]iB) reserved \((\d+) ranks?, .*\)\.\n",
+    re.MULTILINE,
 )
-_COMMAND = re.compile(r"^#   tune (run|download)\b.*", re.MULTILINE)
-_PROCESSES = re.compile(r"--(?:nnodes|nproc_per_node) (\d+)")
-_BLANK = "\n#\n"
+_HEADER = re.compile(r"^# Meant for .*?\n#\n", re.MULTILINE | re.DOTALL)
+_RUN = re.compile(r"^#   tune run (?:.*?\\\n#     |--nproc_per_node \d+ )?(?=\w+ --config)", re.MULTILINE)
+_VISION = "The checkpoint also holds a vision part, which is neither loaded nor exported: the text model is trained."
+
+Plans = dict[str, dict[str, int]]
 
 
 def names() -> list[str]:
@@ -36,40 +54,139 @@ def names() -> list[str]:
     )
 
 
-def ranks_of(text: str) -> int:
-    """The processes of the first `tune run` in a config's header, on all of its machines."""
-    command = next(match[0] for match in _COMMAND.finditer(text) if match[1] == "run")
-    return math.prod(map(int, _PROCESSES.findall(command)))
+def fits(plan: dict[str, int], ranks: int, size: int) -> bool:
+    """Whether a plan of so many ranks leaves the margin on a card of `size` GB, with what is outside of torch."""
+    hardware = find_hardware(f"{size}GB")
+    outside = outside_torch(hardware, [ranks] if ranks > 1 else [])
+    return plan["reserved"] + outside.total <= hardware.memory * (1 - MARGIN)
 
 
-def write_peak(name: str) -> str:
-    """Plans one config and writes its line; returns it."""
+def fewest(plans: Plans) -> dict[int, int]:
+    """Card size in GB -> the fewest planned ranks that fit cards of it; sizes that none fits are missing."""
+    found = {}
+    for size in SIZES:
+        fitting = [ranks for ranks in RANKS if str(ranks) in plans and fits(plans[str(ranks)], ranks, size)]
+        found.update({size: fitting[0]} if fitting else {})
+    return found
+
+
+def meant_for(plans: Plans) -> tuple[int, int]:
+    """(card size in GB, ranks) that a config is meant for."""
+    found = fewest(plans)
+    on_one = [size for size in FIRST if found.get(size, MACHINE + 1) <= MACHINE]
+    size = next(size for size in (*on_one, *SEVERAL) if size in found)
+    return size, found[size]
+
+
+def plan_ranks(name: str, ranks: int, *words: str) -> dict[str, int]:
+    """Bytes of the heaviest rank: active, reserved; and tokens of a sequence."""
     from recipe_lib.plan.make import make_plan
     from tests.plan.apart import settings
 
-    path = configs_folder() / f"{name}.yaml"
-    text = PEAK.sub("", path.read_text(encoding="utf-8"))
-    ranks = ranks_of(text)
-    plan, _ = make_plan(*settings(name, ranks, device=DEVICE))
-    peak = f"{format_bytes(plan.heaviest.peak.active)} active, {format_bytes(plan.heaviest.reserved)} reserved"
+    plan, _ = make_plan(*settings(name, ranks, *words, device=DEVICE))
+    rank = plan.heaviest
+    return {"active": rank.peak.active, "reserved": rank.reserved, "tokens": plan.sequence["tokens"]}
+
+
+def plan_config(name: str) -> tuple[str, Plans]:
+    """The plans that say what a config is meant for, from one rank on until the smallest card is large enough.
+
+    Of shards (FSDP), which is what makes several cards hold what one does not; adapters that fit one card of 24 GB are
+    planned with whole models (DDP) too, which is what their configs have where that fits.
+    """
+    from tests.plan.apart import apart
+
+    plans: Plans = {}
+    for ranks in RANKS:
+        plan = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
+        plans[str(ranks)] = plan
+        if fits(plan, ranks, SIZES[0]) or (ranks >= MACHINE and fits(plan, ranks, FIRST[-1])):
+            break
+    if not name.endswith("_full") and meant_for(plans) == (24, 1):
+        plans[DDP] = apart(plan_ranks, name, 2, "parallel.strategy=ddp")
+    return name, plans
+
+
+def header(text: str, plans: Plans) -> str:
+    """The config's text with its header made of the plans, and its command of the ranks that it is meant for.
+
+    A header that does not say what the config is meant for, the demo's, has its peak alone made anew.
+    """
+    old = _HEADER.search(text)
+    if old is None:
+        return PEAK.sub(lambda _: f"{_peak(plans['1'], 1)}\n", text)
+    size, ranks = meant_for(plans)
+    found = {other: count for other, count in fewest(plans).items() if other != size and other in FIRST + SIZES[:1]}
+    others = {other: count for other, count in found.items() if count <= MACHINE and (other < size or count < ranks)}
+    also = ", ".join(f"{count} of {other} GB" for other, count in others.items())
+    shards = " with parallel.strategy=fsdp" if "strategy: ddp" in text and max(others.values(), default=1) > 1 else ""
+    also = f", or {also}{shards}" if also else ""
+    nodes = ranks // MACHINE if ranks > MACHINE else 1
+    on = f" on {nodes} nodes" if nodes > 1 else ""
+    joined = " ".join(line.strip("# ") for line in old[0].splitlines())
+    sentences = [f"Meant for {ranks} {'GPUs' if ranks > 1 else 'GPU'} of {size} GB{on}{also}: {_total(joined, ranks)}"]
+    sentences += [_VISION] if "vision part" in joined else []
+    sentences += ["The same command on each node; HOST is the first one."] if nodes > 1 else []
+    lines = [f"# {line}" for line in textwrap.wrap(" ".join(sentences), 117, break_on_hyphens=False)]
+    lines += [_peak(plans[str(ranks)], ranks), "#", ""]
+    text = text[: old.start()] + "\n".join(lines) + text[old.end() :]
+    return _RUN.sub(lambda _: f"#   tune run {_flags(ranks, nodes)}", text, count=1)
+
+
+def _peak(plan: dict[str, int], ranks: int) -> str:
+    peak = f"{format_bytes(plan['active'])} active, {format_bytes(plan['reserved'])} reserved"
     many = f"{ranks} ranks" if ranks > 1 else "1 rank"
-    line = f"# Planned peak of a rank: {peak} ({many}, rows of {plan.sequence['tokens']} tokens)."
-    commands = next(iter(_COMMAND.finditer(text))).start()
-    at = text.rindex(_BLANK, 0, commands) + 1  # below what the config is for
-    path.write_text(f"{text[:at]}{line}\n{text[at:]}", encoding="utf-8")
-    return f"{name}: {line}"
+    return f"# Planned peak of a rank: {peak} ({many}, rows of {plan['tokens']} tokens)."
+
+
+def _flags(ranks: int, nodes: int) -> str:
+    if nodes > 1:
+        return f"--nnodes {nodes} --nproc_per_node {MACHINE} --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n#     "
+    return f"--nproc_per_node {ranks} " if ranks > 1 else ""
+
+
+def _total(joined: str, ranks: int) -> str:
+    """What the model takes in all, as the header says it, and what comes to that."""
+    shared = " shared by the ranks;" if ranks > 1 else ""
+    full = re.search(r"parameters, gradients and AdamW's states are [0-9.]+ GiB in all", joined)
+    if full:
+        rest = "what is gathered at the moment" if ranks > 1 else "the logits of a loss chunk"
+        return f"{full[0]}{',' if shared else ';'}{shared} to that come what layers keep for backward and {rest}."
+    frozen = re.search(r"frozen weights are \S+ GiB; adapters, their gradients and AdamW's states \S+ GiB", joined)
+    assert frozen is not None, joined
+    rest = " and what is gathered at the moment" if ranks > 1 else ""
+    return f"{frozen[0]}{',' if shared else ';'}{shared} to that comes what layers keep for backward{rest}."
+
+
+def write_header(name: str, plans: Plans) -> None:
+    """Writes one config's file anew."""
+    path = configs_folder() / f"{name}.yaml"
+    path.write_text(header(path.read_text(encoding="utf-8"), plans), encoding="utf-8")
+
+
+def read_plans() -> dict[str, Plans]:
+    """The plans that are kept, by config."""
+    return json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else {}
 
 
 def main() -> None:
-    """Plans the configs that are named, or all, on all cores."""
+    """Plans the configs that are named, or all, on all cores, and writes the headers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CONFIG")
-    chosen = parser.parse_args().names or names()
-    import recipe_lib.plan.make  # noqa: F401  (once, for all processes)
+    parser.add_argument("--headers", action="store_true", help="write headers from the plans that are kept")
+    arguments = parser.parse_args()
+    kept = read_plans()
+    chosen = arguments.names or [name for name in names() if name in kept or not arguments.headers]
+    if not arguments.headers:
+        import recipe_lib.plan.make  # noqa: F401  (once, for all processes)
 
-    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=8) as pool:
-        for line in pool.imap_unordered(write_peak, chosen):
-            print(line, flush=True)
+        with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
+            for name, plans in pool.imap_unordered(plan_config, chosen):
+                kept[name] = plans
+                PLANS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n", encoding="utf-8")
+                print(f"{name}: {meant_for(plans)}", flush=True)
+    for name in chosen:
+        write_header(name, kept[name])
 
 
 if __name__ == "__main__":

@@ -5,13 +5,19 @@ A user error is one line: the place (file, line or key), what was found, what wa
 """
 
 import atexit
+import errno
 import hashlib
 import logging
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import NoReturn
+
+from recipe_lib.redaction import redact
 
 # Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a launcher.
 FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
@@ -26,23 +32,58 @@ OUT_OF_MEMORY = 5
 STORAGE = 6
 PEER_FAILED = 7  # of a rank that ends because another one has failed or stands still
 
-# What moves a terminal's cursor, changes its colours or ends a line; and halves of characters, which cannot be written.
-_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# Letters to Unicode that show nothing: Hangul fillers, and the supplementary variation selectors.
+_BLANKS = re.compile("[\u115f\u1160\u3164\uffa0\U000e0100-\U000e01ef]")
+# Format characters with a shape of their own (Arabic, Syriac and Kaithi number and verse signs).
+_SIGNS = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd]")
+_JOINERS = "\u200c\u200d"
 
 
 def visible(text: str, keep: str = "") -> str:
-    """The text with control characters, except those in `keep`, written out: `\\x1b`, `\\n`."""
-    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+    """The text with all that a terminal would obey or not show, except what is in `keep`, written out: `\\x1b`, `\\n`.
+
+    Control and format characters (also those that turn the direction of writing), line and paragraph separators,
+    letters of private use, not in Unicode yet, or blank. A joiner (ZWJ, ZWNJ) stays between two characters beyond
+    ASCII, where Persian, the scripts of India and emoji need it.
+    """
+    hidden = "".join(letter for letter in set(text) - set(keep) if not letter.isprintable() or _BLANKS.match(letter))
+    if not hidden:
+        return text
+    return re.sub(f"[{re.escape(hidden)}]", lambda found: _shown(text, found.start()), text)
+
+
+def _shown(text: str, at: int) -> str:
+    """The letter at a place of the text, written out unless it has to stay there."""
+    letter = text[at]
+    if letter in _JOINERS:
+        around = text[max(0, at - 1) : at + 2]
+        stays = len(around) == 3 and not any(other.isascii() or other in _JOINERS for other in (around[0], around[2]))
+    else:
+        is_wide_space = letter.isspace() and letter > "\x9f" and letter not in "\u2028\u2029"
+        stays = is_wide_space or _SIGNS.match(letter) is not None
+    return letter if stays else _escape(letter)
+
+
+def _escape(letter: str) -> str:
+    escaped = repr(letter)[1:-1]
+    return escaped if escaped != letter else letter.encode("unicode_escape").decode("ascii")
+
+
+def lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
+    """The lines of a Python file that an error came through, outermost first, however the file's path was written."""
+    wanted = os.path.abspath(file)
+    found = traceback.extract_tb(error.__traceback__)
+    return [frame.lineno for frame in found if frame.lineno and os.path.abspath(frame.filename) == wanted]
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; `str(error)` is one line, or one line a fault."""
+    """A mistake that the user can correct; `str(error)` is one line, or one line a fault, without secrets."""
 
     exit_code = USER_ERROR
 
     def __init__(self, *faults: str):
         """faults: one line each; several are reported together."""
-        self.faults = [visible(fault) for fault in faults]
+        self.faults = [redact(visible(fault)) for fault in faults]
         super().__init__("\n".join(self.faults))
 
 
@@ -85,16 +126,37 @@ class StoppedAndSaved(Exception):  # noqa: N818  (an outcome, not an error)
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
-    """Runs `main`; user errors become lines on standard error and their exit code, without a traceback."""
+    """Runs `main`; user errors become lines on standard error and their exit code, without a traceback.
+
+    The traceback of anything else carries no secret either.
+    """
+    sys.excepthook = _show_uncaught
+    threading.excepthook = _show_uncaught_of_thread
     try:
         return main() or DONE
     except UserError as error:
         _say_once("".join(f"error: {fault}\n" for fault in error.faults))
         return error.exit_code
+    except OSError as error:
+        # A name that no file can have, or links in a circle: the user's own value, wherever it was first used.
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or not isinstance(error.filename, str):
+            raise
+        name = error.filename if len(error.filename) <= 80 else f"{error.filename[:60]}...{error.filename[-17:]}"
+        _say_once(f"error: {visible(name)}: {error.strerror}; choose another name\n")
+        return USER_ERROR
     except StoppedAndSaved as stopped:
         if os.environ.get("RANK", "0") == "0":  # all ranks have stopped alike
             _say_once(f"{stopped}\n")
         return STOPPED_AND_SAVED
+
+
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _show_uncaught_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_type is not SystemExit and failed.exc_value is not None:
+        _show_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
 _at_end: list[Callable[[], None]] = []
@@ -121,7 +183,7 @@ def end_process(code: int) -> NoReturn:
 
 def _say_once(lines: str) -> None:
     """Writes to standard error, unless another rank that `tune run` launched on this machine has said the same."""
-    folder = os.environ.get(FOLDER_VARIABLE)
+    folder, lines = os.environ.get(FOLDER_VARIABLE), redact(lines)
     if not lines:
         return
     if folder and os.path.isdir(folder):

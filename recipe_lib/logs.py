@@ -2,25 +2,39 @@
 
 import logging
 import os
-import re
 import sys
 
-_SECRET = re.compile(r"(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@))")
-_SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "TRACKIO_TOKEN")
-
-
-def redact(text: str) -> str:
-    """The text with tokens, API keys and passwords in addresses replaced by `[secret]`."""
-    for name in _SECRET_VARIABLES:
-        value = os.environ.get(name, "")
-        if len(value) >= 6:
-            text = text.replace(value, "[secret]")
-    return _SECRET.sub("[secret]", text)
+from recipe_lib.redaction import redact
 
 
 class _RedactingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
+
+
+def silence_torchao() -> None:
+    """Drops the lines that importing torchao, which transformers and PEFT do, prints about kernels nobody asked for.
+
+    Libraries of its wheel that were built for another torch or GPU, and a deprecation of torch's that it meets: no
+    other line of the two loggers. To be called before the import.
+    """
+    for name, drop in (("torchao", _keep_unless_missing_kernel), ("torch.utils._pytree", _keep_unless_enum_constant)):
+        logger = logging.getLogger(name)
+        if drop not in logger.filters:
+            logger.addFilter(drop)
+
+
+def _keep_unless_missing_kernel(record: logging.LogRecord) -> bool:
+    """False, which drops the record, for a library of torchao's that does not load."""
+    said = record.getMessage()
+    return not (said.startswith("Failed to load ") and "torchao" in said and ".so" in said)
+
+
+def _keep_unless_enum_constant(record: logging.LogRecord) -> bool:
+    """False, which drops the record, for torch's word on the two enums that torchao registers."""
+    said = record.getMessage()
+    ours = "KernelPreference" in said or "ScaleCalculationMode" in said
+    return not (ours and "register_constant() on Enum" in said)
 
 
 def get_logger() -> logging.Logger:

@@ -43,6 +43,7 @@ from recipe_lib.training.preference import (
     NUMBERS,
     answer_log_probs,
     check_pairs,
+    check_reference,
     describe_reference,
     needs_reference,
     preference_loss,
@@ -76,6 +77,7 @@ class PreferenceTraining:
         copied = needs_reference(self.cfg.dpo) and not self.adapts
         self.reference = self.placed(trained=False) if copied else None
         self.model = self.placed(trained=True)
+        check_reference(self.cfg.dpo, self.model, self.reference)
 
     def placed(self, *, trained: bool) -> Decoder:
         """A model in this rank's memory: with or without adapters, or frozen as a whole."""
@@ -95,14 +97,14 @@ class PreferenceTraining:
 
     def load_weights(self) -> None:
         """Both models begin as the same checkpoint, or the same random numbers; adapters change nothing yet."""
-        seed = self.cfg.seed
+        seed = training.derive_seed(self.cfg.seed, "model")
         for model in (self.model, self.reference):
             if model is not None and self.source.folder:
-                load_weights(model, self.spec, self.source.folder)
+                load_weights(model, self.spec, self.source.folder, seed)
             elif model is not None:
-                init_weights(model, training.derive_seed(seed, "model"), self.spec)
+                init_weights(model, seed, self.spec)
         if self.adapts:
-            init_adapters(self.model, training.derive_seed(seed, "adapters"))
+            init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
             if self.cfg.lora.adapter:
                 load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter))
         if self.cfg.data.packing:

@@ -71,10 +71,11 @@ class FullFinetune:
 
     def load_weights(self) -> None:
         """Each rank reads its own slices of the checkpoint, or draws its own part of a random start."""
+        seed = training.derive_seed(self.cfg.seed, "model")
         if self.source.folder:
-            load_weights(self.model, self.spec, self.source.folder)
+            load_weights(self.model, self.spec, self.source.folder, seed)
         else:
-            init_weights(self.model, training.derive_seed(self.cfg.seed, "model"), self.spec)
+            init_weights(self.model, seed, self.spec)
         if self.cfg.data.packing:
             check_documents_apart(self.model, self.spec.vocab_size, self.device)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from recipe_lib import training
-from recipe_lib.adapters import adapter_parameters, add_adapters, describe_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, describe_adapters, init_adapters
 from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
@@ -66,15 +66,16 @@ class LoraFinetune:
         self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
         training.check_host_memory(self.model, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)
-        self.adapters = adapter_parameters(self.model)
+        self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def load_weights(self) -> None:
         """Frozen weights: each rank reads, and quantises, its own part. Adapters: new ones, or those of a folder."""
         model, cfg = self.model, self.cfg
+        seed = training.derive_seed(cfg.seed, "model")
         if self.source.folder:
-            load_weights(model, self.spec, self.source.folder)
+            load_weights(model, self.spec, self.source.folder, seed)
         else:
-            init_weights(model, training.derive_seed(cfg.seed, "model"), self.spec)
+            init_weights(model, seed, self.spec)
         init_adapters(model, training.derive_seed(cfg.seed, "adapters"))
         if cfg.lora.adapter:
             load_adapter(model, self.spec, Path(cfg.lora.adapter))
@@ -83,8 +84,8 @@ class LoraFinetune:
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""
-        adapters = self.adapters.items()
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, adapters, self.device, self.world, self.cfg.seed)
+        trained = self.trained.items()
+        self.optimizer = training.build_optimizer(self.cfg.optimizer, trained, self.device, self.world, self.cfg.seed)
         self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
 
     def resume(self) -> None:
@@ -110,7 +111,7 @@ class LoraFinetune:
         """One optimizer step over the adapters."""
         loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
         sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.adapters.values(), self.cfg.clip_grad_norm, self.world, self.earlier)
+        grad_norm = training.clip_grad_norm(self.trained.values(), self.cfg.clip_grad_norm, self.world, self.earlier)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(self.world.all_reduce_sum(loss), grad_norm)

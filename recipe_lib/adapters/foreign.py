@@ -1,6 +1,7 @@
 """Adapters on a foreign model: any linear inside its layers, of whatever class, by the ends of its name."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,8 +9,14 @@ from torch import Tensor, nn
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapted_linear
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.foreign_build import is_linear, is_transposed, linear_shape
-from recipe_lib.models.layers import layer_names
+from recipe_lib.models.foreign_linears import is_transposed, layer_linears, linear_shape, uncalled_linears
+
+# Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of these kinds: in
+# peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.
+_FUSED = {
+    "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
+    "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
+}
 
 
 class AdaptedForeign(AdaptedMatrix):
@@ -35,18 +42,49 @@ class AdaptedForeign(AdaptedMatrix):
         return self.kind.forward(self, hidden)
 
 
-def foreign_targets(linears: Collection[str], modules: Collection[str]) -> list[str]:
+def foreign_targets(linears: Collection[str], modules: Collection[str], left: Mapping[str, str]) -> list[str]:
     """The names of those linears that an adapter is for. modules: ends of names; empty: all.
 
-    Raises ConfigError for an end that no name has.
+    left: names of modules that cannot have an adapter -> why, as `without_adapter` has them. Raises ConfigError for an
+    end that no linear's name has, or that one of them has.
     """
     for end in modules:
+        refused = next((name for name in left if ends_in(name, end)), None)
+        if refused is not None:
+            raise ConfigError(f"lora.modules: {end!r}: {refused} cannot have an adapter: {left[refused]}; remove it")
         if not any(ends_in(name, end) for name in linears):
-            leaves = sorted({name.rpartition(".")[2] for name in linears})
+            leaves = sorted({leaf_of(name) for name in linears if name not in left})
             raise ConfigError(
                 f"lora.modules: {end!r} is the end of no linear of this model; its linears end in {', '.join(leaves)}"
             )
-    return [name for name in linears if not modules or any(ends_in(name, end) for end in modules)]
+    return [
+        name for name in linears if name not in left and (not modules or any(ends_in(name, end) for end in modules))
+    ]
+
+
+def without_adapter(linears: Collection[str], uncalled: Mapping[str, str], family: str) -> dict[str, str]:
+    """Linears, and parameters that stand for some, that get no adapter: name -> why."""
+    kind = _fused_as(family)
+    taken = _FUSED.get(kind or "", frozenset())
+    why = f"PEFT takes the name for the experts of {family}, and would not open the adapter"
+    return dict(uncalled) | {name: why for name in linears if leaf_of(name) in taken}
+
+
+def _fused_as(family: str) -> str | None:
+    """The kind of mixture for whose fused experts PEFT takes names of linears; None: it does not."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import conversion_mapping
+
+    same = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    kind = same.get(family) or (family if family == "mixtral" else None)
+    return kind if kind in _FUSED else None
+
+
+def leaf_of(name: str) -> str:
+    """The last part of a module's name; with the one before it, where that is a number alone."""
+    *_, before, last = ("", *name.split("."))
+    return f"{before}.{last}" if last.isdigit() and before else last
 
 
 def ends_in(name: str, end: str) -> bool:
@@ -54,17 +92,18 @@ def ends_in(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def add_foreign_adapters(model: nn.Module, cfg: LoraConfig, settings: AdapterSettings) -> None:
-    """Puts adapters on linears inside the layers, in place, and quantises those of torch's own class if asked to.
+def add_foreign_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
+    """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own class if asked to.
 
-    Raises ConfigError as `foreign_targets` does, and for a model whose
-    layers have no linears.
+    Linears that a recipe added are left as they are. Raises ConfigError as `foreign_targets` does, and for a model
+    whose layers have no linears for an adapter.
     """
-    inside = tuple(f"{name}." for name in layer_names(model))
-    linears = {name: module for name, module in model.named_modules() if name.startswith(inside) and is_linear(module)}
-    if not linears:
+    own: Any = getattr(model, "own_tensors", None)
+    linears = {name: base for name, base in layer_linears(model).items() if own is None or f"{name}.weight" in own}
+    left = without_adapter(linears, uncalled_linears(model), model.spec.family)
+    wanted = set(foreign_targets(linears, cfg.modules, left))
+    if not wanted:
         raise ConfigError("lora.modules: the model's layers have no linears that could have an adapter")
-    wanted = set(foreign_targets(linears, cfg.modules))
     for name, base in linears.items():
         owner, _, child = name.rpartition(".")
         own = settings if name in wanted else None

@@ -40,6 +40,13 @@ class AdapterSettings:
 class AdaptedModule(nn.Module, ABC):
     """What every adapted module has: its settings, and a switch that leaves the frozen weight alone to work."""
 
+    adapter_tensors = (
+        "lora_A.weight",
+        "lora_B.weight",
+        "lora_magnitude_vector",
+        "lora_embedding_A",
+        "lora_embedding_B",
+    )
     settings: AdapterSettings
     is_off: bool = False
     lora_magnitude_vector: nn.Parameter | None

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from recipe_lib.adapters.coverage import cover, describe_bare, describe_quantized, describe_targets, refuse_unquantized
 from recipe_lib.adapters.foreign import add_foreign_adapters
 from recipe_lib.adapters.layers import (
     AdaptedEmbedding,
     AdaptedHead,
-    AdaptedLinear,
     AdaptedModule,
     AdapterSettings,
     adapted_linear,
 )
 from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.models.build import fill_random
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.foreign import ForeignSpec
@@ -44,6 +45,9 @@ LINEARS = {
     "down": ("mlp", "down_proj"),
 }
 
+WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()}
+WORDS |= {"model.embed_tokens": "embedding", "lm_head": "head"}
+
 
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta model.
@@ -51,27 +55,40 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     A foreign model's are on the linears of its layers that `cfg.modules` says.
 
     dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
-    embedding and the head share; with `cfg.quantize` all linears of the layers, adapted or not, get quantised storage.
+    embedding and the head share; with `cfg.quantize` all linears of the layers, adapted or not, get quantized storage.
+    Raises ConfigError for a target that no layer has, and where `cfg.quantize` would leave most of the layers' weights
+    as they are.
     """
     settings = adapter_settings(cfg, dtype)
     model.requires_grad_(False)
     if isinstance(model.spec, ForeignSpec):
         add_foreign_adapters(model, cfg, settings)
+        refuse_unquantized(model, cfg.quantize)
         return
-    for name in layer_names(model):
-        layer = model.get_submodule(name)
-        for target, (owner_name, child) in LINEARS.items():
-            owner = layer.get_submodule(owner_name)
-            setattr(
-                owner,
-                child,
-                adapted_linear(getattr(owner, child), settings if target in cfg.targets else None, cfg.quantize),
+    names = layer_names(model)
+    for target, (owner, child) in LINEARS.items():
+        places = [model.get_submodule(name) for name in names]
+        owners = [layer.get_submodule(owner) for layer in places if _has_linear(layer, f"{owner}.{child}")]
+        if target in cfg.targets and names and not owners:
+            raise ConfigError(
+                f"lora.targets: {target}: no layer of the model has a linear {owner}.{child}; remove it from the list"
             )
+        for module in owners:
+            own = settings if target in cfg.targets else None
+            setattr(module, child, adapted_linear(getattr(module, child), own, cfg.quantize))
+    refuse_unquantized(model, cfg.quantize)
     # Of the ranks of a pipeline one embeds, that with the first layer, and one has the head.
     if "embedding" in cfg.targets and "0" in model.model.layers._modules:
         model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
     if "head" in cfg.targets and model.lm_head is not None:
         model.lm_head = AdaptedHead(model.lm_head, settings)
+
+
+def _has_linear(layer: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(layer.get_submodule(name), nn.Linear)
+    except AttributeError:
+        return False
 
 
 def adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
@@ -146,7 +163,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name, in the model's order: all that is trained."""
+    """The adapters' parameters by name, in the model's order: all that is trained, but for what a recipe adds."""
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
@@ -173,19 +190,22 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
-    """One line for the log: what is trained beside what; the model may be sharded."""
-    trained = adapter_parameters(model).values()
+    """One line for the log: what is trained beside what, counted on the modules; the model may be sharded.
+
+    Of a foreign model, whose linears no words name, also what has no adapter.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    found, foreign = cover(model), isinstance(getattr(model, "spec", None), ForeignSpec)
+    targets = describe_targets(found, {} if foreign else WORDS)
     line = (
-        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {', '.join(cfg.modules or cfg.targets)}: "
+        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} beside "
         f"{_size(frozen)} frozen"
     )
-    if cfg.quantize == "none":
-        return line
-    inside = [module for name in layer_names(model) for module in model.get_submodule(name).modules()]
-    whole = sum(type(module) is AdaptedLinear for module in inside)
-    return f"{line}, the layers' linears in {cfg.quantize}" + (f" but {whole} that do not divide" if whole else "")
+    bare = describe_bare(found) if foreign and not cfg.modules else ""
+    parts = [bare, describe_quantized(found, cfg.quantize, model) if cfg.quantize != "none" else ""]
+    return "; ".join([line, *(part for part in parts if part)])
 
 
 def _size(parameters: Iterable[Tensor]) -> str:

@@ -7,7 +7,7 @@ models whose file fuses several linears into one (Phi 3): there one adapter of t
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recipe_lib.adapters.foreign import ends_in, foreign_targets
+from recipe_lib.adapters.foreign import foreign_targets, without_adapter
 from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models.foreign import ForeignSpec
@@ -100,15 +100,16 @@ def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     """Those of which at least one part is a target. Raises ConfigError for a name in lora.modules that none has."""
     modules = file_modules(spec)
     if isinstance(spec, ForeignSpec):
-        foreign_targets(modules, cfg.modules)
+        from recipe_lib.models.foreign_build import layout
+
+        left = without_adapter(modules, layout(spec).uncalled, spec.family)
+        return [modules[name] for name in foreign_targets(modules, cfg.modules, left)]
     return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
 
 
 def is_target(part: Part, cfg: LoraConfig) -> bool:
-    """Whether the config wants an adapter on a module."""
-    if part.target == LINEAR:
-        return not cfg.modules or any(ends_in(part.module, end) for end in cfg.modules)
-    return part.target in cfg.targets
+    """Whether the config wants an adapter on a part; of a foreign model's modules, `adapted_modules` has chosen."""
+    return part.target == LINEAR or part.target in cfg.targets
 
 
 def targets_of(modules: Iterable[FileModule]) -> list[str]:
@@ -132,6 +133,12 @@ def split_name(name: str) -> tuple[str, str] | None:
     return module, suffix
 
 
+def extra_name(name: str) -> str:
+    """The name, in our model, of a tensor that a file has as it is: an extra parameter, which is no adapter's."""
+    name = name.removeprefix(PREFIX)
+    return next((own + name.removeprefix(other) for other, own in _MULTIMODAL.items() if name.startswith(other)), name)
+
+
 def spellings(module: str) -> list[str]:
     """The names that a module of a text-only model has there and in multimodal ones, as an adapter's config may say."""
     others = [other + module.removeprefix(own) for other, own in _MULTIMODAL.items() if module.startswith(own)]
@@ -140,6 +147,9 @@ def spellings(module: str) -> list[str]:
 
 def tensor_name(module: str, suffix: str, multimodal: bool = False) -> str:
     """The name of an adapter's tensor in a file. multimodal: it is loaded in a model of which the decoder is a part."""
-    if multimodal and module.startswith("model."):
-        module = f"model.language_model.{module.removeprefix('model.')}"
-    return f"{PREFIX}{module}.{suffix}"
+    return f"{PREFIX}{file_name(module, multimodal)}.{suffix}"
+
+
+def file_name(name: str, multimodal: bool) -> str:
+    """The name that a module or parameter of ours has in the model that an adapter is loaded in."""
+    return f"model.language_model.{name.removeprefix('model.')}" if multimodal and name[:6] == "model." else name

@@ -3,17 +3,23 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters.peft_names import spellings
+from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.checkpoint.weights_in import extra_names
+from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.reading import read_json
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_BYTES = 16 * 1024**2
+LARGEST_RANK = 2**20
 # Keys that change nothing for us: who made it, how A and B began, how the library is to run. What the others stand for
 # is either read below, or we do not have it: then any value but these is refused.
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")
@@ -82,7 +88,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f'{path}: peft_type: found {json.dumps(kind)[:80]}, expected "LORA" (LoRA or DoRA)')
-    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in _IRRELEVANT | _READ]
+    ignored = _IRRELEVANT | _READ | ({"modules_to_save"} if saved_extras(folder) else set())
+    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in ignored]
     start = fields.get("init_lora_weights", True)
     if start not in _STARTS or isinstance(start, int) and not isinstance(start, bool):
         faults.append(
@@ -106,17 +113,17 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     )
 
 
+def saved_extras(folder: Path) -> set[str]:
+    """The names of the extra parameters in an adapter's file, which a recipe added to the model."""
+    path = folder / TENSOR_FILE
+    return extra_names(read_header(path)) if path.is_file() else set()
+
+
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; expected a PEFT adapter ({CONFIG_FILE} and safetensors)")
-    if not path.is_file():
-        merged = "; it is a model, not an adapter" if (folder / "config.json").is_file() else ""
-        raise CheckpointError(f"{folder}: has no {CONFIG_FILE}{merged}; expected the folder of a PEFT adapter")
+    check_adapter(folder)
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError("too large")
-        fields: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        fields: Any = read_json(path, _MAX_BYTES)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable JSON file; fetch or export the adapter again") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: found a JSON {type(fields).__name__}, expected an object with peft_type")
@@ -133,11 +140,13 @@ def _unsupported(path: Path, key: str, value: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    )  # an integer of JSON may be too large for a float
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_RANK
 
 
 def _is_flag(value: Any) -> bool:
@@ -174,9 +183,15 @@ _NUMBERS = (
 
 
 def write_fields(
-    cfg: LoraConfig, base: str, modules: Mapping[str, int], target_modules: list[str] | str
+    cfg: LoraConfig,
+    base: str,
+    modules: Mapping[str, int],
+    target_modules: list[str] | str,
+    saved: Collection[str] = (),
 ) -> dict[str, Any]:
     """The file's contents. modules: name -> rank of its adapter, where fused ones have their parts' ranks together.
+
+    saved: modules that are in the file as they are.
 
     The largest rank is the file's `r`, since servers make room for it; scaling is the same everywhere.
     """
@@ -198,7 +213,7 @@ def write_fields(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": list(saved) or None,
         "layers_to_transform": None,
         "layers_pattern": None,
     }

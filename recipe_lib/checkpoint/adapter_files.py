@@ -1,7 +1,7 @@
 """A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and a config."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,20 +13,21 @@ from recipe_lib.adapters.peft_names import (
     SECOND,
     FileModule,
     adapted_modules,
+    extra_name,
     file_modules,
     is_target,
     split_name,
     targets_of,
 )
-from recipe_lib.checkpoint.adapter_config import AdapterConfig, read_adapter_config, scaling
+from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, AdapterConfig, read_adapter_config, scaling
 from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
+from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.spec import ModelSpec
 
-TENSOR_FILE = "adapter_model.safetensors"
 # Metadata of that file, beside what PEFT reads: which base it was trained beside, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
@@ -34,12 +35,17 @@ _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torc
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk. tensors: module as files name it -> what follows its name -> (name in the file, header)."""
+    """An adapter on disk.
+
+    tensors: module as files name it -> what follows its name -> (name in the file, header). extras: what a recipe added
+    to the model, by our name -> the same.
+    """
 
     folder: Path
     config: AdapterConfig
     tensors: Mapping[str, Mapping[str, tuple[str, TensorEntry]]]
     metadata: Mapping[str, str]
+    extras: Mapping[str, tuple[str, TensorEntry]] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -54,6 +60,11 @@ class AdapterFile:
         """A whole tensor."""
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(self.tensors[module][suffix][0])
+
+    def read_extra(self, name: str) -> torch.Tensor:
+        """A whole extra parameter."""
+        with safe_open(str(self.path), framework="pt") as file:
+            return file.get_tensor(self.extras[name][0])
 
 
 def read_adapter(folder: Path) -> AdapterFile:
@@ -70,15 +81,19 @@ def read_adapter(folder: Path) -> AdapterFile:
         )
     header = read_header(path)
     tensors: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
+    extras: dict[str, tuple[str, TensorEntry]] = {}
+    saved = extra_names(header)
     unknown = []
     for name, entry in header.tensors.items():
         split = split_name(name)
-        if split is None:
+        if extra_name(name) in saved:
+            extras[extra_name(name)] = (name, entry)
+        elif split is None:
             unknown.append(name)
         else:
             tensors.setdefault(split[0], {})[split[1]] = (name, entry)
     _refuse_contents(path, header, unknown)
-    return AdapterFile(folder, config, tensors, header.metadata)
+    return AdapterFile(folder, config, tensors, header.metadata, extras)
 
 
 def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
@@ -90,7 +105,9 @@ def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
         )
     if not header.tensors:
         faults.append(f"{path}: holds no tensors; export the adapter again")
-    other = [name for name, entry in header.tensors.items() if entry.dtype not in _READABLE]
+    saved = extra_names(header)
+    known = {name: entry for name, entry in header.tensors.items() if extra_name(name) not in saved}
+    other = [name for name, entry in known.items() if entry.dtype not in _READABLE]
     if other:
         faults.append(
             f"{path}: {min(other)} is of type {header.tensors[min(other)].dtype}, expected F32, BF16, F16 or F64; "

@@ -18,7 +18,9 @@ from recipe_lib.adapters.peft_names import (
     targets_of,
 )
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
+from recipe_lib.checkpoint.weights_in import FileTensor, extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.extra import extra_tensors
 from recipe_lib.models.parts import local_part, own_parts
 from recipe_lib.models.spec import ModelSpec
 
@@ -30,7 +32,8 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     model: with adapters, materialised, plain or sharded. An adapter of a lower rank than the model's is filled up with
     zeros, and stays at its rank: where A and B are both zero, so are their gradients. One that is scaled by another
     number has the ratio put into B. some: a module that has no adapter in the folder (those of some layers) is left as
-    `init_adapters` made it, which changes nothing; without it that is a fault. Raises CheckpointError.
+    `init_adapters` made it, which changes nothing; without it that is a fault. Extra parameters, which a recipe added,
+    are read too, and the model must have those that the folder has. Raises CheckpointError.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
@@ -41,12 +44,24 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
         for number, part in enumerate(used):
             _fill(adapter, module, part, number, len(used), adapted[part.module], model)
             filled.add(part.module)
+    _fill_extras(adapter, model)
     if filled != adapted.keys() and not some:
         raise CheckpointError(
             f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.targets="
             f"[{','.join(targets_of(used_parts(adapter, module) for module in adapter.modules(spec)))}]"
         )
     return len(filled)
+
+
+def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
+    found = {name: FileTensor(adapter.path, entry, extra=True) for name, (_, entry) in adapter.extras.items()}
+    tensors = extra_tensors(model, saved=True)
+    names = extras_to_read(model, adapter.folder, found)
+    with safe_open(str(adapter.path), framework="pt") as file:
+        for name in names:
+            for local, offsets in own_parts(model, name, tensors[name]):
+                read_part(file.get_slice(adapter.extras[name][0]), local, offsets)
+    model.loaded_extras = frozenset({*getattr(model, "loaded_extras", ()), *names})  # type: ignore[assignment]
 
 
 def _fill(

@@ -1,6 +1,7 @@
 """A model's adapters as a PEFT folder, which PEFT, vLLM and we ourselves read."""
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,38 @@ from recipe_lib.adapters.peft_names import (
     EMBEDDING_SECOND,
     FIRST,
     LENGTHS,
+    PREFIX,
     SECOND,
     FileModule,
     adapted_modules,
+    file_name,
     is_target,
     tensor_name,
 )
 from recipe_lib.adapters.quantised import QuantisedLinear
 from recipe_lib.checkpoint import files
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, write_fields
-from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE, TENSOR_FILE
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
+from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
 from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
-from recipe_lib.checkpoint.weights_out import begin_folder, copy_tokenizer, tokenizer_files, whole
+from recipe_lib.checkpoint.weights_out import (
+    begin_folder,
+    copy_tokenizer,
+    extra_fault,
+    extra_metadata,
+    tokenizer_files,
+    whole,
+)
+from recipe_lib.checkpoint.written import publish
 from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import stored_weights
+from recipe_lib.models.extra import extra_modules, extra_tensors
+from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.parts import in_file_order
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 
 def export_adapter(
@@ -50,6 +64,7 @@ def export_adapter(
     tokenizer_folder: Path | None = None,
     chat_template: Path | None = None,
     stop_ids: Collection[int] = (),
+    save_extra: bool = False,
 ) -> None:
     """Writes the folder `out`: adapter_config.json and adapter_model.safetensors as PEFT names them. Collective.
 
@@ -57,13 +72,14 @@ def export_adapter(
     or folder that loads the frozen weights. base_folder: where they are here; a mark of them goes into the file, and
     another base is refused when the adapter is read again. source_config: the base's config.json. tokenizer_folder,
     chat_template, stop_ids: as for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the
-    same sum, of a larger rank. An `out` that is an adapter's folder already is replaced when the new one is whole.
+    same sum, of a larger rank. save_extra: as for `export_model`; PEFT calls such modules modules_to_save.
+    An `out` that a run published is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     modules = adapted_modules(spec, cfg)
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
-    multimodal = source_config is not None and source_config.get("model_type") == "gemma3"
+    multimodal = isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
     holders = find_holders(model, world)
     dtype = _adapters_dtype(model, holders, world)
     plan = [
@@ -71,27 +87,58 @@ def export_adapter(
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
-    fields = write_fields(cfg, base, ranks, cfg.modules or _target_modules(modules, multimodal))
+    extras, saved = _extras(model, holders, world)
+    if extras and not save_extra:
+        raise CheckpointError(f"{out}: {extra_fault([extra.name for extra in extras])}")
+    plan += [replace(extra, name=f"{PREFIX}{file_name(extra.name, multimodal)}") for extra in extras]
+    saved = [file_name(name, multimodal) for name in saved]
+    fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
     transposed = (isinstance(module, AdaptedForeign) and module.transposed for module in adapted)
     fields["fan_in_fan_out"] = bool(adapted) and all(transposed)  # no part of a pipeline has any
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
-    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied, marker=CONFIG_FILE)))
+    metadata |= extra_metadata([extra.name for extra in extras])
+    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied)))
     try:
-        pieces = chain.from_iterable(_pieces(model, module, cfg, holders) for module in modules)
+        pieces = chain.from_iterable(
+            chain(
+                (_pieces(model, module, cfg, holders) for module in modules),
+                (_extra_pieces(model, extra.name, holders) for extra in extras),
+            )
+        )
         _write_tensors(temporary / TENSOR_FILE, plan, pieces, metadata, world)
 
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
             copy_tokenizer(temporary, copied, chat_template, stop_ids)
-            files.publish_folder(temporary, out)
+            publish(temporary, out)
 
         decide(world, finish)
     except BaseException:
         if world.rank == 0:
             files.discard(temporary)
         raise
+
+
+def _extras(model: nn.Module, holders: Holders, world: Ranks) -> tuple[list[PlannedTensor], list[str]]:
+    """The extra parameters and buffers of all ranks, and the modules that consist of such alone. Collective."""
+    tensors: list[Any] = [
+        [name, DTYPE_NAMES[value.dtype], list(value.shape)] for name, value in extra_tensors(model, saved=True).items()
+    ]
+    parts = holders.gather(tensors, world)
+    found = {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
+    modules = [module for part in holders.gather(extra_modules(model), world) for module in part]
+    return list(found.values()), list(dict.fromkeys(modules))
+
+
+def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[torch.Tensor]:
+    """On rank 0 an extra parameter, whole. Collective."""
+
+    def gather() -> Iterator[torch.Tensor]:
+        yield in_file_order(model, name, whole(extra_tensors(model, saved=True)[name].detach()))
+
+    return holders.relay(name, gather)
 
 
 def _adapters_dtype(model: nn.Module, holders: Holders, world: Ranks) -> torch.dtype:
@@ -105,10 +152,19 @@ def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
     return [part.target for part in module.parts if is_target(part, cfg)]
 
 
-def _target_modules(modules: list[FileModule], multimodal: bool) -> list[str] | str:
-    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names."""
-    names = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
-    return rf".*\blanguage_model\..*\.({'|'.join(names)})" if multimodal else names
+def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool) -> list[str] | str:
+    """What the last parts of names are; in a multimodal model a pattern, as its other part may have the same names.
+
+    The whole names, where a module without an adapter has such a last part too: PEFT would put one there.
+    """
+    ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import layout
+
+        names = {module.name for module in modules}
+        if any(name.rpartition(".")[2] in ends for name in layout(spec).modules if name not in names):
+            return sorted(names)
+    return rf".*\blanguage_model\..*\.({'|'.join(ends)})" if multimodal else ends
 
 
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:

@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from recipe_lib.checkpoint.weights_in import FileTensor, read_headers
+from recipe_lib.checkpoint.converted import converted_rows
+from recipe_lib.checkpoint.tensor_files import FileTensor
+from recipe_lib.checkpoint.weights_in import read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, weight_map
@@ -22,12 +24,22 @@ def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     found = read_headers(folder)
     entries = weight_map(spec, found)
     for entry in sorted(entries, key=lambda entry: entry.our_name):
+        if entry.made is not None:
+            rows = converted_rows(entry.made, entry.our_name, found)
+            digest.update(_mark(entry.our_name, rows[len(rows) // 2 :][:1]))
+            continue
         with safe_open(str(found[entry.file_name].file), framework="pt") as file:
-            rows = file.get_slice(entry.file_name)
-            middle = entry.start + (entry.length or rows.get_shape()[0]) // 2
-            sample = rows[middle : middle + 1].flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
-        digest.update(f"{entry.our_name} ".encode() + sample.view(torch.uint8).numpy().tobytes())
+            source = file.get_slice(entry.file_name)
+            shape = source.get_shape()
+            middle = entry.start + (entry.length or shape[0]) // 2 if shape else 0
+            digest.update(_mark(entry.our_name, source[middle : middle + 1] if shape else source[...]))
     return digest.hexdigest()
+
+
+def _mark(name: str, rows: torch.Tensor) -> bytes:
+    """A parameter's name, and the first numbers of some of its rows."""
+    sample = rows.flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
+    return f"{name} ".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: Path) -> None:

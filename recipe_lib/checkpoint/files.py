@@ -9,11 +9,14 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +26,7 @@ from recipe_lib.units import MIB, format_bytes
 
 CHUNK_BYTES = 16 * MIB
 TEMPORARY_SUFFIX = ".tmp"
+REPLACED_SUFFIX = ".old"
 
 
 def before_operation(operation: str, path: Path) -> None:
@@ -190,6 +194,12 @@ def remove_temporary(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_file(path: Path) -> None:
+    """Removes a file, if it is there."""
+    before_operation("remove", path)
+    path.unlink(missing_ok=True)
+
+
 def discard(path: Path) -> None:
     """Removes what an unfinished write left, while its own error is on the way; a failure here is only a warning."""
     try:
@@ -203,20 +213,78 @@ def temporary_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
-def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Removes what killed processes left in `parent` under temporary names of finals that begin with `prefix`."""
-    if parent.is_dir():
-        for path in sorted(parent.glob(f".{prefix}*{TEMPORARY_SUFFIX}")):
-            remove_temporary(path)
+def is_temporary(path: Path, finals: str, suffix: str = TEMPORARY_SUFFIX) -> bool:
+    """Whether the name is one that `temporary_path` gives for a final name of the pattern `finals` (`step_*`)."""
+    found = re.fullmatch(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(suffix)}", path.name)
+    return found is not None and fnmatchcase(found[1], finals)
+
+
+def leftovers(parent: Path, finals: str) -> list[Path]:
+    """What killed processes left in `parent` under temporary names of such finals."""
+    if not parent.is_dir():
+        return []
+    return sorted(path for path in parent.iterdir() if is_temporary(path, finals))
+
+
+def remove_leftovers(parent: Path, finals: str) -> None:
+    """Removes them."""
+    for path in leftovers(parent, finals):
+        remove_temporary(path)
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Gives a finished temporary folder its name; a folder that has it already is put aside first, then removed."""
+    """Gives a finished temporary folder its name, which nothing has yet."""
     flush_folder(temporary)
-    if final.exists():
-        aside = temporary_path(final)
-        rename(final, aside)
-        rename(temporary, final)
-        remove_temporary(aside)
-    else:
-        rename(temporary, final)
+    rename(temporary, final)
+
+
+def exchange(temporary: Path, final: Path) -> Path:
+    """Gives a folder the name of another one, in one operation where the system can; returns where the other is now.
+
+    Where it cannot, the other one is `.NAME.<nonce>.old` for a moment: `restore_replaced` finds it.
+    """
+    before_operation("rename", final)
+    if _exchange_names(temporary, final):
+        flush_folder(final.parent)
+        return temporary
+    old = temporary_path(final).with_suffix(REPLACED_SUFFIX)
+    os.rename(final, old)
+    rename(temporary, final)
+    return old
+
+
+def replaced(root: Path, name: str) -> list[Path]:
+    """What an exchange in two operations left of the folder `name`, if a process ended in between or behind it."""
+    return sorted(path for path in root.glob(f".{name}.*") if is_temporary(path, name, REPLACED_SUFFIX))
+
+
+def restore_replaced(root: Path, name: str) -> None:
+    """Gives the former folder its name again, if nothing has it; of one that was replaced only the rest is removed."""
+    for old in replaced(root, name):
+        if (root / name).exists():
+            remove_temporary(old)
+        else:
+            rename(old, root / name)
+
+
+def _exchange_names(first: Path, second: Path) -> bool:
+    """Exchanges two names at once (Linux: renameat2); False where system or file system do not have that."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_working_folder, rename_exchange = -100, 2
+    if renameat2(at_working_folder, os.fsencode(first), at_working_folder, os.fsencode(second), rename_exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))

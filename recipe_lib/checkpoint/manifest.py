@@ -6,6 +6,7 @@ last, so a folder without one was never finished. A state is used only after `da
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from recipe_lib.checkpoint.files import FileRecord, sha256_of, write_json
+from recipe_lib.config.suggest import show
+from recipe_lib.reading import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -67,14 +70,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads and checks the manifest itself, not the files it names. Raises DamagedState."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise DamagedState(f"{MANIFEST} is too large to be one")
-        fields = json.loads(path.read_bytes())
+        fields = read_json(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise DamagedState(f"{MANIFEST} is missing") from error
     except OSError as error:
         raise DamagedState(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedState(f"{MANIFEST} is not JSON") from error
     if not isinstance(fields, dict):
         raise DamagedState(f"{MANIFEST} is not a table")
@@ -87,6 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _from_fields(fields: dict[str, Any]) -> Manifest:
+    if not isinstance(fields.get("files"), list):
+        raise DamagedState(f"{MANIFEST} lists no files")
     try:
         manifest = Manifest(
             step=fields["step"],
@@ -97,10 +100,17 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
         )
     except (KeyError, TypeError) as error:
         raise DamagedState(f"{MANIFEST} lacks a field: {error}") from error
+    counts = (manifest.step, manifest.sequence, manifest.world_size, *(record.size for record in manifest.files))
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        raise DamagedState(f"{MANIFEST} holds a count that is none")
     for record in manifest.files:
-        if Path(record.name).name != record.name:
-            raise DamagedState(f"{MANIFEST} names {record.name!r}, which is not a plain file name")
+        if not _is_plain(record.name):
+            raise DamagedState(f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name")
     return manifest
+
+
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def check_presence(folder: Path) -> Manifest:
@@ -108,8 +118,8 @@ def check_presence(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for record in manifest.files:
         path = folder / record.name
-        if not path.is_file():
-            raise DamagedState(f"{record.name} is missing")
+        if not os.path.isfile(path):
+            raise DamagedState(f"{show(record.name)} is missing")
         if path.stat().st_size != record.size:
             raise DamagedState(f"{record.name} has {path.stat().st_size} bytes, its manifest says {record.size}")
     return manifest

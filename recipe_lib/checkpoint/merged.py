@@ -26,11 +26,12 @@ from recipe_lib.adapters.quantised import can_quantise, dequantised
 from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
 from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
-from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
-from recipe_lib.checkpoint.weights_in import FileTensor, check_weights, read_headers
+from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.weights_in import check_weights, read_headers, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
     export_config,
+    extra_metadata,
     finish_model,
     plan_shards,
     tokenizer_files,
@@ -80,7 +81,10 @@ def merge_adapter(
     parameters = {
         name: torch.empty(shape, dtype=stored, device="meta") for name, shape in parameter_shapes(written).items()
     }
-    shards = plan_shards(written, parameters, max_shard_bytes)
+    for name, (_, entry) in adapter.extras.items():
+        kept = stored if DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
+        parameters[name] = torch.empty(entry.shape, dtype=kept, device="meta")
+    shards = plan_shards(written, parameters, max_shard_bytes, adapter.extras)
     found = read_headers(base_folder)
     base = _Base(found, {entry.our_name: entry for entry in weight_map(spec, found)}, quantize, dtype)
     copied = tokenizer_files(tokenizer_folder or base_folder)
@@ -90,8 +94,10 @@ def merge_adapter(
         def write() -> None:
             check_shared(temporary)
             for name in sorted(shards)[ranks.rank :: ranks.size]:
-                pieces = (piece.to(stored) for piece in _pieces(shards[name], written, base, adapter))
-                write_tensor_file(temporary / name, shards[name], pieces, {"format": "pt"})
+                pieces = _pieces(shards[name], written, base, adapter)
+                cast = (piece.to(stored) if piece.is_floating_point() else piece for piece in pieces)
+                held = {tensor.name for tensor in shards[name]} & adapter.extras.keys()
+                write_tensor_file(temporary / name, shards[name], cast, {"format": "pt"} | extra_metadata(held))
 
         together(ranks, write)
         config = export_config(read_config(base_folder), written, stored)
@@ -108,6 +114,9 @@ def _checked(base_folder: Path, adapter_folder: Path) -> tuple[AdapterFile, Deco
     adapter = read_adapter(adapter_folder)
     check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
+    extras = {name for name, tensor in read_headers(base_folder).items() if tensor.extra}
+    if extras - adapter.extras.keys():
+        raise unknown_extras(base_folder, extras - adapter.extras.keys())
     return adapter, spec
 
 
@@ -125,6 +134,9 @@ def _pieces(
         parts.setdefault(entry.file_name, []).append(entry.our_name)
     shapes = parameter_shapes(spec)
     for tensor in tensors:
+        if tensor.name in adapter.extras:
+            yield adapter.read_extra(tensor.name)
+            continue
         module = tensor.name.removesuffix(".weight")
         update = _update(adapter, module) if module != tensor.name and module in adapter.tensors else None
         if len(tensor.shape) != 2:

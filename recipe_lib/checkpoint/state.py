@@ -52,6 +52,8 @@ from recipe_lib.checkpoint.optimizer_state import (
 )
 from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
 from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.checkpoint.written import STATE_NAME, foreign_in_state
+from recipe_lib.config.output_folder import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.parts import ordered, own_parts, runs_of
@@ -59,7 +61,6 @@ from recipe_lib.units import MIB
 
 STATE = "state.json"
 _PREFIX = "step_"
-_NAME = re.compile(rf"{_PREFIX}\d+(-\d+)?")
 
 
 def save_state(
@@ -116,7 +117,7 @@ def _bytes_saved_here(full_name: str, tensor: torch.Tensor, holders: Holders) ->
 def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
     """Rank 0: room on the disk, a new name, a new sequence number, and an empty temporary folder."""
     root.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(root, _PREFIX)
+    files.remove_leftovers(root, f"{_PREFIX}*")
     files.require_space(root, needed, f"the state of step {step}")
     name, attempt = f"{_PREFIX}{step}", 1
     while (root / name).exists():
@@ -140,7 +141,7 @@ def _readable(root: Path) -> list[tuple[Path, Manifest]]:
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(path for path in root.glob(f"{_PREFIX}*") if STATE_NAME.fullmatch(path.name) and path.is_dir())
 
 
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], world: Ranks) -> list[FileRecord]:
@@ -189,7 +190,11 @@ def _prune(root: Path, keep: int) -> None:
     for path, _ in _readable(root):
         try:
             if kept >= keep:
-                files.remove_folder(path)
+                foreign = foreign_in_state(path)
+                if foreign is None:
+                    files.remove_folder(path)
+                else:
+                    get_logger().warning("warning: %s stays: %s was not written by a run", path, foreign)
             else:
                 check_presence(path)
                 kept += 1
@@ -210,9 +215,7 @@ def find_state(root: Path, resume: str, world: Ranks) -> Path | None:
         path = Path(resume)
         damage = _verify(path, world)
         if damage:
-            raise CheckpointError(
-                f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest whole one"
-            )
+            raise CheckpointError(no_whole_state(resume, damage))
         return path
     names = decide(world, lambda: _candidates(root))
     damages: list[str] = []
@@ -239,7 +242,7 @@ def _candidates(root: Path) -> list[str]:
     if not root.is_dir():
         return []
     try:
-        files.remove_leftovers(root, _PREFIX)
+        files.remove_leftovers(root, f"{_PREFIX}*")
     except OSError:  # a disk that is read only may still be read
         get_logger().warning("warning: %s: what a killed save left behind could not be removed", root)
     readable = [path for path, _ in _readable(root)]
@@ -264,14 +267,17 @@ def _presence_damage(path: Path) -> str | None:
         manifest = check_presence(path)
     except DamagedState as damage:
         return str(damage)
-    if _NAME.fullmatch(path.name) and not re.fullmatch(rf"{_PREFIX}{manifest.step}(-\d+)?", path.name):
+    if STATE_NAME.fullmatch(path.name) and not re.fullmatch(rf"{_PREFIX}{manifest.step}(-\d+)?", path.name):
         return f"its manifest is that of step {manifest.step}"
     return None
 
 
 def _manifest_of(path: Path) -> Manifest:
     try:
-        return check_presence(path)
+        manifest = check_presence(path)
+        if all(record.name != STATE for record in manifest.files):
+            raise DamagedState(f"{STATE} is missing")
+        return manifest
     except DamagedState as damage:
         raise CheckpointError(f"{path}: {damage}; find_state takes one that is whole: set resume=latest") from damage
 

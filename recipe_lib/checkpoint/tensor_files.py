@@ -16,6 +16,7 @@ import torch
 
 from recipe_lib.checkpoint.files import CHUNK_BYTES, FileRecord, HashedFile
 from recipe_lib.errors import CheckpointError
+from recipe_lib.reading import check_regular, open_regular
 from recipe_lib.units import format_bytes
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
@@ -46,6 +47,18 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a checkpoint: the file it is in, and what the file's header says of it.
+
+    extra: it was exported as a recipe's extra parameter, which the model's family does not have.
+    """
+
+    file: Path
+    entry: TensorEntry
+    extra: bool = False
+
+
+@dataclass(frozen=True)
 class Header:
     """The tensors of a file by name, and its free text metadata."""
 
@@ -55,8 +68,12 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Reads and checks a file's header; CheckpointError if it is cut short, a pointer, or not this format."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    try:
+        size = check_regular(path)
+        file = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); fetch the file again") from None
+    with file:
         start = file.read(max(8, len(_LFS_POINTER)))
         if start.startswith(_LFS_POINTER):
             raise CheckpointError(

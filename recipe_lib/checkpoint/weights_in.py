@@ -1,8 +1,7 @@
 """A checkpoint folder's weights: what is wrong with them, from their headers; then each rank's own slices of them."""
 
-import json
+import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +10,36 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, TensorEntry, read_header
+from recipe_lib.checkpoint.converted import load_converted, made_for
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
+from recipe_lib.logs import get_logger
 from recipe_lib.models.build import persistent_buffers, stored_weights
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.extra import extra_tensors, reset_extra
+from recipe_lib.models.other_formats import other_weights
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import (
+    OTHER_PARTS,
+    WeightEntry,
+    buffer_names,
+    ignorable,
+    is_other_part,
+    parameter_shapes,
+    weight_map,
+)
 from recipe_lib.ops.device import holds_values
-from recipe_lib.units import MIB
+from recipe_lib.reading import read_json
+from recipe_lib.units import MIB, format_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
 MAX_INDEX_BYTES = 64 * MIB
 _CHECKED = 2**24  # numbers that are looked at together
-# transformers gives the tensors of some architectures other names, or joins them, when it loads them.
-_RENAMED = "; if transformers renames them, save the model with save_pretrained(..., save_original_format=False)"
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a checkpoint: the file it is in, and what the file's header says of it."""
-
-    file: Path
-    entry: TensorEntry
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
@@ -53,20 +56,27 @@ def _match(
 ) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
     """The entries to read and the tensors they lie in."""
     found = read_headers(folder)
-    entries = weight_map(spec, found)
-    expected = file_shapes(entries, shapes)
+    entries = weight_map(spec, [name for name in found if not found[name].extra])
+    expected = file_shapes([entry for entry in entries if entry.made is None], shapes)
+    taken = {name for entry in entries if entry.made for name in entry.made.names()}
+    buffers = buffer_names(spec)  # of any type: tables of integers too
+    counts = {entry.file_name for entry in entries if entry.our_name in buffers}
     faults = [
         _fault(folder, "is missing", "are missing", "download the folder again", expected.keys() - found.keys()),
         _fault(
             folder,
             "belongs to no part of this model",
             "belong to no part of this model",
-            "check that config.json and the weights are of one model"
-            + (_RENAMED if isinstance(spec, ForeignSpec) else ""),
-            {name for name in found.keys() - expected.keys() if not ignorable(spec, name)},
+            "check that config.json and the weights are of one model",
+            {
+                name
+                for name in found.keys() - expected.keys() - taken
+                if not (found[name].extra or ignorable(spec, name))
+            },
         ),
-        _type_fault(folder, {name: found[name] for name in expected.keys() & found.keys()}),
+        _type_fault(folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}),
         _shape_fault(folder, expected, {name: found[name] for name in found if found[name].entry.dtype in _READABLE}),
+        _conversion_fault(folder, entries, shapes, found),
     ]
     if any(faults):
         raise CheckpointError(*(fault for fault in faults if fault))
@@ -78,6 +88,9 @@ def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) 
     expected: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         shape = shapes[entry.our_name]
+        if not shape:  # a number by itself has no rows
+            expected[entry.file_name] = ()
+            continue
         rows = entry.start + shape[0]
         expected[entry.file_name] = (max(rows, expected.get(entry.file_name, (0,))[0]), *shape[1:])
     return expected
@@ -103,14 +116,39 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor]) -> str | None:
     )
 
 
-def _shape_fault(folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor]) -> str | None:
+def _shape_fault(
+    folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor], by: str = "config.json"
+) -> str | None:
     other = [name for name in sorted(expected.keys() & found.keys()) if found[name].entry.shape != expected[name]]
     if not other:
         return None
     more = f" (and {len(other) - 1} more of another shape)" if len(other) > 1 else ""
     return (
-        f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, config.json makes it "
-        f"{list(expected[other[0]])}{more}; check that config.json and the weights are of one model"
+        f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, {by} makes it "
+        f"{list(expected[other[0]])}{more}; check that {by} and the weights are of one model"
+    )
+
+
+def _conversion_fault(
+    folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], found: dict[str, FileTensor]
+) -> str | None:
+    """What is wrong with tensors of which transformers makes others: their number, or their shapes."""
+    faults = []
+    for entry in entries:
+        if entry.made is not None:
+            made = entry.made.shapes(lambda name: found[name].entry.shape)
+            shape = made_for(made, entry.our_name) if made else None
+            if shape != shapes[entry.our_name]:
+                faults.append((entry, shape))
+    if not faults:
+        return None
+    (entry, shape), others = faults[0], len(faults) - 1
+    count = len(entry.made.names()) if entry.made else 0
+    result = "which do not go together" if shape is None else f"which make {list(shape)}"
+    more = f" (and {others} more of another shape)" if others else ""
+    return (
+        f"{folder}: {entry.our_name} is made of {count} tensors ({entry.file_name} and others), {result}; config.json "
+        f"makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of one model"
     )
 
 
@@ -119,36 +157,40 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
     if (folder / SINGLE).is_file():
-        tensors = read_header(_plain_file(folder, SINGLE, SINGLE)).tensors
-        return {name: FileTensor(folder / SINGLE, entry) for name, entry in tensors.items()}
+        header = read_header(_plain_file(folder, SINGLE, SINGLE))
+        extras = extra_names(header)
+        return {name: FileTensor(folder / SINGLE, entry, name in extras) for name, entry in header.tensors.items()}
     if not (folder / INDEX).is_file():
         raise CheckpointError(_no_weights(folder))
     index = _read_index(folder / INDEX)
-    tensors_of = {name: read_header(_plain_file(folder, name, INDEX)).tensors for name in sorted(set(index.values()))}
-    lost = [name for name, file_name in index.items() if name not in tensors_of[file_name]]
+    headers = {name: read_header(_plain_file(folder, name, INDEX)) for name in sorted(set(index.values()))}
+    lost = [name for name, file_name in index.items() if name not in headers[file_name].tensors]
     if lost:
         fault = f"names {min(lost)} in {index[min(lost)]}, which does not hold it"
         more = f" (and {len(lost) - 1} more such names)" if len(lost) > 1 else ""
         raise CheckpointError(f"{folder / INDEX}: {fault}{more}; download the folder again")
-    return {name: FileTensor(folder / file, tensors_of[file][name]) for name, file in index.items()}
+    extras = {name for header in headers.values() for name in extra_names(header)}
+    return {
+        name: FileTensor(folder / file, headers[file].tensors[name], name in extras) for name, file in index.items()
+    }
+
+
+def extra_names(header: Header) -> set[str]:
+    """The tensors of a file that its metadata names as extra parameters."""
+    return set(header.metadata.get(EXTRA, "").split())
 
 
 def _no_weights(folder: Path) -> str:
-    pickled = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
-    if pickled:
-        return (
-            f"{folder}: has {pickled[0]} but no {SINGLE}; pickled weights can run code and are not read: "
-            "download the safetensors files, or convert them"
-        )
-    return f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+    nothing = f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+    return other_weights(folder, SINGLE) or nothing
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError("too large")
-        index: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        index: Any = read_json(path, MAX_INDEX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download it again") from error
+    except ValueError as error:
         raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
@@ -160,34 +202,46 @@ def _plain_file(folder: Path, name: str, named_by: str) -> Path:
     """The file, if its name is a plain one: an index may not name files elsewhere. Links are the user's own."""
     if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
         raise CheckpointError(
-            f"{folder / named_by}: names the file {name!r}; expected plain names of .safetensors files in its own "
-            "folder; take the checkpoint from a source you trust"
+            f"{folder / named_by}: names the file {show(name)!r}; expected plain names of .safetensors files in its "
+            "own folder; take the checkpoint from a source you trust"
         )
-    if not (folder / name).exists():
-        raise CheckpointError(f"{folder / named_by}: names {name}, which is missing; download it with `tune download`")
+    if not os.path.exists(folder / name):
+        raise CheckpointError(
+            f"{folder / named_by}: names {show(name)}, which is missing; download it with `tune download`"
+        )
     return folder / name
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
+def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0) -> None:
     """Fills the model's parameters in place; each rank reads its own slices and nothing else.
 
     In a pipeline it reads what its stages have, and yet finds what is wrong with the tensors of all stages.
     model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
     parameter's type. Weights that are quantised are so while they are read, from the rows that hold a rank's blocks;
     no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
-    Raises CheckpointError as `check_weights` does, and for weights that are not finite.
+    Extra parameters, which the recipe added, are read if the folder was exported with them, else they start from
+    `reset_parameters` and the seed.
+    Raises CheckpointError as `check_weights` does, for weights that are not finite, and for a model and a folder of
+    which one has parameters that the other lacks; SetupError as `reset_extra` does.
     """
     parameters: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
     stored = stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
     divided = getattr(model, "pipeline", None) is not None
-    entries, found = _match(spec, folder, parameter_shapes(spec) | shapes if divided else shapes)
+    expected = parameter_shapes(spec)
+    if not divided and expected.keys() - shapes.keys():
+        raise _lacking(folder, expected.keys() - shapes.keys())
+    entries, found = _match(spec, folder, expected | shapes)
+    entries = [entry for entry in entries if entry.our_name in shapes]  # others are of another rank's stages
+    extras = extras_to_read(model, folder, found)
+    reset_extra(model, seed, extras)
+    entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
-        if divided and entry.our_name not in shapes:
-            continue  # of another rank's stages
+        if entry.made is not None:
+            continue  # see below
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
     for path, in_file in by_file.items():
         with safe_open(str(path), framework="pt") as file:
@@ -197,9 +251,57 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path) -> None:
                     stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
                     continue
                 for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
-                    _read_part(source, local, (offsets[0] + entry.start, *offsets[1:]))
+                    read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
+    load_converted(model, parameters, entries, found)
+    _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
+    model.loaded_extras = frozenset(extras)  # type: ignore[assignment]
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
+
+
+def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return CheckpointError(
+        f"{folder}: the recipe's model has no {min(names)}{more}, which config.json makes part of it; leave the "
+        "model's own modules under their names, and add others beside them"
+    )
+
+
+def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor]) -> list[str]:
+    """The extra parameters of the model that the folder has. Raises CheckpointError for those that only it has."""
+    own = extra_tensors(model, saved=True)
+    exported = {name: tensor for name, tensor in found.items() if tensor.extra}
+    elsewhere = set(getattr(model, "elsewhere", ()))  # modules of other ranks of a pipeline
+    strange = {name for name in exported.keys() - own.keys() if name.rpartition(".")[0] not in elsewhere}
+    if strange:
+        raise unknown_extras(folder, strange)
+    shapes = {name: tuple(own[name].shape) for name in own.keys() & exported.keys()}
+    fault = _shape_fault(folder, shapes, exported, "the recipe")
+    if fault:
+        raise CheckpointError(fault)
+    return list(shapes)
+
+
+def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
+    """The fault of a folder with extra parameters that the model does not have."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return CheckpointError(
+        f"{folder}: holds {min(names)}{more}, which a recipe added to the model and this one has not; use it with the "
+        "recipe that adds it, or take the checkpoint that it was trained from"
+    )
+
+
+def _say_left_out(found: dict[str, FileTensor], spec: ModelSpec) -> None:
+    """A line for tensors of a multimodal checkpoint's other parts, which the text model does not have."""
+    left = {name: tensor.entry.end - tensor.entry.start for name, tensor in found.items() if is_other_part(spec, name)}
+    if left:
+        parts = sorted({part for name in left for part in OTHER_PARTS if part in name.split(".")}, reverse=True)
+        get_logger().info(
+            "model: %s of the checkpoint left out (%d tensors, %s): the text model alone is trained and exported",
+            " and ".join(parts),
+            len(left),
+            format_bytes(sum(left.values())),
+        )
 
 
 def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -221,9 +323,12 @@ def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.T
     return lambda start, stop, columns: source[offset + start : offset + stop, columns]
 
 
-def _read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
     """Copies the part of the file's tensor that begins at `offsets` into `local`, some rows at a time."""
     if not local.numel():
+        return
+    if not offsets:  # a number by itself
+        local.copy_(source[...])
         return
     row_bytes = max(1, local[0].numel() * 8)  # no readable type is wider than 8 bytes
     rows = max(1, READ_BYTES // row_bytes)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.holders import Holders, find_holders
 from recipe_lib.checkpoint.ranks import Ranks, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
-from recipe_lib.checkpoint.weights_in import INDEX, SINGLE, file_shapes
+from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
+from recipe_lib.checkpoint.written import publish
+from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.families import text_config
@@ -23,6 +25,9 @@ from recipe_lib.models.parts import gathered, in_file_order
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.units import MIB
+
+if TYPE_CHECKING:
+    from recipe_lib.models.foreign_files import Conversion, Writing
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -69,6 +74,7 @@ def export_model(
     world: Ranks,
     chat_template: Path | None = None,
     stop_ids: Collection[int] = (),
+    save_extra: bool = False,
 ) -> None:
     """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer files. Collective.
 
@@ -76,15 +82,20 @@ def export_model(
     from other ranks of a pipeline it comes there in pieces, through the hosts. source_config: the
     config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
     copied; or a tokenizer file, which is taken with the settings beside it. chat_template, stop_ids: what the model was
-    trained with, where it differs from those files, so that others prompt it and stop it as we do.
-    An `out` that is a model folder already is replaced when the new one is whole.
+    trained with, where it differs from those files, so that others prompt it and stop it as we do. save_extra: write
+    extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused.
+    An `out` that a run published is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     holders = find_holders(model, world)
-    shards = plan_shards(spec, _of_all_ranks(parameters, holders, world), max_shard_bytes)
-    parts = _parts_of(spec)
+    everything = _of_all_ranks(parameters, holders, world)
+    known = {entry.our_name for entry in weight_map(spec)}
+    extras = [name for name in everything if name not in known]
+    if extras and not save_extra:
+        raise CheckpointError(f"{out}: {extra_fault(extras)}")
+    shards = plan_shards(spec, everything, max_shard_bytes, extras)
     copied = tokenizer_files(tokenizer_folder)
 
     def gather(name: str) -> Iterator[torch.Tensor]:
@@ -93,10 +104,12 @@ def export_model(
     def read(name: str) -> Iterator[torch.Tensor]:
         return holders.relay(name, lambda: gather(name))
 
+    pieces = _Pieces(spec, read, world, extras)
+
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
         for name, tensors in shards.items():
-            _write_shard(temporary / name, tensors, parts, read, world)
+            _write_shard(temporary / name, tensors, pieces, world, extras)
         dtype = next(model.parameters()).dtype
         config = export_config(source_config, spec, dtype)
         decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
@@ -106,13 +119,44 @@ def export_model(
         raise
 
 
+def extra_fault(names: Collection[str]) -> str:
+    """What is wrong with exporting a model that has extra parameters, and the remedy."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"found {min(names)}{more}, which the recipe added and no other program knows; "
+        "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
+    )
+
+
+def refused_extra(cfg: CheckpointConfig, names: Collection[str]) -> str | None:
+    """Why a run whose models have these extra parameters does not start; None if it does."""
+    if not names or not cfg.save_model or cfg.extra_parameters == "save":
+        return None
+    return f"checkpoint.extra_parameters: {extra_fault(names)}"
+
+
+def extra_metadata(names: Collection[str]) -> dict[str, str]:
+    """The metadata of a file with these extra parameters."""
+    return {EXTRA: " ".join(sorted(names))} if names else {}
+
+
 def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
     """Raises StorageError if the disk of `out` has no room for the model even now, before it is trained. Collective."""
     holders = find_holders(model, world)
     own = {name: parameter for name, parameter in model.named_parameters() if holders.is_ours(name)}
     needed = sum(holders.gather(sum(value.numel() * value.element_size() for value in own.values()), world))
-    folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-    decide(world, lambda: files.require_space(folder, needed, "the model at the end of the run"))
+
+    def require() -> None:
+        folder = next(parent for parent in out.absolute().parents if parent.is_dir())
+        cleared = sum(map(files.bytes_in, files.leftovers(folder, out.name))) if folder == out.parent else 0
+        files.require_space(folder, needed - cleared, f"the model at the end of the run{_beside(out)}")
+
+    decide(world, require)
+
+
+def _beside(out: Path) -> str:
+    """What a message on room says where there is a model already: there must be room for two."""
+    return f", beside the one in {out} that stays until then," if out.exists() else ""
 
 
 def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: Ranks) -> dict[str, torch.Tensor]:
@@ -128,12 +172,23 @@ def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: 
 
 
 def plan_shards(
-    spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int
+    spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int, extras: Collection[str] = ()
 ) -> dict[str, list[PlannedTensor]]:
-    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has one of its own."""
-    entries = weight_map(spec)
-    shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
+    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has one of its own.
+
+    extras: the parameters that the model's family does not have; they come last.
+    """
+    other = _other_layout(spec)
+    if other is None:
+        entries = weight_map(spec)
+        shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+        dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
+    else:
+        shapes = dict(other.shapes)
+        dtypes = {name: parameters[own].dtype for name, own in other.renamed.items()}
+        dtypes |= {name: parameters[conversion.names()[0]].dtype for name, conversion in other.made.items()}
+    shapes |= {name: tuple(parameters[name].shape) for name in extras}
+    dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
     filled = 0
     for name, shape in shapes.items():
@@ -148,29 +203,58 @@ def plan_shards(
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
 
 
-def _parts_of(spec: ModelSpec) -> dict[str, list[str]]:
-    """Name in the file -> the parameters it is made of, in row order."""
-    parts: dict[str, list[str]] = {}
-    for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
-        parts.setdefault(entry.file_name, []).append(entry.our_name)
-    return parts
+def _other_layout(spec: ModelSpec) -> "Writing | None":
+    """The files' names and shapes of a transformers model whose class has others; None: as `weight_map` has them."""
+    if not isinstance(spec, ForeignSpec):
+        return None
+    from recipe_lib.models.foreign_files import writing
+
+    return writing(spec)
 
 
-def begin_folder(
-    out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path], marker: str = "config.json"
-) -> str:
-    """Rank 0: room on the disk, and an empty temporary folder beside `out`; returns its path.
+class _Pieces:
+    """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
-    marker: the file by which `out`, if it is there, is known as a folder of the same kind that may be replaced.
-    """
-    if out.exists() and not (out / marker).is_file() and (not out.is_dir() or any(out.iterdir())):
-        kind = "a model folder" if marker == "config.json" else "an adapter's folder"
-        raise CheckpointError(f"{out}: exists and is not {kind}; move it away, or choose another output_dir")
+    def __init__(
+        self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: Ranks, extras: Collection[str]
+    ) -> None:
+        """read: the whole of a parameter in one or several pieces, on rank 0; collective. extras: see `plan_shards`."""
+        self._read, self._world, self._other = read, world, _other_layout(spec)
+        self._current: Conversion | None = None
+        self._made: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, list[str]] = {}  # name in the file -> the parameters it is made of, in row order
+        if self._other is None:
+            for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
+                self._parts.setdefault(entry.file_name, []).append(entry.our_name)
+        else:
+            self._parts = {name: [own] for name, own in self._other.renamed.items()}
+        self._parts |= {name: [name] for name in extras}
+
+    def of(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor of this name in consecutive pieces of rows, on rank 0. Collective."""
+        if name in self._parts:
+            for part in self._parts[name]:
+                yield from self._read(part)
+            return
+        assert self._other is not None
+        conversion = self._other.made[name]
+        if conversion is not self._current:
+            self._made, self._current = {}, conversion
+            whole_ones = {taken: list(self._read(taken)) for taken in conversion.names()}
+            if self._world.rank == 0:
+                made = conversion.convert(lambda taken: whole_ones[taken][0])
+                self._made = {conversion.written[own]: tensor for own, tensor in made.items()}
+        if self._world.rank == 0:
+            yield self._made.pop(name)
+
+
+def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
+    """Rank 0: room on the disk, and an empty temporary folder beside `out`; returns its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(out.parent, f"{out.name}.")
+    files.remove_leftovers(out.parent, out.name)
     weights = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     needed = weights + sum(path.stat().st_size for path in copied) + MIB * (1 + len(shards))  # headers, index, config
-    files.require_space(out.parent, needed, "the model")
+    files.require_space(out.parent, needed, f"the model{_beside(out)}")
     temporary = files.temporary_path(out)
     files.make_folder(temporary)
     return str(temporary)
@@ -179,18 +263,19 @@ def begin_folder(
 def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
-    parts: dict[str, list[str]],
-    read: Callable[[str], Iterator[torch.Tensor]],
+    read: _Pieces,
     world: Ranks,
+    extras: Collection[str],
 ) -> None:
-    """One file; every rank takes part in each `read`, even after rank 0 could not write. Collective."""
+    """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
     # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
-    pieces = chain.from_iterable(read(part) for tensor in tensors for part in parts[tensor.name])
+    pieces = chain.from_iterable(read.of(tensor.name) for tensor in tensors)
 
     def write() -> None:
         try:
             if world.rank == 0:
-                write_tensor_file(path, tensors, pieces, {"format": "pt"})
+                held = {tensor.name for tensor in tensors} & set(extras)
+                write_tensor_file(path, tensors, pieces, {"format": "pt"} | extra_metadata(held))
         finally:
             for piece in pieces:
                 del piece
@@ -225,7 +310,7 @@ def finish_model(
         files.write_json(temporary / INDEX, index)
     files.write_json(temporary / "config.json", config)
     copy_tokenizer(temporary, copied, chat_template, stop_ids)
-    files.publish_folder(temporary, out)
+    publish(temporary, out)
 
 
 def copy_tokenizer(temporary: Path, copied: list[Path], chat_template: Path | None, stop_ids: Collection[int]) -> None:
@@ -255,7 +340,8 @@ def tokenizer_files(source: Path | None) -> list[Path]:
 
 def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
-    config = {key: value for key, value in text_config(source_config).items() if key not in _DROPPED_KEYS}
+    written = source_config if isinstance(spec, ForeignSpec) else text_config(source_config)
+    config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not isinstance(spec, ForeignSpec):
         config["architectures"] = [ARCHITECTURES[spec.family]]
     config["tie_word_embeddings"] = spec.tied

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from recipe_lib.config.once import StoreOnce, refuse_repeated
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError
 
@@ -20,6 +21,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )
+        self.register("action", None, StoreOnce)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments; ConfigError for anything that is not one."""
@@ -27,6 +29,7 @@ class Parser(argparse.ArgumentParser):
         arguments, extra = self.parse_known_intermixed_args(list(words))
         if extra:
             self._refuse(extra[0])
+        refuse_repeated(getattr(arguments, "overrides", None) or getattr(arguments, "words", None) or ())
         return arguments
 
     def _refuse(self, word: str) -> NoReturn:

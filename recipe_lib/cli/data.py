@@ -24,8 +24,8 @@ COLOURS = {(True, True): "bold green", (True, False): "green", (False, True): "y
 ACTIONS = ("show", "check")
 # What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
 FINDINGS = (
-    "bad-rows", "truncation", "no-answer-left", "untrained-ends", "unseen-messages", "trained-share", "duplicates",
-    "overlap", "untrained-tokens",
+    "bad-rows", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
+    "trained-share", "duplicates", "overlap", "untrained-tokens",
 )  # fmt: skip
 DESCRIPTION = """Looks at the rows of a config, with the tokenizer and the template that training would use.
 
@@ -150,9 +150,11 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
     for at, row in enumerate(documents, start=1):
         if len(documents) > 1:
             which = f", {row.answer}" if row.answer else ""
-            console.print(Text(f"-- document {at} of {len(documents)}{which}: {row.place}, {row.tokens} tokens"))
+            console.print(
+                Text(f"-- document {at} of {len(documents)}{which}: {visible(row.place)}, {row.tokens} tokens")
+            )
         else:
-            console.print(Text(f"   {row.place}"))
+            console.print(Text(f"   {visible(row.place)}"))
         line, colours = Text(), console.is_terminal
         for trained, pieces in itertools.groupby(row.pieces, key=lambda piece: piece.trained):
             line.append("«" if trained and not colours else "")
@@ -180,13 +182,12 @@ def check_rows(cfg: Any, arguments: argparse.Namespace) -> int:
     faults = [finding for finding in found.findings if finding.name not in arguments.allow]
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in found.findings]
-        print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}, ensure_ascii=False))
+        print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}))
     else:
         report(found, rows.report.lines())
     for finding in faults:
-        print(f"error: {finding.name}: {finding.line}", file=sys.stderr)
-        for place in finding.places:
-            print(f"error: {finding.name}:   {place}", file=sys.stderr)
+        for line in (finding.line, *(f"  {place}" for place in finding.places)):
+            print(f"error: {finding.name}: {visible(line)}", file=sys.stderr)
     return USER_ERROR if faults else DONE
 
 
@@ -194,7 +195,7 @@ def report(found: Any, lines: list[str]) -> None:
     """The counts in words, and the histogram as bars."""
     numbers = found.numbers
     for line in lines:
-        print(line)
+        print(visible(line))
     print(
         f"lengths: {numbers['shortest_row']} to {numbers['longest_row']} tokens, median {numbers['median_row']}; "
         f"packed into {numbers['packs']} rows of {numbers['pack_length']} they fill "

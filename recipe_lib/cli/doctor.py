@@ -54,7 +54,7 @@ def run(words: list[str]) -> int:
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line; `nproc_per_node` is None for one rank a GPU."""
-    from recipe_lib.cli.plan import check_output
+    from recipe_lib.cli.outputs import check_output
 
     parser = Parser("doctor", DESCRIPTION)
     add = parser.add_argument

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from recipe_lib.cli.launch import end_with_parent
+from recipe_lib.redaction import redact
 
 GRACE_SECONDS = 3.0  # how long the others may go on after one rank has failed
 KILL_SECONDS = 5.0  # a process inside a driver that does not answer cannot be killed: it is not waited for longer
@@ -90,12 +91,12 @@ def _live(
                 try:
                     line = {"done": name, "value": step()}
                 except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is to be told)
-                    traceback.print_exc()
+                    print(redact(traceback.format_exc()), file=sys.stderr)
                     line, good = {"failed": name, "why": _first_line(error)}, False
                 notes.write(json.dumps(line) + "\n")
         code = 0 if good or goes_on else 1
     except BaseException:  # noqa: BLE001  (nothing of the parent's may run here)
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr)
     finally:
         with suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 import errno
 import glob
+import hashlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ def run(words: list[str]) -> int:
         info = HfApi().model_info(repo, revision=arguments.revision, files_metadata=True, timeout=20)
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
         wanted = choose(repo, list(sizes), arguments.include)
+        if output is not None:
+            check_unchanged(output, [sibling for sibling in info.siblings or [] if sibling.rfilename in wanted])
         check_space(repo, {name: sizes[name] for name in wanted}, str(info.sha), output)
         folder = snapshot_download(
             repo,
@@ -59,6 +62,37 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"{show(str(output))}: is a file; --output-dir expects a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
         raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
+
+
+def check_unchanged(output: Path, siblings: list[Any]) -> None:
+    """Refuses to fetch over a file that was changed since it was fetched, or that no download wrote."""
+    for sibling in siblings:
+        path = output / sibling.rfilename
+        if path.is_file() and not _is_as_fetched(output, sibling.rfilename) and not _is_the_hubs(path, sibling):
+            raise ConfigError(
+                f"{path}: is not what was downloaded, or was changed since; move it away, or choose another "
+                "--output-dir"
+            )
+
+
+def _is_as_fetched(output: Path, name: str) -> bool:
+    """Whether the file is as old as its download, of which the third line of the hub's own notes has the time."""
+    try:
+        notes = (output / ".cache" / "huggingface" / "download" / f"{name}.metadata").read_text().splitlines()
+        return (output / name).stat().st_mtime <= float(notes[2]) + 1
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _is_the_hubs(path: Path, sibling: Any) -> bool:
+    """Whether the file is what would be fetched: of one in git its blob's hash, of a large one the content's."""
+    if path.stat().st_size != sibling.size:
+        return False
+    if sibling.lfs is not None:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sibling.lfs.sha256
+    blob = hashlib.sha1(f"blob {sibling.size}\0".encode() + path.read_bytes(), usedforsecurity=False)
+    return blob.hexdigest() == sibling.blob_id
 
 
 def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:

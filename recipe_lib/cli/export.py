@@ -81,7 +81,7 @@ def find(arguments: argparse.Namespace) -> Found:
     if not path.is_dir():
         raise CheckpointError(f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter")
     if (path / "adapter_config.json").is_file():
-        return Found(*_run_at(path.parent, arguments), adapter=path, state=None)
+        return Found(*_run_at(path.parent, arguments, path.name == "adapter"), adapter=path, state=None)
     if (path / "manifest.json").is_file():
         folder, cfg = _run_at(path.parent.parent, arguments)
         if cfg is None:
@@ -92,6 +92,7 @@ def find(arguments: argparse.Namespace) -> Found:
         what = "is a model folder already" if (path / "config.json").is_file() else "is no run, state or adapter"
         raise CheckpointError(f"{shown}: {what}; expected a run's output_dir, a state/step_N, or an adapter's folder")
     if not arguments.hf and (path / "adapter" / "adapter_config.json").is_file():
+        folder, cfg = _run_at(path, arguments, adapter=True)
         _tell_of_newer_state(path / STATES, path / "adapter" / "adapter_config.json")
         return Found(folder, cfg, path / "adapter", None)
     state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
@@ -109,9 +110,20 @@ def _tell_of_newer_state(states: Path, adapter: Path) -> None:
         print(f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it")
 
 
-def _run_at(folder: Path, arguments: argparse.Namespace) -> tuple[Path | None, Any]:
+def _owner(folder: Path) -> Path:
+    """Where the config of the run is that made `folder/adapter`: a run that replaces it may be under way."""
+    from recipe_lib.checkpoint.written import read_record
+
+    record = read_record(folder)
+    if record is None or "adapter" not in record.earlier or not record.kept:
+        return folder
+    print(f"note: {folder / 'adapter'} is of the run before the one in {folder}; see {folder / record.kept[0]}")
+    return folder / record.kept[0]
+
+
+def _run_at(folder: Path, arguments: argparse.Namespace, adapter: bool = False) -> tuple[Path | None, Any]:
     """The run's folder and config, if the folder is a run's."""
-    config = folder / CONFIG
+    config = (_owner(folder) if adapter else folder) / CONFIG
     if not config.is_file():
         return None, None
     from recipe_lib.cli.recipes import recipe_for

@@ -2,30 +2,32 @@
 
 import argparse
 import dataclasses
-import json
-import os
+import logging
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.launch import cores, environment
+from recipe_lib.cli.outputs import check_output
+from recipe_lib.cli.plan_files import calibrate, write
 from recipe_lib.cli.recipes import Recipe, load_module, recipe_for
-from recipe_lib.cli.run import REFUSED, WITH_VALUE, WITHOUT_VALUE, check_launch, value_of
+from recipe_lib.cli.run import REFUSED, WITH_VALUE, WITHOUT_VALUE, check_launch, refuse_second, value_of
+from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
 from recipe_lib.config.places import list_configs
 from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.suggest import quote, show
-from recipe_lib.errors import DONE, ConfigError, UserError
+from recipe_lib.errors import DONE, ConfigError, UserError, lines_in
 from recipe_lib.units import GIB
 
 if TYPE_CHECKING:
     from recipe_lib.plan.hardware import Hardware
     from recipe_lib.plan.make import PlanSettings
     from recipe_lib.plan.result import Plan
+    from recipe_lib.plan.search import Search
     from recipe_lib.plan.trace import Trace
 
 NO_ROOM = 3  # exit code
@@ -46,24 +48,35 @@ Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2
 def run(words: list[str]) -> int:
     """Prints the plan, and writes it where asked to."""
     arguments = read(words)
-    with environment(**OFFLINE):
+    output = sys.stdout
+    quiet_libraries()
+    with environment(**OFFLINE), redirect_stdout(sys.stderr):  # what a recipe prints is no part of the plan
         if arguments.calibrate:
             said = calibrate(Path(arguments.calibrate))
-            print(said, file=sys.stderr if arguments.json == "-" else sys.stdout)
+            print(said, file=sys.stderr if arguments.json == "-" else output)
             if arguments.config is None:
                 return DONE
         for plugin in arguments.plugin:
             load_plugin(plugin)
         recipe = Recipe.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
         cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+        arguments.notes = check_start(cfg, ranks=known_ranks(arguments), rows=False)
         if arguments.search:
-            return search(recipe, cfg, arguments)
+            found = search(recipe, cfg, arguments)
+            print(str(found).rstrip(), file=output)
+            return DONE if found else NO_ROOM
         other = None if arguments.diff is None else other_plan(recipe, arguments)
         plan, trace = make(recipe, cfg, arguments)
     write(plan, trace, arguments)
     if arguments.json != "-":
         print(text_of(plan, other, arguments.depth), end="")
     return exit_code(plan)
+
+
+def quiet_libraries() -> None:
+    """Loggers of torch's that speak of its own code, where a model of another library is simulated."""
+    for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def exit_code(plan: "Plan") -> int:
@@ -115,7 +128,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch; `flags` are torchrun's."""
     flags, own = take_flags(words)
     arguments = parser().parse(own)
-    arguments.flags, arguments.wait = flags, None
+    arguments.flags, arguments.wait, arguments.notes = flags, None, []
     check_launch(flags, verb="plan")
     arguments.overrides = [word for word in arguments.words if "=" in word or word.startswith("~")]
     names = [word for word in arguments.words if word not in arguments.overrides]
@@ -146,6 +159,7 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(torchrun's flags, the other words): they may stand anywhere, as `tune plan` starts nothing."""
     flags: list[str] = []
     others: list[str] = []
+    given: dict[str, str] = {}
     position = 0
     while position < len(words):
         word = words[position]
@@ -157,22 +171,13 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):
             taken = 1
         elif flag in WITH_VALUE:
+            refuse_second(given, words[position : position + 2])
             taken = 1 if equals else 2
         if position + taken > len(words):
             raise ConfigError(f"tune plan: {show(word)}: expected a value")
         (flags if taken else others).extend(words[position : position + max(1, taken)])
         position += max(1, taken)
     return flags, others
-
-
-def check_output(option: str, path: str | None) -> None:
-    """Refuses a file that could not be written, before the work is done."""
-    if path is None or (option == "--json" and path == "-"):
-        return
-    if os.path.isdir(path):
-        raise ConfigError(f"{option}: {show(path)} is a folder; expected the name of a file")
-    if not os.path.isdir(os.path.dirname(path) or "."):
-        raise ConfigError(f"{option}: {show(os.path.dirname(path))}: no such folder; make it, or choose another name")
 
 
 def rank_count(flags: Sequence[str]) -> tuple[int, int]:
@@ -188,6 +193,16 @@ def rank_count(flags: Sequence[str]) -> tuple[int, int]:
         here = str(gpus or cores())
     machines = (value_of(flags, "--nnodes") or "1").partition(":")[0]
     return int(here), int(machines)
+
+
+def known_ranks(arguments: argparse.Namespace) -> int:
+    """Ranks of the run, as `device_for` gives them."""
+    from recipe_lib.plan.hardware import parse_fit
+
+    if arguments.fit:
+        return parse_fit(arguments.fit)[0]
+    here, machines = rank_count(arguments.flags)
+    return here * machines
 
 
 def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str]]:
@@ -271,13 +286,13 @@ def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan
     settings, assumed = settings_for(recipe, cfg, arguments)
     from recipe_lib.plan.make import make_plan
 
-    with explained(recipe):
+    with explained(recipe, cfg):
         if shaped.parallel.strategy == "auto":
             from recipe_lib.cli.strategy import decided
 
             shaped, said = decided(planned, shaped, settings)
             more = [*more, said]
-        settings = dataclasses.replace(settings, assumptions=(*assumed, *more))
+        settings = dataclasses.replace(settings, assumptions=(*assumed, *more, *arguments.notes))
         if arguments.advice:
             from recipe_lib.plan.advice import advice_from, try_levers
 
@@ -304,25 +319,29 @@ def recipe_class(recipe: Recipe) -> type:
 
 
 @contextmanager
-def explained(recipe: Recipe) -> Iterator[None]:
-    """What a recipe of the user's own raises on the simulated device becomes a line that says where."""
+def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
+    """What a recipe of the user's own raises on the simulated device becomes a line that says where; and what a model's
+    class of another library does, a line that names it."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # whatever a user's file raises is his to correct
-        if recipe.shipped:
+        if recipe.shipped and cfg.model.source == "native":
             raise
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(recipe.path)
-        ]
+        said = (str(error).strip().splitlines() or [""])[0]
+        if recipe.shipped:
+            raise ConfigError(
+                f"model.source={cfg.model.source}: its class raised {type(error).__name__} on the simulated device "
+                f"({show(said, 160)}); a run may still work; for a plan try another dtype (found dtype={cfg.dtype})"
+            ) from error
+        lines = lines_in(error, recipe.path)
         place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"
         if type(error).__name__.startswith("DataDependentOutput"):
             raise ConfigError(
                 f"{place}: reads a number back from the device, which a plan cannot know; keep .item(), .tolist() and "
                 f"conditions on tensors out of {', '.join(METHODS)}"
             ) from error
-        said = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(f"{place}: raised {type(error).__name__} while it was planned: {show(said, 200)}") from error
 
 
@@ -337,57 +356,14 @@ def other_plan(recipe: Recipe, arguments: argparse.Namespace) -> "Plan":
     return make(other, load_config(arguments.diff, (), other.schema()), wanted)[0]
 
 
-def search(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> int:
-    """Prints the fastest settings that fit; exit code 3 if none does."""
+def search(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> "Search":
+    """The fastest settings that fit; false if none does."""
     from recipe_lib.plan.model import plannable
 
     shaped, _ = plannable(cfg)
     settings, _ = settings_for(recipe, cfg, arguments)
     from recipe_lib.plan.search import search as find_settings
 
-    with explained(recipe):
+    with explained(recipe, cfg):
         keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}  # what was asked for stays
-        found = find_settings(recipe_class(recipe), shaped, settings, fixed=keys, splits=not cfg.compile)
-    print(str(found).rstrip())
-    return DONE if found else NO_ROOM
-
-
-def calibrate(path: Path) -> str:
-    """Measures this machine's device and writes its rates; says so in a line."""
-    from recipe_lib.checkpoint.files import replace_text
-    from recipe_lib.plan.calibrate import calibrate as measure
-
-    found = measure()
-    replace_text(path, json.dumps(found, indent=2) + "\n")
-    if found["dry_run"]:
-        return f"{path}: a dry run on the CPU, which no GPU can be planned with; measure on a machine with the GPU"
-    return f"{path}: rates of {found['device']}; `tune plan --calibration {path}` uses the file"
-
-
-def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
-    """The files that were asked for, each whole or not at all."""
-    from recipe_lib.checkpoint.files import discard, rename, replace_text, storage_faults, temporary_path
-
-    if arguments.json:
-        text = json.dumps(plan.to_json(), indent=2) + "\n"
-        if arguments.json == "-":
-            sys.stdout.write(text)
-        else:
-            replace_text(Path(arguments.json), text)
-    if arguments.html:
-        from recipe_lib.plan.html import render_html
-
-        replace_text(Path(arguments.html), render_html(plan, trace))
-    if arguments.snapshot:
-        from recipe_lib.plan.allocator import AllocatorSettings
-        from recipe_lib.plan.snapshot import write_snapshot
-
-        path = Path(arguments.snapshot)
-        temporary = temporary_path(path)
-        with storage_faults():
-            try:
-                write_snapshot(trace, temporary, AllocatorSettings())
-                rename(temporary, path)
-            except BaseException:
-                discard(temporary)
-                raise
+        return find_settings(recipe_class(recipe), shaped, settings, fixed=keys, splits=not cfg.compile)

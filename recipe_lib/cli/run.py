@@ -5,10 +5,13 @@ What stands before RECIPE is torchrun's and is handed on untouched; what stands 
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from recipe_lib.cli.recipes import Recipe, run_recipe
 from recipe_lib.cli.run_plan import plan_beside, take_choice
+from recipe_lib.cli.start_checks import check_shape, check_start, ranks_of
 from recipe_lib.cli.strategy import with_strategy
+from recipe_lib.config.once import refuse_repeated
 from recipe_lib.config.suggest import did_you_mean, nearest, show
 from recipe_lib.errors import DONE, ConfigError
 
@@ -54,7 +57,11 @@ def run(words: list[str]) -> int:
     flags, name, rest = split(words)
     check_launch(flags)
     recipe = Recipe.find(name)
-    check_arguments(recipe, rest)
+    cfg = check_arguments(recipe, rest)
+    if cfg is not None:
+        check_start(cfg, ranks=ranks_of(flags), starts=True)
+        if flags:
+            check_shape(cfg)  # once, and not by every rank
     rest = with_strategy(flags, recipe, rest)
     if not with_plan:
         return start(flags, recipe, rest)
@@ -76,8 +83,10 @@ def start(flags: list[str], recipe: Recipe, rest: list[str]) -> int:
 def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """(torchrun's flags, RECIPE, its arguments). RECIPE is the first word that is no flag and no flag's value."""
     position = 0
+    given: dict[str, str] = {}
     while position < len(words):
         word = words[position]
+        refuse_second(given, words[position : position + 2])
         if not word.startswith("-"):
             if "=" in word or word.startswith("~"):
                 raise ConfigError(f"tune run: {show(word)}: overrides come after RECIPE")
@@ -86,6 +95,20 @@ def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
         if position > len(words):
             raise ConfigError(f"tune run: {show(word)}: expected a value")
     raise ConfigError("tune run: no recipe; expected: tune run [torchrun flags] RECIPE --config CONFIG")
+
+
+def refuse_second(given: dict[str, str], words: Sequence[str]) -> None:
+    """Notes a flag of torchrun's with its value in `given`; ConfigError if it is there already."""
+    name, equals, value = words[0].partition("=")
+    flag = name.replace("_", "-")
+    if flag not in WITH_VALUE:
+        return
+    value = value if equals else "".join(words[1:2])
+    if flag in given:
+        raise ConfigError(
+            f"command line: {name}: given twice, as {show(given[flag])} and {show(value)}; remove one of the two"
+        )
+    given[flag] = value
 
 
 def takes_next(word: str) -> bool:
@@ -136,17 +159,17 @@ def check_launch(flags: Sequence[str], verb: str = "run") -> None:
     ranks = value_of(flags, "--nproc-per-node")
     if ranks is not None and ranks not in ("auto", "cpu", "gpu", "xpu") and not _is_count(ranks):
         raise ConfigError(
-            f"tune {verb}: --nproc_per_node {show(ranks)}: expected a number >= 1, or auto, cpu, gpu, xpu"
+            f"tune {verb}: --nproc_per_node {show(ranks)}: expected a number from 1 to 99999, or auto, cpu, gpu, xpu"
         )
     nodes = value_of(flags, "--nnodes")
     if nodes is not None:
         low, colon, high = nodes.partition(":")
         if not _is_count(low) or (colon and (not _is_count(high) or int(low) > int(high))):
-            raise ConfigError(f"tune {verb}: --nnodes {show(nodes)}: expected N or MIN:MAX, numbers >= 1")
+            raise ConfigError(f"tune {verb}: --nnodes {show(nodes)}: expected N or MIN:MAX, numbers from 1 to 99999")
 
 
 def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) >= 1
+    return text.isascii() and text.isdigit() and len(text) < 6 and int(text) >= 1
 
 
 def with_rendezvous(flags: list[str]) -> list[str]:
@@ -156,17 +179,18 @@ def with_rendezvous(flags: list[str]) -> list[str]:
     return flags if told or told_by_environment else ["--standalone", *flags]
 
 
-def check_arguments(recipe: Recipe, words: Sequence[str]) -> None:
+def check_arguments(recipe: Recipe, words: Sequence[str]) -> Any:
     """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
 
-    A recipe of the user's own reads its arguments itself, and may take others than ours.
+    Its config; None for a recipe of the user's own, which reads its arguments itself, and may take others than ours.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
             raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
+    refuse_repeated(words)
     if not recipe.shipped:
-        return
+        return None
     if not any(word == "--config" or word.startswith("--config=") for word in words):
         for word in words:
             if word.startswith("--"):
@@ -176,4 +200,4 @@ def check_arguments(recipe: Recipe, words: Sequence[str]) -> None:
         raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
     from recipe_lib.config import parse_arguments
 
-    parse_arguments(list(words), recipe.schema())
+    return parse_arguments(list(words), recipe.schema())

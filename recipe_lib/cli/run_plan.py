@@ -124,6 +124,7 @@ def figures_of_plan(plan: "Plan") -> dict[str, Any]:
     return _peaks(plan.heaviest) | {
         "first": _peaks(first),
         "verdict": plan.verdict,
+        "estimate": plan.estimate,
         "usable": plan.device.usable,
         "seconds": plan.time.step if plan.time else None,
     }
@@ -146,13 +147,15 @@ def figures_of_quick(found: "Quick", usable: int) -> dict[str, Any]:
     first = None
     if found.first is not None:
         first = {"active": found.first[0], "reserved": found.first[2 if is_expandable() else 1]}
-    verdict = DOES_NOT_FIT if found.active > usable else FITS if reserved <= usable * (1 - DOUBT) else RISKY
+    fits = reserved <= usable * (1 - DOUBT) and not found.estimate
+    verdict = DOES_NOT_FIT if found.active > usable else FITS if fits else RISKY
     return {
         "active": found.active,
         "allocated": None,
         "reserved": reserved,
         "first": first,
         "verdict": verdict,
+        "estimate": found.estimate,
         "usable": usable,
         "seconds": found.seconds,
     }
@@ -176,6 +179,7 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
     )
     if figures["seconds"] is not None and own:
         text += f"; a step {format_seconds(figures['seconds'])} (uncalibrated)"
+    text += f"; an estimate: {figures['estimate']}" if figures["estimate"] else ""
     return f"{text}; `tune plan` with the same words says more"
 
 
@@ -224,16 +228,16 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
     settings, _ = settings_for(recipe, cfg, arguments)
     settings = dataclasses.replace(settings, phases=())
-    from recipe_lib.plan.actions import traced_micro_batches
     from recipe_lib.plan.levers import usable_bytes
     from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.micro_batches import fewest_to_simulate
     from recipe_lib.plan.model import layer_count, plannable
     from recipe_lib.plan.quick import quick
 
     shaped, _ = plannable(cfg)
-    with explained(recipe):
+    with explained(recipe, cfg):
         planned = recipe_class(recipe)
-        if layer_count(shaped) * traced_micro_batches(shaped) <= MOST_LAYERS:
+        if layer_count(shaped) * fewest_to_simulate(planned, shaped) <= MOST_LAYERS:
             figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
         else:
             figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))

@@ -38,7 +38,8 @@ def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
     chosen, line = _choose_apart(flags, recipe, words)
     if _speaks(flags):
         get_logger().info(line)
-    return [*words, f"{KEY}={chosen}"]
+    others = [word for word in words if word != f"~{KEY}" and word.partition("=")[0] != KEY]
+    return [*others, f"{KEY}={chosen}"]
 
 
 def _asks(recipe: Recipe, words: Sequence[str]) -> bool:

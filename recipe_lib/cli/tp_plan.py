@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError
+from recipe_lib.logs import silence_torchao
+from recipe_lib.models.foreign import plain_numbers
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.inference import TensorPlan
@@ -59,7 +61,7 @@ def run(words: list[str]) -> int:
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch."""
-    from recipe_lib.cli.plan import check_output
+    from recipe_lib.cli.outputs import check_output
 
     parser = Parser("tp-plan", DESCRIPTION)
     add = parser.add_argument
@@ -117,6 +119,7 @@ def in_hub_cache(name: str) -> str | None:
 
 def transformers_config(held: dict[str, Any], name: str) -> Any:
     """transformers' config of a config.json's contents. Raises SetupError where transformers has none."""
+    silence_torchao()
     try:
         import transformers
     except ImportError:
@@ -124,7 +127,7 @@ def transformers_config(held: dict[str, Any], name: str) -> Any:
             "tune tp-plan: found no transformers, expected the extra; pip install 'tune-recipes[transformers]'"
         ) from None
     kind = str(held.get("model_type"))
-    rest = {key: value for key, value in held.items() if key not in (*STORED, "model_type")}
+    rest = {key: plain_numbers(value) for key, value in held.items() if key not in (*STORED, "model_type")}
     try:
         return transformers.AutoConfig.for_model(kind, **rest)
     except Exception as error:  # a config of any kind may be wrong in any way

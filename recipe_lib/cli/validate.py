@@ -1,7 +1,8 @@
-"""`tune validate CONFIG`: every fault of a config at once, without running anything."""
+"""`tune validate CONFIG`: every fault of a config, and what a run of it would miss, without running anything."""
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.config import load_config
 from recipe_lib.config.plugins import load_plugin
 from recipe_lib.errors import DONE
@@ -19,9 +20,9 @@ def run(words: list[str]) -> int:
         load_plugin(plugin)
     recipe = recipe_for(arguments.config, arguments.recipe)
     cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
-    if cfg.parallel.tensor > 1 or cfg.parallel.pipeline > 1:
-        from recipe_lib.training.source import check_sharing_at_hand  # imports torch, which takes seconds
-
-        check_sharing_at_hand(cfg)
+    notes = check_start(cfg)
+    check_shape(cfg)
     print(f"{arguments.config}: a valid config of {recipe.name}")
+    for note in notes:
+        print(f"note: {note}")
     return DONE

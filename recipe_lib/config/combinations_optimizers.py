@@ -90,4 +90,17 @@ OPTIMIZERS: tuple[Incompatible, ...] = (
         ("optimizer.state_bits=8", "optimizer.implementation=foreach"),
         unread="optimizer.implementation",
     ),
+    Incompatible(
+        "fused sgd in bf16 on a cpu",
+        lambda cfg: (
+            cfg.optimizer.name == "sgd"
+            and cfg.optimizer.implementation == "fused"
+            and cfg.device == "cpu"
+            and trained_dtype(cfg) == "bf16"
+        ),
+        ("optimizer.name", "optimizer.implementation", "dtype", "device"),
+        "torch's kernel leaves most elements of bf16 weights on a CPU as they are",
+        "choose auto or foreach",
+        ("optimizer.name=sgd", "optimizer.implementation=fused", "device=cpu"),  # bf16 is the default
+    ),
 )

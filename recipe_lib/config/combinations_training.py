@@ -91,7 +91,7 @@ TRAINING: tuple[Incompatible, ...] = (
         "resume and overwrite",
         lambda cfg: cfg.resume is not None and cfg.overwrite,
         ("resume", "overwrite"),
-        "one goes on from what output_dir holds, the other removes it",
+        "one goes on from what output_dir holds, the other replaces it",
         "remove one of the two",
         ("resume=latest", "overwrite=true"),
     ),

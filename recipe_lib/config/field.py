@@ -18,6 +18,7 @@ def key(
     length: int | None = None,
     items: tuple[str, ...] | None = None,
     path: bool | None = None,
+    most: float | None = None,
 ) -> Any:
     """One key of a section.
 
@@ -26,7 +27,7 @@ def key(
     minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them.
     length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
     items of the list that may stand in place of a choice. path: a file or folder, in which a `~` at the beginning is
-    the user's home.
+    the user's home. most: a bound far above every sensible value, which only an error over it names.
     """
     limits = {
         "choices": choices,
@@ -39,6 +40,7 @@ def key(
         "length": length,
         "items": items,
         "path": path,
+        "most": most,
     }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
     if isinstance(default, (list, dict)):

@@ -3,10 +3,12 @@
 import argparse
 import copy
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from recipe_lib.config.once import StoreOnce, refuse_repeated
 from recipe_lib.config.places import RECIPE_CONFIGS, expand, find_config
 from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -45,10 +47,14 @@ def resolve(
 def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig) -> Any:
     """A recipe's command line: `--config NAME_OR_PATH [--plugin FILE ...] [key=value ...] [~key ...]`.
 
-    argv: None for the arguments of the process. Plugins are imported first, so that a config may use their names.
-    Raises ConfigError, also where argparse would print its usage.
+    argv: None for the arguments of the process, in which no key may be given twice; of a list the later ones win.
+    Plugins are imported first, so that a config may use their names. Raises ConfigError, also where argparse would
+    print its usage.
     """
+    if argv is None:
+        refuse_repeated(sys.argv[1:])
     parser = _Parser(allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key.")
+    parser.register("action", None, StoreOnce)
     parser.add_argument("--config", required=True, metavar="NAME_OR_PATH", help="`tune ls` lists the names")
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="a .py file that registers names")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -63,7 +69,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         said = message.replace("the following arguments are required: --config", "--config is missing")
-        raise ConfigError(f"command line: {said}; expected --config NAME_OR_PATH [--plugin FILE] [key=value ...]")
+        usage = "" if "twice" in said else "; expected --config NAME_OR_PATH [--plugin FILE] [key=value ...]"
+        raise ConfigError(f"command line: {said}{usage}")
 
 
 def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[Any, Any]:
@@ -73,6 +80,7 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     from recipe_lib.config.keys import read_schema
     from recipe_lib.config.overrides import apply_overrides
     from recipe_lib.config.read_yaml import read_file
+    from recipe_lib.config.secret_values import refuse_secrets
 
     path = find_config(source)
     shown = _shown(source, path)
@@ -83,26 +91,37 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     check_file(checked, document.top, shown)
     checked.sort_by_line(shown)
     apply_overrides(checked, overrides)
+    refuse_secrets(checked)
     _check_recipe(checked)
     _check_required(checked, shown)
     cfg = _build(checked)
     for entry in incompatibilities(cfg, checked.changed(), checked.judged()):
-        checked.fault(checked.latest_place(entry.keys, shown), "", entry.line(cfg), doubt=False)
+        # What is to be removed is looked for where it stands, not where the key was set that made it idle.
+        keys = (entry.unread,) if entry.unread in checked.settings else entry.keys
+        checked.fault(checked.latest_place(keys, shown), "", entry.line(cfg), doubt=False)
     if checked.faults:
         raise ConfigError(*checked.all_faults())
     return checked, cfg
 
 
 def _check_recipe(checked: Any) -> None:
-    """A config is for one recipe; a subclass may keep the name of the recipe it was copied from."""
+    """A config is for one recipe. Of a class of the user's own, also for those that its parents are of.
+
+    A shipped class takes only its own: another method's config has other settings, or lacks those that matter here.
+    """
     setting = checked.settings.get("recipe")
     if setting is None:
         return
-    owners = [owner for owner in checked.schema.config_class.__mro__ if "recipe" in vars(owner)]
+    config_class = checked.schema.config_class
+    owners = [owner for owner in config_class.__mro__ if "recipe" in vars(owner)]
     legal = list(dict.fromkeys(vars(owner)["recipe"] for owner in owners))
+    if config_class in RECIPE_CONFIGS.values():
+        legal = legal[:1]
     if setting.value not in legal:
         other = setting.value in RECIPE_CONFIGS
-        hint = f"; run it with that recipe: tune run {setting.value}" if other else did_you_mean(setting.value, legal)
+        hint = did_you_mean(setting.value, legal)
+        if other:
+            hint = f"; run it with that recipe: tune run {setting.value}, or override it: recipe={legal[0]}"
         what = f"found {quote(setting.value)}, expected {' or '.join(legal)}{hint}"
         checked.fault(setting.where, "recipe", what)
 

@@ -43,6 +43,11 @@ def load_plugin(path: str | Path) -> None:
     _loaded.add(file)
 
 
+def loaded_plugins() -> list[Path]:
+    """The files that were imported, links followed."""
+    return sorted(_loaded)
+
+
 def _line_in(error: Exception, file: Path) -> int:
     """The line of the file at which it failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):

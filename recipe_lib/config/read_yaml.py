@@ -13,6 +13,7 @@ from typing import Any
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
+from recipe_lib.reading import open_regular
 
 MAX_BYTES = 1024**2
 MAX_DEPTH = 20
@@ -63,7 +64,7 @@ class Document:
 def read_file(path: Path, shown: str) -> Document:
     """Reads a config file. shown: its name in errors. Raises ConfigError if it is no text or no YAML at all."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from error

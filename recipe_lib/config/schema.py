@@ -42,7 +42,8 @@ class OptimizerConfig:
     momentum: float | None = key(None, "Momentum; null: for sgd 0, for muon 0.95.", minimum=0, below=1)
     implementation: str = key(
         "auto",
-        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused.",
+        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused where "
+        "torch has such a kernel and it is right (for SGD neither with FSDP nor in bf16 on a CPU), else foreach.",
         choices=("auto", "fused", "foreach", "single"),
     )
     state_bits: int | None = key(
@@ -83,10 +84,13 @@ class ParallelConfig:
         -1,
         "Ranks that share one copy of parameters, gradients and states; -1: all that are left.",
         minimum=1,
+        most=2**16,
         also=(-1,),
     )
-    data_replicate: int = key(1, "Copies of the sharded model (HSDP).", minimum=1)
-    tensor: int = key(1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1)
+    data_replicate: int = key(1, "Copies of the sharded model (HSDP).", minimum=1, most=2**16)
+    tensor: int = key(
+        1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1, most=2**16
+    )
     tensor_recompute_gather: str = key(
         "auto",
         "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
@@ -95,7 +99,9 @@ class ParallelConfig:
     tensor_copy_kv_heads: bool = key(
         False, "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs."
     )
-    pipeline: int = key(1, "Ranks, one behind the other, that the layers are divided among (pipeline).", minimum=1)
+    pipeline: int = key(
+        1, "Ranks, one behind the other, that the layers are divided among (pipeline).", minimum=1, most=2**12
+    )
     pipeline_schedule: str = key(
         "1f1b",
         "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with `zero` or `v` in "
@@ -107,9 +113,13 @@ class ParallelConfig:
         "Micro-batches that the batch_size x gradient_accumulation_steps rows of a data rank go through the pipeline "
         "in; null: gradient_accumulation_steps.",
         minimum=1,
+        most=2**16,
     )
     pipeline_stages_per_rank: int = key(
-        2, "Stages on each rank of an interleaved schedule; `zbv` and `dualpipev` have 2, the others 1.", minimum=2
+        2,
+        "Stages on each rank of an interleaved schedule; `zbv` and `dualpipev` have 2, the others 1.",
+        minimum=2,
+        most=2**10,
     )
     pipeline_put_off: int | None = key(
         None,
@@ -153,7 +163,7 @@ class MemoryConfig:
         choices=("none", "full", "selective", "budget"),
     )
     activation_budget: float | None = key(
-        None, "GiB on a rank that the layers may keep for backward; of checkpointing `budget`.", above=0
+        None, "GiB on a rank that the layers may keep for backward; of checkpointing `budget`.", above=0, most=2**20
     )
     activation_offload: bool = key(
         False, "Keep what the layers keep for backward in pinned host memory; copied beside the computation."
@@ -162,9 +172,13 @@ class MemoryConfig:
         1,
         "Layers whose kept tensors are back on the device, or still on their way out, beside the present one's.",
         minimum=1,
+        most=2**12,
     )
     mlp_chunks: int = key(
-        1, "Pieces of a row's tokens that an MLP computes one after the other, again in backward.", minimum=1
+        1,
+        "Pieces of a row's tokens that an MLP computes one after the other, again in backward.",
+        minimum=1,
+        most=2**16,
     )
     optimizer_in_backward: bool = key(
         False, "Step each parameter when its gradient is there, and free that; needs clip_grad_norm=null."
@@ -176,9 +190,10 @@ class MemoryConfig:
         None,
         "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
         above=0,
+        most=2**20,
     )
     cpu_offload: bool = key(False, "Keep sharded parameters, gradients and optimizer states in host memory.")
-    loss_chunks: int = key(8, "Pieces the loss is computed in; more: less memory for logits.", minimum=1)
+    loss_chunks: int = key(8, "Pieces the loss is computed in; more: less memory for logits.", minimum=1, most=2**16)
     loss_kernel: str = key(
         "chunked",
         "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
@@ -191,7 +206,7 @@ class MemoryConfig:
 class LoraConfig:
     """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
 
-    rank: int = key(16, "Rank of the two matrices.", minimum=1)
+    rank: int = key(16, "Rank of the two matrices.", minimum=1, most=2**16)
     alpha: float = key(32.0, "The product is multiplied by alpha / rank.", above=0)
     dropout: float = key(0.0, "Share of the adapter's inputs set to zero in training.", minimum=0, below=1)
     targets: list[str] = key(
@@ -249,7 +264,13 @@ class CheckpointConfig:
     save_every_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
     keep: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
     save_model: bool = key(True, "Write the trained model as a Hugging Face folder at the end.")
-    max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0)
+    max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0, most=2**20)
+    extra_parameters: str = key(
+        "error",
+        "Parameters that a recipe of your own adds to a model: `error`: refuse before training to save a model that "
+        "has any; `save`: write them too, for that recipe; other programs ignore them.",
+        choices=("error", "save"),
+    )
 
 
 @dataclass
@@ -292,15 +313,17 @@ class FullFinetuneConfig:
         choices=("fp32", "bf16", "fp64"),
     )
     device: str = key("auto", "`auto`: cuda if there is one.", choices=("auto", "cpu", "cuda"))
-    batch_size: int = key(1, "Rows per rank in a micro-batch.", minimum=1)
-    gradient_accumulation_steps: int = key(1, "Micro-batches per optimizer step.", minimum=1)
-    epochs: int = key(1, "Passes over the rows.", minimum=1)
+    batch_size: int = key(1, "Rows per rank in a micro-batch.", minimum=1, most=2**20)
+    gradient_accumulation_steps: int = key(1, "Micro-batches per optimizer step.", minimum=1, most=2**16)
+    epochs: int = key(1, "Passes over the rows.", minimum=1, most=10**6)
     max_steps: int | None = key(None, "Stop after this many optimizer steps.", minimum=1)
-    max_seq_len: int = key(2048, "Longest row, tokens.", minimum=1)
+    max_seq_len: int = key(2048, "Longest row, tokens.", minimum=1, most=2**24)
     loss: str = key("cross_entropy", "The loss.", kind="loss")
     clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
     output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.", path=True)
-    overwrite: bool = key(False, "Replace what an earlier run left in output_dir.")
+    overwrite: bool = key(
+        False, "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays."
+    )
     resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)
     compile: bool = key(False, "torch.compile each layer.")
     matmul_dtype: str | None = key(

@@ -10,7 +10,9 @@ class ModelConfig:
     """The model to train: a checkpoint, or an architecture with random weights."""
 
     path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
-    preset: str | None = key(None, "Architecture to initialise at random: a shipped name, or a config.json of yours.")
+    preset: str | None = key(
+        None, "Architecture to initialise at random: a shipped name, or a config.json of yours.", path=True
+    )
     source: str = key(
         "native",
         "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
@@ -33,7 +35,10 @@ class SourceConfig:
 
     source: str = field(metadata={"help": "Like data.source.", "path": True})
     weight: float = key(
-        1.0, "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.", above=0
+        1.0,
+        "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.",
+        above=0,
+        most=1000,
     )
     format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
     split: str | None = key(None, "Like data.split; null: the same.")
@@ -67,23 +72,42 @@ class DataConfig:
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
     )
+    history: str = key(
+        "auto",
+        "Answers of a conversation whose chat template writes earlier turns anew (drops their thoughts): `auto`: those "
+        "that do not fit into one sequence get their own, rendered as when generating; `split`: each answer gets its "
+        "own; `refuse`: such a row is a bad one.",
+        choices=("auto", "split", "refuse"),
+    )
     trained_share: str = key(
         "check",
         "`check`: a run in which no token or every token is trained stops; `any`: it does not.",
         choices=("check", "any"),
     )
     packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
-    pad_to_multiple: int = key(1, "Row lengths are rounded up to a multiple of it, with padding.", minimum=1)
+    pad_to_multiple: int = key(
+        1, "Row lengths are rounded up to a multiple of it, with padding; at most max_seq_len.", minimum=1
+    )
     shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
     add_bos: bool = key(
         True,
         "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
     )
     max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
+    max_row_mib: float = key(
+        16.0,
+        "Largest row as it is in its file, MiB; a larger one cannot be read (bad_rows).",
+        above=0,
+        most=4096,
+    )
     bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
     long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
-    workers: int | None = key(None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1)
-    loader_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0)
+    workers: int | None = key(
+        None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1, most=2**10
+    )
+    loader_workers: int = key(
+        0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8
+    )
     cache: bool = key(True, "Keep tokenised rows on disk for the next start and for the other ranks of the machine.")
     cache_dir: str | None = key(
         None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
@@ -100,4 +124,4 @@ class ValidationConfig:
     format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
     every_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
     max_rows: int | None = key(None, "Use only the first rows.", minimum=1)
-    batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1)
+    batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1, most=2**20)

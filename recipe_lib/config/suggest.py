@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from recipe_lib.redaction import redact
+
 CLOSE_ENOUGH = 0.6  # difflib ratio; below it a suggestion misleads more often than it helps
 
 
@@ -21,7 +23,11 @@ def did_you_mean(found: str, valid: Iterable[str]) -> str:
 
 
 def show(text: str, limit: int = 80) -> str:
-    """A user's text as one printable line: control characters escaped, the middle of a long one left out."""
+    """A user's text as one printable line: control characters escaped, the middle of a long one left out.
+
+    Secrets go first: the rest of one that is cut would not be known as one.
+    """
+    text = redact(text)
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[: 4 * limit])
     if len(line) <= limit and len(text) <= 4 * limit:
         return line

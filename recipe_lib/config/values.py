@@ -16,6 +16,7 @@ from recipe_lib.config.read_yaml import Node
 from recipe_lib.config.suggest import did_you_mean, quote, show
 
 LARGEST_INTEGER = 2**63 - 1
+LONGEST_NAME, LONGEST_PATH = 255, 4000  # bytes; what lies inside a folder has longer paths than it
 
 _NULL = ("null", "Null", "NULL", "~")
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
@@ -45,10 +46,23 @@ def convert(node: Node, key: Key, *, typed: bool = False) -> Any:
     for kind in _by_likeness(node, key.kinds):
         try:
             value = _convert(node, kind, key, typed)
-            return os.path.expanduser(value) if key.limits.get("path") else value
+            return _to_path(value, key) if key.limits.get("path") else value
         except MismatchError as mismatch:
             trouble = trouble or mismatch
     raise trouble or MismatchError(f"found {describe(node)}, expected {expected(key)}")
+
+
+def _to_path(value: str, key: Key) -> str:
+    """With the user's home in place of `~`; MismatchError for what no file system takes as a name."""
+    path = os.path.expanduser(value)
+    longest = max(len(os.fsencode(part)) for part in path.split("/"))
+    if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
+        said = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(os.fsencode(path))} bytes"
+        raise MismatchError(
+            f"found {quote(value)} with {said}, expected {expected(key)}; a name has at most {LONGEST_NAME} bytes, a "
+            f"path {LONGEST_PATH}"
+        )
+    return path
 
 
 def _convert(node: Node, kind: Any, key: Key, typed: bool) -> Any:
@@ -192,6 +206,8 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
         choices = registry.names(limits["kind"])
     if choices is not None:
         _check_choice(value, choices, key)
+    elif isinstance(value, (int, float)) and value > limits.get("most", math.inf):
+        raise MismatchError(f"found {show(written)}, expected at most {limits['most']}")
     elif not _within(value, key):
         raise MismatchError(f"found {show(written)}, expected {expected(key)}")
 

@@ -124,6 +124,7 @@ def validation_steps(
         packs = pack(dataset.item_lengths, packing_capacity * dataset.group)
         slots = [packs[number] for number in range(len(packs))]
         row_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
+    batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # more would be rows of nothing
     together = batch_size * data_ranks
     nothing = np.empty(0, dtype=np.int64)
     for start in range(0, len(slots), together):

@@ -23,6 +23,7 @@ from recipe_lib.data.store import ArrayWriter
 from recipe_lib.data.templates import Encoder
 from recipe_lib.data.workers import Progress, in_order, worker_count
 from recipe_lib.errors import DataError
+from recipe_lib.units import MIB
 
 ROWS_PER_TASK = 256
 BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
@@ -105,12 +106,12 @@ class _Build:
     ) -> None:
         """Looks the files up and reads none of them. Raises DataError."""
         self.cfg, self.tokenizer, self.max_seq_len, self.sources = cfg, tokenizer, max_seq_len, list(sources.values())
-        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos)
+        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos, cfg.history)
         self.add_bos, self.template = encoder.add_bos, encoder.template
         self.encoders = [
             SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
         ]
-        opened = [open_sources(source) for source in self.sources]
+        opened = [open_sources(source, int(cfg.max_row_mib * MIB)) for source in self.sources]
         self.files: list[RowFile] = [file for files in opened for file in files]
         self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
         wanted = {section: asdict(source) for section, source in sources.items()}
@@ -121,7 +122,7 @@ class _Build:
 
     def dataset(self) -> Dataset:
         """Out of the cache, or made. Raises DataError."""
-        key = cache_key(self._decides(), self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
+        key = cache_key(self._read_with(), self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
         stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
         if stored is None:
             stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
@@ -155,6 +156,10 @@ class _Build:
             "long_rows": cfg.long_rows,
             "vocab_size": self.tokenizer.vocab_size,
         }
+
+    def _read_with(self) -> dict[str, Any]:
+        """What the cache's files depend on: also what decides which rows can be read, and is not said of those."""
+        return self._decides() | {"max_row_mib": self.cfg.max_row_mib, "history": self.cfg.history}
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
         """Tokenises everything. Raises DataError: of several faults the first in the order of the rows."""

@@ -33,9 +33,9 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
         longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0
         if dataset is not None and longer:
             get_logger().info(  # every rank has the same rows; the first one says it
-                "warning: %d of %d rows of %s are longer than the %d tokens that the model was made for "
+                "warning: %d of %d %s of %s are longer than the %d tokens that the model was made for "
                 "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
-                longer, len(dataset), dataset.report.source, max_positions, max_positions,
+                longer, len(dataset), dataset.report.unit, dataset.report.source, max_positions, max_positions,
             )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def warn_of_overlap(rows: Dataset, validation: Dataset | None) -> None:
     shared = overlap(rows, validation)
     if len(shared):
         get_logger().info(
-            "warning: %d of %d validation rows of %s are training rows as well (first: %s); take them out of one",
-            len(shared), len(validation), validation.report.source, validation.place(int(shared[0])),
+            "warning: %d of %d validation %s of %s are training %s as well (first: %s); take them out of one",
+            len(shared), len(validation), validation.report.unit, validation.report.source, rows.report.unit,
+            validation.place(int(shared[0])),
         )  # fmt: skip

@@ -105,6 +105,18 @@ class Dataset:
             raise IndexError(f"item {item} of {self.items}")
         return self._origin.place(item) if self._origin else f"{self.report.source} (item {item + 1})"
 
+    def sequence_of(self, item: int) -> tuple[int, int]:
+        """Which of the sequences of its row an item is, from 1, and how many of them there are."""
+        if self._origin is None:
+            return 1, 1
+        here = (self._origin.file_of[item], self._origin.row_of[item])
+        first = last = item
+        while first and (self._origin.file_of[first - 1], self._origin.row_of[first - 1]) == here:
+            first -= 1
+        while last + 1 < self.items and (self._origin.file_of[last + 1], self._origin.row_of[last + 1]) == here:
+            last += 1
+        return item - first + 1, last - first + 1
+
     @cached_property
     def digests(self) -> np.ndarray:
         """uint64 `[items]`: equal for items with the same tokens and labels."""

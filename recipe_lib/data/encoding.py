@@ -10,7 +10,7 @@ from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.report import DataReport
-from recipe_lib.data.samples import Conversation, Document, Preference, RowFault, Sample
+from recipe_lib.data.samples import Completion, Conversation, Document, Preference, RowFault, Sample
 from recipe_lib.data.sources import RowFile
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError, UserError
@@ -77,7 +77,12 @@ class SourceEncoder:
         """An empty report."""
         cfg, encoder = self.cfg, self.encoder
         return DataReport(
-            self.source.source, self.format, self.max_seq_len, train_on=cfg.train_on, adds_bos=encoder.add_bos
+            self.source.source,
+            self.format,
+            self.max_seq_len,
+            train_on=cfg.train_on,
+            adds_bos=encoder.add_bos,
+            history=encoder.history,
         )
 
     def encode(self, file: RowFile, start: int, stop: int | None) -> Chunk:
@@ -133,20 +138,38 @@ class SourceEncoder:
         if isinstance(sample, Document):
             self._add_document(chunk, number, sample.text)
             return
-        if isinstance(sample, Preference):
-            both: tuple[Encoded, ...] = self.encoder.encode_preference(sample)
-        else:
-            both = (self.encoder.encode(sample),)
+        items = self._items(report, place, sample)
         if isinstance(sample, Conversation | Preference):
             report.template = self.encoder.template
-        report.apart_rows += any(encoded.apart for encoded in both)
-        report.unseen_rows += any(encoded.left_out for encoded in both)
-        kept = self._shortened(report, place, both)
-        if kept:
-            report.pairs += len(kept) == 2
-            report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
-            report.prompt_tokens += sum(map(self._prompt_tokens, kept))
-            chunk.append(number, *((encoded.ids, encoded.trained) for encoded in kept))
+        report.apart_rows += any(encoded.apart for item in items for encoded in item)
+        report.unseen_rows += any(encoded.left_out for item in items for encoded in item)
+        for item in items:
+            kept = self._shortened(report, place, item)
+            if kept:
+                report.pairs += len(kept) == 2
+                report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
+                report.prompt_tokens += sum(map(self._prompt_tokens, kept))
+                chunk.append(number, *((encoded.ids, encoded.trained) for encoded in kept))
+
+    def _items(
+        self, report: DataReport, place: str, sample: Conversation | Completion | Preference
+    ) -> list[tuple[Encoded, ...]]:
+        """What a row becomes: a pair, or its sequences one by one."""
+        if isinstance(sample, Preference):
+            return [self.encoder.encode_preference(sample)]
+        row = self.encoder.encode_row(sample)
+        if len(row.sequences) > 1:
+            report.split_rows += 1
+            report.split_sequences += len(row.sequences)
+            report.split_tokens += sum(len(encoded.ids) - 1 for encoded in row.sequences)
+            report.unsplit_tokens += row.whole_tokens - 1
+        if row.marked is not None:
+            report.marked_answers += len(row.marked.answers)
+            report.marks_behind += row.marked.behind
+            report.marks_differing += len(row.marked.differing)
+            if row.marked.differing and not report.first_mark:
+                report.first_mark = f"{place}: {row.marked.differing[0]}"
+        return [(encoded,) for encoded in row.sequences]
 
     def _prompt_tokens(self, encoded: Encoded) -> int:
         """Tokens outside of the answers, BOS left out."""

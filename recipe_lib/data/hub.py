@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.config.local_files import no_datasets
 from recipe_lib.config.sources import HUB
 from recipe_lib.data.parquet import without_nulls
-from recipe_lib.data.row_files import Located, RowFile, as_row, hash_of
+from recipe_lib.data.row_files import ROW_LIMIT, Located, RowFile, as_row, hash_of
 from recipe_lib.errors import DataError
 
 ROWS_AT_ONCE = 256
@@ -20,17 +21,15 @@ NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")  # and no path, which `da
 class HubRows(RowFile):
     """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
 
-    def __init__(self, source: str, split: str) -> None:
-        super().__init__(source)
+    def __init__(self, source: str, split: str, row_limit: int = ROW_LIMIT) -> None:
+        super().__init__(source, row_limit)
         self.split = split
         if not NAME.fullmatch(source.removeprefix(HUB)):
             raise DataError(f"data.source: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET")
         try:
             import datasets  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(
-                f"data.source: {source} needs the package datasets; run `pip install 'tune-recipes[datasets]'`"
-            ) from None
+            raise DataError(no_datasets(source)) from None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -42,7 +41,9 @@ class HubRows(RowFile):
         for first in range(start, stop, ROWS_AT_ONCE):
             columns = rows[first : min(first + ROWS_AT_ONCE, stop)]
             for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
-                yield self.place_of(number), as_row(without_nulls(dict(zip(columns, values, strict=True))))
+                row = as_row(without_nulls(dict(zip(columns, values, strict=True))))
+                size = text_size(row)
+                yield self.place_of(number), row if size <= self.row_limit else self.too_large(size)
 
     def place_of(self, row: int) -> str:
         """As RowFile says."""
@@ -74,3 +75,12 @@ class HubRows(RowFile):
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DataError(f"data.source: {self.place}: the hub dataset cannot be loaded ({said})") from None
+
+
+def text_size(value: Any) -> int:
+    """Letters of all texts in nested lists and dicts."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(text_size, value.values()))
+    return sum(map(text_size, value)) if isinstance(value, list) else 0

@@ -55,6 +55,13 @@ def inspect(
         "lost_answer_tokens": report.lost_answer_tokens,
         "rows_without_answer_left": report.emptied_rows,
         "untrained_ends": report.untrained_ends,
+        "split_rows": report.split_rows,
+        "split_sequences": report.split_sequences,
+        "split_tokens": report.split_tokens,
+        "unsplit_tokens": report.unsplit_tokens,
+        "marked_answers": report.marked_answers,
+        "marks_with_space_behind": report.marks_behind,
+        "marks_differing": report.marks_differing,
         "rows_with_unseen_messages": report.unseen_rows,
         "shortest_row": int(rows.lengths.min()),
         "median_row": int(np.median(rows.lengths)),
@@ -89,7 +96,7 @@ def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int
 
 
 def _row_findings(rows: Dataset, max_seq_len: int) -> Iterable[Finding]:
-    report = rows.report
+    report, unit = rows.report, rows.report.unit
     for cause, count in report.bad_rows.most_common():
         yield Finding("bad-rows", f"{count} bad rows: {cause}", count, [report.first_bad[cause]])
     lost = report.lost_answer_tokens
@@ -97,14 +104,19 @@ def _row_findings(rows: Dataset, max_seq_len: int) -> Iterable[Finding]:
         share = lost / max(1, report.trained_tokens + lost)
         long = report.truncated_rows + report.skipped_long_rows
         yield Finding(
-            "truncation", f"{long} rows exceed {max_seq_len} tokens; {lost} answer tokens ({share:.1%}) are lost", long
+            "truncation",
+            f"{long} {unit} exceed {max_seq_len} tokens; {lost} answer tokens ({share:.1%}) are lost",
+            long,
         )
     if report.emptied_rows:
-        line = f"{report.emptied_rows} rows are left out because their whole answer is behind {max_seq_len} tokens"
+        line = f"{report.emptied_rows} {unit} are left out because their whole answer is behind {max_seq_len} tokens"
         yield Finding("no-answer-left", line, report.emptied_rows)
     if report.untrained_ends:
         line = f"{report.untrained_ends} answers end without a trained end-of-turn token: nothing teaches to stop there"
         yield Finding("untrained-ends", line, report.untrained_ends)
+    if report.marks_differing:
+        line = f"in {report.marks_differing} answers the chat template marks something else than what is generated"
+        yield Finding("generation-marks", line, report.marks_differing, [report.first_mark])
     if report.unseen_rows:
         line = f"in {report.unseen_rows} rows the chat template leaves out a system's or user's message"
         yield Finding("unseen-messages", line, report.unseen_rows)
@@ -117,13 +129,15 @@ def _row_findings(rows: Dataset, max_seq_len: int) -> Iterable[Finding]:
 def _copy_findings(
     rows: Dataset, validation: Dataset | None, repeats: np.ndarray, earlier: np.ndarray, shared: np.ndarray
 ) -> Iterable[Finding]:
+    unit = rows.report.unit
     if len(repeats):
         pairs = zip(repeats[:SHOWN].tolist(), earlier[:SHOWN].tolist(), strict=True)
         places = [f"{rows.place(item)} is {rows.place(first)}" for item, first in pairs]
-        yield Finding("duplicates", f"{len(repeats)} rows repeat an earlier row", len(repeats), places)
+        yield Finding("duplicates", f"{len(repeats)} {unit} repeat an earlier one", len(repeats), places)
     if len(shared) and validation is not None:
         places = [validation.place(item) for item in shared[:SHOWN].tolist()]
-        yield Finding("overlap", f"{len(shared)} validation rows are training rows as well", len(shared), places)
+        line = f"{len(shared)} validation {validation.report.unit} are training {unit} as well"
+        yield Finding("overlap", line, len(shared), places)
 
 
 def _token_findings(untrained: Sequence[str]) -> Iterable[Finding]:

@@ -18,6 +18,9 @@ PIECE = 2**20  # bytes that are read at a time
 UNSURE = 16
 
 _BLANK = re.compile("[ \t\n\r]*")
+_OUTSIDE, _INSIDE = re.compile(r'[\[\]{}"]'), re.compile(r'\\.?|"', re.DOTALL)  # of a text in quotes
+
+TOO_LONG = object()
 
 
 class JsonFile(LocalFile):
@@ -31,6 +34,9 @@ class JsonFile(LocalFile):
         items = self._index[start:stop]
         with opened(self.path) as file:
             for row, (first, end, _) in enumerate(items, start=start):
+                if end - first > self.row_limit:
+                    yield self.place_of(row), self.too_large(int(end - first))
+                    continue
                 file.seek(int(first))
                 yield self.place_of(row), parse_row(file.read(int(end - first)))
 
@@ -43,7 +49,7 @@ class JsonFile(LocalFile):
     def _index(self) -> np.ndarray:
         """First byte, byte behind the last one and line (0: the file is the row) of each item, int64 `[rows, 3]`."""
         with opened(self.path) as file:
-            return np.array(_Scanner(file, self.place).items(), np.int64).reshape(-1, 3)
+            return np.array(_Scanner(file, self.place, self.row_limit).items(), np.int64).reshape(-1, 3)
 
 
 class _Scanner:
@@ -52,8 +58,9 @@ class _Scanner:
     `text[at]` is the next letter; `byte`, `line`, `column` say where it is in the file.
     """
 
-    def __init__(self, file: BinaryIO, place: str) -> None:
-        self.file, self.place = file, place
+    def __init__(self, file: BinaryIO, place: str, row_limit: int) -> None:
+        """row_limit: a value of more letters is passed over, not decoded."""
+        self.file, self.place, self.row_limit = file, place, row_limit
         self.letters = codecs.getincrementaldecoder("utf-8")()
         self.decoder = json.JSONDecoder()
         self.text, self.at, self.ended = "", 0, False
@@ -67,7 +74,8 @@ class _Scanner:
         if not opening:
             raise empty(self.place)
         if opening not in "[{":
-            found = type(self.value()).__name__
+            value = self.value()
+            found = "a very long text" if value is TOO_LONG else type(value).__name__
             raise DataError(f'{self.place}: found {found}, expected a list of objects or {{"data": [...]}}')
         items = self.list_items() if opening == "[" else self.object_items()
         if self.next_letter():
@@ -129,7 +137,7 @@ class _Scanner:
             self.grow()
 
     def value(self) -> Any:
-        """Takes the value that begins here."""
+        """Takes the value that begins here; TOO_LONG for one over the limit."""
         while True:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.at)
@@ -137,6 +145,9 @@ class _Scanner:
                 cut = error.msg.startswith("Unterminated") or error.pos >= len(self.text) - UNSURE
                 if self.ended or not cut:
                     raise self.invalid(error.msg, error.pos) from None
+                if len(self.text) - self.at > self.row_limit:
+                    self.pass_over()
+                    return TOO_LONG
             except RecursionError:
                 raise DataError(f"{self.place}: JSON nested too deep, expected a list of objects") from None
             except ValueError:  # Python refuses integers of thousands of digits
@@ -146,6 +157,27 @@ class _Scanner:
                     self.advance(end)
                     return value
             self.grow()
+
+    def pass_over(self) -> None:
+        """Passes over the list, object or text that begins here, by its brackets and quotes alone."""
+        at, depth, inside = self.at, 0, False
+        while True:
+            found = (_INSIDE if inside else _OUTSIDE).search(self.text, at)
+            if found is None or found[0] == "\\":  # which may belong to the next letter
+                self.advance(found.start() if found else len(self.text))
+                if self.ended:
+                    raise self.invalid("Unterminated value", self.at)
+                self.grow()
+                at = self.at
+                continue
+            at = found.end()
+            if found[0] == '"':
+                inside = not inside
+            elif not inside:
+                depth += 1 if found[0] in "[{" else -1
+            if not inside and depth == 0:
+                self.advance(at)
+                return
 
     def advance(self, end: int) -> None:
         """Moves on to `text[end]`."""

@@ -5,28 +5,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from recipe_lib.data.row_files import LocalFile, Located, empty, opened
+from recipe_lib.config.local_files import no_pyarrow
+from recipe_lib.data.row_files import ROW_LIMIT, LocalFile, Located, empty, opened
+from recipe_lib.data.samples import RowFault
 from recipe_lib.errors import DataError
+from recipe_lib.units import GIB, MIB, format_bytes
 
 ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
+# A file of repeated values unpacks to thousands of times its size. Text is packed to a third or a tenth.
+MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
+LARGEST_ROW = GIB  # that the average row of a group may unpack to
+ROWS_PER_BYTE = 1000  # of the file
 MAGIC = b"PAR1"  # at both ends of the file
 
 
 class ParquetRows(LocalFile):
     """A .parquet file; where its rows begin is what its footer says of the row groups."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, row_limit: int = ROW_LIMIT) -> None:
+        super().__init__(path, row_limit)
         try:
             import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(
-                f"{path}: Parquet needs the package pyarrow; run `pip install 'tune-recipes[datasets]'`"
-            ) from None
+            raise DataError(no_pyarrow(path)) from None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -40,15 +46,44 @@ class ParquetRows(LocalFile):
         last = int(np.searchsorted(self._ends, stop, side="left"))
         number = int(self._ends[first - 1]) if first else 0
         with _parquet(self.path) as file:
-            groups = list(range(first, last + 1))
-            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=groups, use_threads=False):
-                skipped = min(max(start - number, 0), len(batch))
-                number += skipped
-                for row in batch.slice(skipped, stop - number).to_pylist():
-                    yield self.place_of(number), without_nulls(row)
-                    number += 1
-                if number >= stop:
-                    return
+            for group in range(first, last + 1):
+                rows_at_once = self._rows_at_once(file.metadata.row_group(group))
+                for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
+                    skipped = min(max(start - number, 0), len(batch))
+                    number += skipped
+                    for row in self._rows(batch.slice(skipped, stop - number)):
+                        yield self.place_of(number), row
+                        number += 1
+                    if number >= stop:
+                        return
+
+    def _rows(self, batch: Any) -> Iterator[dict[str, Any] | RowFault]:
+        """The rows of a batch, each on its own where one of them may be too large."""
+        if batch.nbytes <= self.row_limit:
+            yield from map(without_nulls, batch.to_pylist())
+            return
+        for at in range(len(batch)):
+            row = batch.slice(at, 1)
+            yield self.too_large(row.nbytes) if row.nbytes > self.row_limit else without_nulls(row.to_pylist()[0])
+
+    def _rows_at_once(self, group: Any) -> int:
+        """Rows of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's metadata allows on average.
+
+        A value that is kept once, in a dictionary, may be that of every row. Raises DataError for rows that cannot be.
+        """
+        row = 0.0
+        with opened(self.path) as content:
+            for index in range(group.num_columns):
+                column = group.column(index)
+                own = column.total_uncompressed_size
+                once = _dictionary_bytes(content, column) if column.has_dictionary_page else 0
+                row += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
+        if row > LARGEST_ROW:
+            raise DataError(
+                f"{self.place}: a row may unpack to {format_bytes(row)}, expected at most {format_bytes(LARGEST_ROW)}; "
+                "write the file again with smaller row groups, or take it from a source you trust"
+            )
+        return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(row, 1))))
 
     def place_of(self, row: int) -> str:
         """As RowFile says."""
@@ -58,10 +93,41 @@ class ParquetRows(LocalFile):
     def _ends(self) -> np.ndarray:
         """The number of rows up to the end of each row group, int64."""
         with _parquet(self.path) as file:
-            counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+            counts = [group.num_rows for group in groups]
+            self._refuse_bomb(sum(counts), sum(group.total_byte_size for group in groups))
         if not sum(counts):
             raise empty(self.place)
         return np.cumsum(counts, dtype=np.int64)
+
+    def _refuse_bomb(self, rows: int, unpacked: int) -> None:
+        """DataError for a file whose metadata speaks of far more than its bytes can hold."""
+        size = os.path.getsize(self.path)
+        if unpacked > max(MOST_UNPACKED, LARGEST_RATIO * size) or rows > ROWS_PER_BYTE * size:
+            raise DataError(
+                f"{self.place}: {format_bytes(size)} say that they unpack to {rows} rows of {format_bytes(unpacked)}, "
+                f"expected at most {LARGEST_RATIO} times the size; take the file from a source you trust"
+            )
+
+
+def _dictionary_bytes(file: BinaryIO, column: Any) -> int:
+    """Bytes that a column's dictionary page unpacks to, from the first numbers of its header; all, if not to be seen.
+
+    The header is a Thrift compact struct: field 1 the kind of page, field 2 its bytes, both i32 (0x15) and zigzag.
+    """
+    everything = int(column.total_uncompressed_size)
+    if column.dictionary_page_offset is None:
+        return everything
+    file.seek(column.dictionary_page_offset)
+    header = file.read(16)
+    if len(header) < 4 or header[0] != 0x15 or header[2] != 0x15:
+        return everything
+    value = 0
+    for place, byte in enumerate(header[3:8]):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return min(everything, value >> 1)
+    return everything
 
 
 @contextmanager

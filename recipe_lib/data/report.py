@@ -12,8 +12,8 @@ from recipe_lib.errors import DataError
 class DataReport:
     """Counts of one pass over a dataset. Tokens are targets: what a row's tokens are to predict.
 
-    A pair counts as one row that was read and as two rows of the dataset. parts: the same for each source, where there
-    are several.
+    A pair counts as one row that was read and as two rows of the dataset, a conversation that becomes several sequences
+    as one that was read and as so many of the dataset. parts: the same for each source, where there are several.
     """
 
     source: str
@@ -22,6 +22,7 @@ class DataReport:
     template: str = "none"
     train_on: str | list[str] = "assistant"
     adds_bos: bool = False
+    history: str = "auto"
     rows_read: int = 0
     rows: int = 0
     pairs: int = 0
@@ -42,9 +43,27 @@ class DataReport:
     dropped_tokens: int = 0
     apart_rows: int = 0
     unseen_rows: int = 0  # rows (pairs) with a message of the system or the user that the template does not write
+    split_rows: int = 0  # conversations that became several sequences, and how many; before long ones are cut
+    split_sequences: int = 0
+    split_tokens: int = 0  # of these sequences, and of the same conversations in one sequence each
+    unsplit_tokens: int = 0
+    marked_answers: int = 0  # answers of which the template itself says what is trained
+    marks_behind: int = 0  # of them, those where it adds white space behind the end of the turn
+    marks_differing: int = 0  # those where it says something else than what is generated
+    first_mark: str = ""
     duplicate_rows: int = 0  # the same as an earlier one, token by token; they are trained on all the same
     first_duplicate: str = ""
     parts: list["DataReport"] = field(default_factory=list)
+
+    @property
+    def unit(self) -> str:
+        """What the rows of the dataset are, in words."""
+        return "sequences" if self.split_sequences else "rows"
+
+    @property
+    def sequences_read(self) -> int:
+        """Rows that were read, those that became several sequences counted so often."""
+        return self.rows_read + self.split_sequences - self.split_rows
 
     @property
     def trained_share(self) -> float:
@@ -57,6 +76,7 @@ class DataReport:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if self.template == "none":
             self.template = other.template
+        self.first_mark = self.first_mark or other.first_mark
         self.bad_rows.update(other.bad_rows)
         self.first_bad = other.first_bad | self.first_bad
 
@@ -88,7 +108,7 @@ class DataReport:
         if self.train_on == "all" or not tokens or (trained and self.prompt_tokens):
             return None
         found, wanted = ("every token", "prompts beside the answers") if trained else ("no token", "answers")
-        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        rows = "1 row" if self.rows == 1 else f"{self.rows} {self.unit}"
         return (
             f"found that the loss counts {found} of {rows}, expected {wanted}; correct data.format, "
             "data.columns or data.train_on"
@@ -99,22 +119,48 @@ class DataReport:
         everything = self.train_on == "all" or self.texts > 0
         what = "all tokens" if everything else "answers with their end-of-turn token"
         read = f"cut from {self.texts} texts" if self.texts else f"of {self.rows_read}"
-        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} rows"
+        read = f"from the {self.rows_read} rows" if self.split_sequences else read
+        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} {self.unit}"
         lines = [
             f"data: {kind} {read} read from {self.source} (format {self.format}, template "
             f"{self.template}), {self.tokens} tokens; the loss counts {what}: {_percent(self.trained_share)} of them",
             *(f"data: {part.part_line()}" for part in self.parts),
             f"data: {self._bos_line()}",
         ]
-        return lines + self._lost_lines() + self._bad_lines()
+        return lines + self._sequence_lines() + self._lost_lines() + self._bad_lines()
 
     def part_line(self) -> str:
         """One source among several, in a line."""
-        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} rows"
+        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} {self.unit}"
+        read = f"from the {self.rows_read} rows of" if self.split_sequences else f"of {self.rows_read} from"
         return (
-            f"{kind} of {self.rows_read} from {self.source} (format {self.format}), {self.tokens} tokens, "
+            f"{kind} {read} {self.source} (format {self.format}), {self.tokens} tokens, "
             f"{_percent(self.trained_share)} trained"
         )
+
+    def _sequence_lines(self) -> list[str]:
+        """What became of conversations of several answers, and who says what an answer is."""
+        lines = []
+        if self.split_rows:
+            why = (
+                "as data.history says"
+                if self.history == "split"
+                else "because the chat template writes earlier turns anew"
+            )
+            cost = self.split_tokens / max(1, self.unsplit_tokens)
+            lines.append(
+                f"data: {self.split_rows} conversations became {self.split_sequences} sequences, {why}: each answer "
+                f"stands behind the prompt that generation is given; {self.split_tokens} tokens in place of "
+                f"{self.unsplit_tokens} ({cost:.2f} times as many)"
+            )
+        if self.marked_answers:
+            lines.append(
+                f"data: of {self.marked_answers} answers the chat template itself says what is trained "
+                f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for, and in "
+                f"{self.marks_behind} white space behind the end of the turn is trained as well"
+            )
+            lines += [f"data: first that is not: {self.first_mark}"] if self.first_mark else []
+        return lines
 
     def _lost_lines(self) -> list[str]:
         lines = []
@@ -124,13 +170,14 @@ class DataReport:
             done = "truncated" if self.truncated_rows else "left out"
             empty = f", {self.emptied_rows} of them left out because no answer was left" if self.emptied_rows else ""
             lines.append(
-                f"data: {long} of {self.rows_read} rows ({_percent(long / self.rows_read)}) exceed {self.max_seq_len} "
+                f"data: {long} of {self.sequences_read} {self.unit} ({_percent(long / self.sequences_read)}) exceed "
+                f"{self.max_seq_len} "
                 f"tokens and were {done}{empty}; {_percent(share)} of their answer tokens lost"
             )
         if self.untrained_ends:
             lines.append(
                 f"data: {self.untrained_ends} answers end without their end-of-turn token, so nothing teaches the "
-                "model to stop there"
+                "model to stop there (they were cut, or their last token is none that generation stops at)"
             )
         if self.dropped_pieces:
             lines.append(
@@ -153,8 +200,8 @@ class DataReport:
             )
         if self.duplicate_rows:
             lines.append(
-                f"data: {self.duplicate_rows} rows are the same as an earlier one, and are trained on all the same "
-                f"(first: {self.first_duplicate})"
+                f"data: {self.duplicate_rows} {self.unit} are the same as an earlier one, and are trained on all the "
+                f"same (first: {self.first_duplicate})"
             )
         bad = sum(self.bad_rows.values())
         if bad:

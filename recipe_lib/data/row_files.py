@@ -7,6 +7,7 @@ not grow with the file (8 bytes a row), and the processes of a machine share wha
 import codecs
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,10 @@ import numpy as np
 
 from recipe_lib.data.samples import RowFault
 from recipe_lib.errors import DataError
+from recipe_lib.reading import open_regular
+from recipe_lib.units import MIB, format_bytes
 
+ROW_LIMIT = 16 * MIB  # bytes of a row, where nobody has said otherwise
 BLOCK = 2**22  # bytes read at once by a pass over a file
 NEWLINE = 10
 BLANK = np.frombuffer(b" \t\n\r\x0b\x0c", np.uint8)
@@ -32,10 +36,19 @@ class RowFile(ABC):
     place: its path, or `hub:OWNER/NAME`. An object holds no open file and no row, so that it may be pickled, and used
     in several processes after a fork; asking for its `len` before the fork spares each of them the pass for the index.
     Any method raises DataError if the file cannot be read as a whole (no permission, invalid JSON, empty, ...).
+    A row of more than `row_limit` bytes is a RowFault, and is never held.
     """
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, place: str, row_limit: int = ROW_LIMIT) -> None:
+        self.place, self.row_limit = place, row_limit
+
+    def too_large(self, size: int) -> RowFault:
+        """The fault of a row of so many bytes."""
+        return RowFault(
+            "too large",
+            f"found a row of {format_bytes(size)}, expected at most data.max_row_mib={self.row_limit / MIB:g}; "
+            "divide the text, or raise data.max_row_mib (a row takes about 80 times its size in memory)",
+        )
 
     @abstractmethod
     def __len__(self) -> int:
@@ -64,8 +77,8 @@ class RowFile(ABC):
 class LocalFile(RowFile):
     """A file on disk."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
+    def __init__(self, path: Path, row_limit: int = ROW_LIMIT) -> None:
+        super().__init__(str(path), row_limit)
         self.path = path
 
     @cached_property
@@ -83,7 +96,9 @@ class TextFile(LocalFile):
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
         """As RowFile says; the text keeps its line ends."""
         if start <= 0 and (stop is None or stop > 0):
-            yield self.place, {"text": self._text()}
+            with opened(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+            yield self.place, {"text": self._text()} if size <= self.row_limit else self.too_large(size)
 
     def place_of(self, row: int) -> str:
         """As RowFile says."""
@@ -115,14 +130,23 @@ class JsonLinesFile(LocalFile):
             for row in range(start, len(starts) if stop is None else min(stop, len(starts))):
                 if at != starts[row]:  # the first one, or one behind blank lines
                     at = file.seek(int(starts[row]))
-                line = file.readline()
+                line = file.readline(self.row_limit + 2)  # and a line end of two
                 at += len(line)
-                yield self.place_of(row), parse_row(line)
+                if len(line.rstrip(b"\r\n")) > self.row_limit:
+                    yield self.place_of(row), self.too_large(self._size_of(row))
+                else:
+                    yield self.place_of(row), parse_row(line)
 
     def place_of(self, row: int) -> str:
         """As RowFile says."""
         lines = self._index[1]
         return f"{self.place}:{row + 1 if lines is None else lines[row]}"
+
+    def _size_of(self, row: int) -> int:
+        """Bytes to the next row."""
+        starts = self._index[0]
+        end = int(starts[row + 1]) if row + 1 < len(starts) else os.path.getsize(self.path)
+        return end - int(starts[row])
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
@@ -158,7 +182,12 @@ def _line_starts(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
 
 def _is_blank(file: BinaryIO, start: int) -> bool:
     file.seek(start)
-    return not file.readline().strip()
+    while piece := file.readline(BLOCK):
+        if piece.strip():
+            return False
+        if piece.endswith(b"\n"):
+            return True
+    return True
 
 
 def parse_row(line: bytes) -> dict[str, Any] | RowFault:
@@ -188,9 +217,9 @@ def as_row(row: Any) -> dict[str, Any] | RowFault:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file, open for reading; what the system refuses inside is a DataError."""
+    """The file, open for reading; a DataError for what the system refuses inside, or what is no regular file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise DataError(f"{path}: the file cannot be read ({error.strerror}); check its permissions") from None

@@ -58,6 +58,19 @@ class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned i
 Wanted = tuple[int, bool, tuple[tuple[int, str], ...]]
 
 
+class TurnEnd(Protocol):
+    """closing: what the template writes behind the end of an answer that comes last, and no model is asked for.
+    next_turn: the special token of the next turn that ends an answer, where the template ends it with nothing."""
+
+    @property
+    def closing(self) -> str:
+        """See above."""
+
+    @property
+    def next_turn(self) -> str:
+        """See above."""
+
+
 class TextTokenizer(Protocol):
     """What this folder asks of a tokenizer; `recipe_lib.tokenizers.Tokenizer` is one and says more."""
 
@@ -84,6 +97,10 @@ class TextTokenizer(Protocol):
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
 
+    @property
+    def turn_end(self) -> "TurnEnd":
+        """How the chat template ends an answer."""
+
     def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:
         """Ids of a text."""
 
@@ -100,6 +117,8 @@ class TextTokenizer(Protocol):
         messages: Sequence[Message],
         wanted: Sequence[Wanted],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
-        """Renderings of one conversation by the chat template, all in one go; where it objects, what it said. Raises
-        DataError: the template cannot be run at all."""
+        """Renderings of one conversation by the chat template, all in one go; where it objects, what it said. options:
+        `marks`, two letters to write around what `{% generation %}` holds; `variables`, more that the template sees.
+        Raises DataError: the template cannot be run at all."""

@@ -21,7 +21,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """A row with what is known about it. place: the file and line it came from. tokens, trained: counts.
+    """A row with what is known about it. place: the file and line it came from, and which sequence of a conversation
+    it is if that became several. tokens, trained: counts.
 
     answer: of a pair, whether it is the `chosen` or the `rejected` one; else empty."""
 
@@ -39,7 +40,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Sho
     return [
         Shown(
             number=row,
-            place=dataset.place(item),
+            place=_place(dataset, item),
             answer=("chosen", "rejected")[row % 2] if dataset.group == 2 else "",
             tokens=int(dataset.lengths[row]),
             trained=dataset.trained_tokens(row),
@@ -47,6 +48,11 @@ def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Sho
         )
         for row in rows
     ]
+
+
+def _place(dataset: Dataset, item: int) -> str:
+    number, count = dataset.sequence_of(item) if dataset.report.split_sequences else (1, 1)
+    return dataset.place(item) + (f", sequence {number} of {count}" if count > 1 else "")
 
 
 def pieces_of(row: Row, tokenizer: TextTokenizer) -> Iterator[Piece]:

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from recipe_lib.config.local_files import find_files
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.config.sources import HUB, is_hub, resolved_sources
+from recipe_lib.config.sources import is_hub, resolved_sources
 from recipe_lib.data.hub import HubRows
 from recipe_lib.data.json_files import JsonFile
 from recipe_lib.data.parquet import ParquetRows
-from recipe_lib.data.row_files import JsonLinesFile, Located, RowFile, TextFile
-from recipe_lib.errors import DataError
+from recipe_lib.data.row_files import ROW_LIMIT, JsonLinesFile, Located, RowFile, TextFile
 
 __all__ = ["Located", "RowFile", "find_files", "open_sources", "read_rows", "resolved_sources"]
 
-_KINDS: dict[str, Callable[[Path], RowFile]] = {
+_KINDS: dict[str, Callable[[Path, int], RowFile]] = {
     ".json": JsonFile,
     ".jsonl": JsonLinesFile,
     ".parquet": ParquetRows,
@@ -21,37 +21,18 @@ _KINDS: dict[str, Callable[[Path], RowFile]] = {
 }
 
 
-def open_sources(cfg: SourceConfig) -> list[RowFile]:
+def open_sources(cfg: SourceConfig, row_limit: int = ROW_LIMIT) -> list[RowFile]:
     """The files of one source (`cfg.source`, `cfg.split`), by name, which is the order of its rows.
 
-    Files are looked up and not read yet. Raises DataError: nothing is there, or a kind that is not read.
+    row_limit: bytes of a row; a larger one cannot be used. Files are looked up and not read yet. Raises DataError:
+    nothing is there, or a kind that is not read.
     """
     if is_hub(cfg.source):
-        return [HubRows(cfg.source, cfg.split or "train")]
-    return [_KINDS[path.suffix](path) for path in find_files(cfg.source)]
+        return [HubRows(cfg.source, cfg.split or "train", row_limit)]
+    return [_KINDS[path.suffix](path, row_limit) for path in find_files(cfg.source)]
 
 
 def read_rows(source: str, split: str) -> Iterator[Located]:
     """All rows of one source, in order. Raises DataError like `open_sources` and `RowFile.read`."""
     for file in open_sources(SourceConfig(source, split=split)):
         yield from file.read()
-
-
-def find_files(source: str) -> list[Path]:
-    """The data files that a local source names, sorted by name. Raises DataError."""
-    path, kinds = Path(source), ", ".join(_KINDS)
-    if path.is_dir():
-        # Hidden files are none of the user's: macOS puts `._rows.jsonl` beside `rows.jsonl`.
-        shown = (file for file in path.iterdir() if not file.name.startswith("."))
-        files = sorted(file for file in shown if file.suffix in _KINDS and file.is_file())
-        if not files:
-            raise DataError(f"{source}: found no {kinds} file in the folder; set data.source to one with data")
-        return files
-    if not path.exists():
-        raise DataError(
-            f"{source}: no such file or folder; set data.source to one of yours, "
-            f"or to {HUB}OWNER/NAME for a hub dataset"
-        )
-    if path.suffix not in _KINDS:
-        raise DataError(f"{source}: found a {path.suffix or 'nameless'} file, expected one of {kinds}")
-    return [path]

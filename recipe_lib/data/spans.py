@@ -1,19 +1,18 @@
-"""Where a conversation's messages stand in its rendering, found by rendering it up to each of them.
+"""Which messages are trained, where those that are no answers stand in a rendering, and what a rendering leaves out.
 
-An answer begins behind the prompt that generation would be given and ends with the token that ends the turn. The
-rendering of everything must go on from that prompt and hold the answer as it is written when it comes last; a
-difference refuses the row, with the first token that differs. Other messages are found by writing a letter of our own
-in their place.
+Such a message is found by writing a letter of our own in its place. `recipe_lib.data.answers` finds answers.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.habits import THOUGHT_KEYS, Habits
 from recipe_lib.data.samples import Message, RowFault, Wanted
+from recipe_lib.data.thoughts import under_its_name
 from recipe_lib.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -28,21 +27,6 @@ class Span:
 
     start: int
     end: int
-
-
-@dataclass(frozen=True)
-class Writing:
-    """What the finder must know of a tokenizer and its template.
-
-    special: finds special tokens in a rendering (None: there are none); stops: those that end answers; place: the
-    template's file; tokens_of: a text as tokens, for error lines; free: two letters that no text here holds.
-    """
-
-    special: re.Pattern[str] | None
-    stops: Collection[str]
-    place: str
-    tokens_of: Callable[[str], list[str]]
-    free: tuple[str, str]
 
 
 def check_train_on(train_on: str | Sequence[str]) -> None:
@@ -73,39 +57,44 @@ def picked(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[b
     return chosen
 
 
-def find_spans(
-    renders: Renders, messages: Sequence[Message], wanted: Sequence[int], writing: Writing
-) -> tuple[str, list[Span]]:
-    """The whole rendering, and where the messages with the numbers `wanted` stand in it.
+def find_others(
+    renders: Renders,
+    messages: Sequence[Message],
+    numbers: Sequence[int],
+    special: re.Pattern[str] | None,
+    letters: Sequence[str],
+) -> list[Span]:
+    """Where the messages with these numbers, none of them an answer, stand in the rendering of all.
 
-    Raises RowFault: the template objects, writes something anew or leaves something out. Raises DataError: it ends
-    answers with nothing.
+    special: finds special tokens (None: there are none). letters: two that neither the messages nor the template hold.
+    Raises RowFault: the template objects, or does not write one of them once and by its text.
     """
-    finder = _Finder(renders, messages, wanted, writing)
-    return finder.whole, [finder.span(number) for number in wanted]
+    finder = _Finder(renders, messages, numbers, special, letters)
+    return [finder.span(number) for number in numbers]
 
 
 class _Finder:
     """The renderings of one conversation, all made in one go."""
 
-    def __init__(self, renders: Renders, messages: Sequence[Message], wanted: Sequence[int], writing: Writing) -> None:
-        self._renders, self._messages, self._writing = renders, messages, writing
+    def __init__(
+        self,
+        renders: Renders,
+        messages: Sequence[Message],
+        numbers: Sequence[int],
+        special: re.Pattern[str] | None,
+        letters: Sequence[str],
+    ) -> None:
+        self._messages, self._special, self._letters = messages, special, letters
         everything: Wanted = (len(messages), False, ())
         needed = [everything]
-        for number in wanted:
+        for number in numbers:
             needed += self._needed(number)
         unique = list(dict.fromkeys(needed))
         self._found = dict(zip(unique, renders(unique), strict=True))
-        self.whole = self._text(everything)
-
-    def span(self, number: int) -> Span:
-        """Where a message stands."""
-        return self._answer(number) if self._messages[number]["role"] == "assistant" else self._other(number)
+        self._whole = self._text(everything)
 
     def _needed(self, number: int) -> list[Wanted]:
-        count, (first, second) = len(self._messages), self._writing.free
-        if self._messages[number]["role"] == "assistant":
-            return [(number, True, ()), (number + 1, False, ())]
+        count, (first, second) = len(self._messages), self._letters
         alone: Wanted = (count, False, ((number, first),))
         if number + 1 == count:
             return [alone]
@@ -120,87 +109,35 @@ class _Finder:
             raise RowFault("refused by the chat template", str(found))
         return found
 
-    def _answer(self, number: int) -> Span:
-        before, alone = self._text((number, True, ())), self._text((number + 1, False, ()))
-        if not (self.whole.startswith(before) and alone.startswith(before)):
-            other = self.whole if alone.startswith(before) else alone
-            raise self._differs("the past", number, before, other, "as when generating")
-        start = len(before)
-        check_written(self._messages[number], alone[start:], number + 1)
-        end = self._end_of_answer(alone, start, self._messages[number])
-        if not self.whole.startswith(alone[:end]):
-            raise self._differs("an answer", number, alone[:end], self.whole, "as when the answer comes last")
-        return Span(start, end)
-
-    def _differs(self, what: str, number: int, expected: str, found: str, when: str) -> RowFault:
-        then = "what stands before it differently once it is there" if what == "the past" else "it otherwise later on"
-        remedy = "data.train_on to last, or " if self._last_would_do(number) else ""
-        return RowFault(
-            f"template writes {what} anew",
-            f"message {number + 1}: the chat template writes {then}: "
-            f"{first_difference(self._writing.tokens_of(found), self._writing.tokens_of(expected))} {when}; "
-            f"set {remedy}tokenizer.chat_template to one that does not",
-        )
-
-    def _last_would_do(self, number: int) -> bool:
-        """Whether the last answer could be trained where the one with this number cannot."""
-        last = max(n for n, message in enumerate(self._messages) if message["role"] == "assistant")
-        if last == number:
-            return False
-        try:
-            find_spans(self._renders, self._messages, [last], self._writing)
-        except (RowFault, DataError):
-            return False
-        return True
-
-    def _end_of_answer(self, alone: str, start: int, message: Message) -> int:
-        """The end of the first special token behind the answer's text; where the template writes something else than
-        the text (a tool call, an answer without its thoughts), the end of the first token that ends answers."""
-        tokens = list(self._writing.special.finditer(alone, start)) if self._writing.special else []
-        stops = [token for token in tokens if token.group() in self._writing.stops]
-        said = message["content"].strip()
-        at = alone.find(said, start)
-        known = bool(said) and at >= 0 and not any(token.end() <= at for token in stops)
-        if known and not message.get("tool_calls"):
-            behind = [token for token in tokens if token.start() >= at + len(said)]
-        else:
-            behind = stops or tokens[-1:]
-        if not behind:
-            raise DataError(
-                f"{self._writing.place}: the chat template puts no special token behind an answer, so nothing would "
-                "teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
-            )
-        return behind[0].end()
-
-    def _other(self, number: int) -> Span:
-        """Where a message of another role stands: between what is written around a letter in its place."""
-        count, (first, second) = len(self._messages), self._writing.free
+    def span(self, number: int) -> Span:
+        """Where a message stands: between what is written around a letter in its place."""
+        whole, count, (first, second) = self._whole, len(self._messages), self._letters
         around = self._text((count, False, ((number, first),))).split(first)
-        if len(around) != 2 or not self.whole.startswith(around[0]) or not self.whole.endswith(around[1]):
+        if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
             raise RowFault(
                 "message not found",
                 f"message {number + 1}: found that the chat template writes it {len(around) - 1} times or differently "
                 f"by its text, expected once; it cannot be trained ({self._messages[number]['role']} in data.train_on)",
             )
-        start, end = len(around[0]), len(self.whole) - len(around[1])
-        while start and self.whole[start - 1] == " ":  # most tokenizers join a space and the word behind it
+        start, end = len(around[0]), len(whole) - len(around[1])
+        while start and whole[start - 1] == " ":  # most tokenizers join a space and the word behind it
             start -= 1
-        limit = len(self.whole)
+        limit = len(whole)
         if number + 1 < count and self._messages[number + 1]["role"] == "assistant":
             before = self._text((number + 1, True, ()))
-            limit = len(before) if self.whole.startswith(before) else end
+            limit = len(before) if whole.startswith(before) else end
         elif number + 1 < count:
             next_at = self._text((count, False, ((number, first), (number + 1, second)))).find(second)
             between = next_at - len(around[0]) - len(first)
             limit = end + between if next_at >= 0 and between >= 0 else end
-        token = self._writing.special.search(self.whole, end, limit) if self._writing.special else None
+        token = self._special.search(whole, end, limit) if self._special else None
         return Span(start, token.end() if token else end)
 
 
 def check_written(message: Message, written: str, number: int) -> None:
     """Raises RowFault if the template leaves out text or a call: the model would learn to say nothing in its place."""
     squeezed = _squeezed(written)
-    for key in ("content", "reasoning_content"):
+    for key in ("content", *THOUGHT_KEYS):
         text = message.get(key)
         if isinstance(text, str) and _squeezed(text) not in squeezed:
             raise RowFault(
@@ -252,18 +189,21 @@ def name_of(described: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def parse_arguments(message: Message, number: int) -> Message:
-    """The message without `train`, and with arguments of tool calls that are JSON text read: templates write them as
+def prepared(message: Message, number: int, habits: Habits) -> dict[str, Any]:
+    """The message without `train`, and with thoughts and tool calls as the template reads them: most write arguments as
     JSON themselves. Raises RowFault for text that is no JSON object."""
-    changed = {key: value for key, value in message.items() if key != "train"}
+    changed = under_its_name({key: value for key, value in message.items() if key != "train"}, habits)
     if not message.get("tool_calls"):
         return changed
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            function = {**function, "arguments": _object(function["arguments"], number)}
-            call = {**call, "function": function}
+        if isinstance(function, Mapping) and "arguments" in function:
+            given = function["arguments"]
+            arguments = _object(given, number) if isinstance(given, str) else given
+            if habits.text_arguments:
+                arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": arguments}}
         calls.append(call)
     return changed | {"tool_calls": calls}
 

@@ -1,17 +1,23 @@
 """Turns a sample into ids and says which of them the loss counts.
 
 An answer is trained from the first token behind the prompt that generation would be given, up to and including the
-token that ends the turn; `recipe_lib.data.spans` finds it in the text, and here it becomes ids.
+token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it becomes ids.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from recipe_lib.data import spans
+from recipe_lib.data.answers import AnswerFinder, Writing
 from recipe_lib.data.escaping import escaped, special_pattern, unused_letters
+from recipe_lib.data.habits import Habits, learn_habits
+from recipe_lib.data.history import in_whole, shared_out
+from recipe_lib.data.marks import Marked, marked_answers
 from recipe_lib.data.samples import Completion, Conversation, Message, Preference, RowFault, TextTokenizer, Wanted
-from recipe_lib.data.spans import Span, Writing
+from recipe_lib.data.spans import Span
+from recipe_lib.data.thoughts import with_tags
 from recipe_lib.errors import DataError
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -19,11 +25,12 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row before it is cut: ids, and whether the loss counts each of them as a target.
+    """A sequence before it is cut: ids, and whether the loss counts each of them as a target.
 
     apart: text had to be encoded apart from what stands before it because a token reached over the border. answers:
     [start, end) of each trained message among the ids, its end-of-turn token included. untrained_ends: trained
-    messages whose end-of-turn token was cut off. left_out: messages of the system and the user that are not written.
+    messages whose end-of-turn token was cut off, or is none. left_out: messages of the system and the user that are not
+    written.
     """
 
     ids: list[int]
@@ -41,12 +48,22 @@ class Encoded:
         return Encoded(self.ids[:room], self.trained[:room], self.apart, kept, ends, self.left_out)
 
 
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row's sequences. whole_tokens: ids of the whole conversation in one, where it became several. marked: how it
+    differs from the template's own marks, if the template has any and they were used."""
+
+    sequences: Sequence[Encoded]
+    whole_tokens: int = 0
+    marked: Marked | None = None
+
+
 class Encoder:
     """Encodes samples for one tokenizer and template.
 
     template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on: `assistant`, `last`, `all`,
     or a list of roles; a message's own `train` wins. add_bos: begin plain text with BOS where the tokenizer does so
-    by itself; a chat template writes its own.
+    by itself; a chat template writes its own. history: `auto`, `split` or `refuse`, as `shared_out` has them.
     """
 
     def __init__(
@@ -55,10 +72,11 @@ class Encoder:
         template: str,
         train_on: str | Sequence[str] = "assistant",
         add_bos: bool = True,
+        history: str = "auto",
     ) -> None:
         """Raises DataError: `chat` without a chat template, or a `train_on` that names no role."""
         spans.check_train_on(train_on)
-        self.tokenizer, self.train_on = tokenizer, train_on
+        self.tokenizer, self.train_on, self.history = tokenizer, train_on, history
         if template == "chat" and tokenizer.chat_template is None:
             raise DataError(
                 f"{tokenizer.place}: data.template is chat, but the tokenizer has no chat template; "
@@ -70,13 +88,18 @@ class Encoder:
         self._special = special_pattern(tokenizer.special_texts)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
-        """Ids and trained targets. Raises RowFault for a sample that does not fit the template."""
+        """The one sequence of a sample. Raises RowFault for a sample that does not fit the template, or that becomes
+        several."""
+        return _only(self.encode_row(sample))
+
+    def encode_row(self, sample: Conversation | Completion) -> EncodedRow:
+        """Ids and trained targets of a sample's sequences. Raises RowFault for one that does not fit the template."""
         if isinstance(sample, Conversation):
             return self._conversation(sample.messages, sample.tools, spans.picked(sample.messages, self.train_on))
         (prompt, completion), literal = self._escape([sample.prompt, sample.completion])
         whole = prompt + completion + self._eos()
         found = [Span(0 if self.train_on == "all" else len(prompt), len(whole))]
-        return self._mark(whole, found, literal, self.add_bos)
+        return EncodedRow([self._mark(whole, found, literal, self.add_bos)])
 
     def encode_preference(self, sample: Preference) -> tuple[Encoded, Encoded]:
         """The prompt with the chosen answer, and with the rejected one; only the answers are trained, whatever
@@ -85,7 +108,7 @@ class Encoder:
         for answer in (sample.chosen, sample.rejected):
             ours = [message["role"] == "assistant" and message.get("train") is not False for message in answer]
             mask = [False] * len(sample.prompt) + ours
-            both.append(self._conversation([*sample.prompt, *answer], sample.tools, mask, only=True))
+            both.append(_only(self._conversation([*sample.prompt, *answer], sample.tools, mask, only=True)))
         chosen, rejected = both
         if chosen.ids == rejected.ids:
             raise RowFault("nothing to prefer", "found the same chosen and rejected answer, expected two that differ")
@@ -102,7 +125,7 @@ class Encoder:
 
     def _conversation(
         self, messages: Sequence[Message], tools: Tools, picked: Sequence[bool], only: bool = False
-    ) -> Encoded:
+    ) -> EncodedRow:
         """only: the loss counts nothing but the picked messages, `train_on: all` or not."""
         if not any(picked):
             raise RowFault(
@@ -111,42 +134,112 @@ class Encoder:
                 "says `train: true`",
             )
         inside = only or self.train_on != "all"
-        wanted = [number for number, is_picked in enumerate(picked) if is_picked is inside]
+        numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
         try:
             (messages, tools), literal = self._escape(self._prepared(messages, tools))
-            writing = self._writing(messages, tools, wanted, literal)
-            whole, found = spans.find_spans(
-                lambda requests: self._renders(messages, tools, requests), messages, wanted, writing
-            )
+            return self._shared_out(messages, tools, numbers, literal, inside)
         except RecursionError:
             raise RowFault("nested too deep", "found lists or objects nested too deep, expected plainer ones") from None
-        spans.check_tools(tools, whole)
-        encoded = self._mark(whole, found, literal, self.add_bos and self.template == "plain", inside)
-        return replace(encoded, left_out=spans.left_out(messages, whole))
+
+    def _shared_out(
+        self, messages: Sequence[Message], tools: Tools, numbers: Sequence[int], literal: str | None, inside: bool
+    ) -> EncodedRow:
+        """The messages with these numbers in as few sequences as the template allows; inside false: everything but
+        them, in one."""
+
+        def renders(
+            taken: Sequence[Message], wanted: Sequence[Wanted], options: Mapping[str, Any] | None = None
+        ) -> Sequence[str | DataError]:
+            return self._renders(taken, tools, wanted, options)
+
+        def letters() -> list[str]:
+            return self._letters([messages, tools], 2)
+
+        answers = [number for number in numbers if messages[number]["role"] == "assistant"]
+        finder = AnswerFinder(renders, messages, answers, self._writing(letters, literal))
+        marked = None
+        if inside and len(answers) == len(numbers):
+            if self._habits.marks:
+                closing = self.tokenizer.turn_end.closing
+                marked = marked_answers(renders, messages, answers, finder, letters(), closing)
+            found = marked.answers if marked else [finder.find(number) for number in answers]
+            sequences = shared_out(found, self.history, finder)
+            everything = len(answers) == sum(message["role"] == "assistant" for message in messages)
+            if marked and len(sequences) == 1 and everything:
+                texts, at = [marked.whole[0]], [marked.whole[1]]
+            else:
+                texts, at = [one.text for one in sequences], [one.spans for one in sequences]
+        else:
+            texts, at, sequences = [finder.whole], [self._in_whole(messages, tools, numbers, finder)], []
+        spans.check_tools(tools, finder.whole)
+        unseen, add_bos = spans.left_out(messages, finder.whole), self.add_bos and self.template == "plain"
+        encoded = [self._mark(text, one, literal, add_bos, inside) for text, one in zip(texts, at, strict=True)]
+        ends = [sum(not answer.ends for answer in one.answers) for one in sequences] or [0]
+        return EncodedRow(
+            [replace(one, left_out=unseen, untrained_ends=count) for one, count in zip(encoded, ends, strict=True)],
+            len(self.tokenizer.encode_pieces([finder.whole], literal=literal)[0]) if len(encoded) > 1 else 0,
+            marked,
+        )
+
+    def _in_whole(
+        self, messages: Sequence[Message], tools: Tools, numbers: Sequence[int], finder: AnswerFinder
+    ) -> list[Span]:
+        """Where these messages stand in the one rendering of all."""
+        others = [number for number in numbers if messages[number]["role"] != "assistant"]
+        found: dict[int, Span] = {}
+        if others:
+            letters = self._letters([messages, tools], 2)
+            places = spans.find_others(
+                lambda wanted: self._renders(messages, tools, wanted), messages, others, self._special, letters
+            )
+            found |= dict(zip(others, places, strict=True))
+        for number in sorted(set(numbers) - set(others)):
+            answer = finder.find(number)
+            in_whole(
+                answer, finder, "data.train_on to assistant or last, or tokenizer.chat_template to one that does not"
+            )
+            found[number] = Span(answer.spans[0].start, min(answer.spans[0].end, len(finder.whole)))
+        return [found[number] for number in numbers]
+
+    @cached_property
+    def _habits(self) -> Habits:
+        source = self.tokenizer.chat_template
+        if self.template == "plain" or source is None:
+            return Habits()
+        return learn_habits(
+            lambda messages, wanted, tools: self.tokenizer.render_chats(messages, wanted, tools),
+            source,
+            self._special,
+            self._letters([], 1)[0],
+        )
 
     def _prepared(self, messages: Sequence[Message], tools: Tools) -> list[Any]:
         """What the template is given."""
-        read = [spans.parse_arguments(message, number) for number, message in enumerate(messages, start=1)]
+        read = [spans.prepared(message, number, self._habits) for number, message in enumerate(messages, start=1)]
         return [read, list(tools) if tools else None]
 
     def _renders(
-        self, messages: Sequence[Message], tools: Tools, wanted: Sequence[Wanted]
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        wanted: Sequence[Wanted],
+        options: Mapping[str, Any] | None = None,
     ) -> Sequence[str | DataError]:
         if self.template == "chat":
-            return self.tokenizer.render_chats(messages, wanted, tools)
+            return self.tokenizer.render_chats(messages, wanted, tools, options)
         return [_plain_or_fault(messages, one, self._eos()) for one in wanted]
 
-    def _writing(
-        self, messages: Sequence[Message], tools: Tools, wanted: Sequence[int], literal: str | None
-    ) -> Writing:
-        others = any(messages[number]["role"] != "assistant" for number in wanted)
-        first, second = self._letters([messages, tools], 2) if others else ("", "")
+    def _writing(self, letters: Callable[[], Sequence[str]], literal: str | None) -> Writing:
+        chat, end = self.template == "chat", self.tokenizer.turn_end
         return Writing(
             self._special,
             self._stops,
+            end.closing if chat else "",
+            end.next_turn if chat else "",
+            self._habits,
             self.tokenizer.chat_template_place,
             lambda text: self._tokens(text, literal),
-            (first, second),
+            letters,
         )
 
     def _tokens(self, text: str, literal: str | None) -> list[str]:
@@ -170,7 +263,10 @@ class Encoder:
 
         Rendering puts the template's own special tokens between; these are found, the others are not.
         """
-        return escaped(content, self._special, lambda: self._letters(content, 1)[0])
+        changed, letter = escaped(content, self._special, lambda: self._letters(content, 1)[0])
+        if letter is not None and isinstance(changed[0], list):
+            changed[0] = [with_tags(message, letter) for message in changed[0]]
+        return changed, letter
 
     def _mark(
         self, whole: str, found: Sequence[Span], literal: str | None, add_bos: bool, inside: bool = True
@@ -218,6 +314,16 @@ class Encoder:
     def _with_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_id
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def _only(row: EncodedRow) -> Encoded:
+    if len(row.sequences) > 1:
+        raise RowFault(
+            "several sequences",
+            f"found {len(row.sequences)} answers that the chat template writes in as many ways, expected one sequence; "
+            "set tokenizer.chat_template to one that does not write earlier answers anew",
+        )
+    return row.sequences[0]
 
 
 def render_plain(messages: Sequence[Message], add_generation_prompt: bool, eos: str) -> str:

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from recipe_lib.config.local_files import no_liger
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import OutputHead
 from recipe_lib.ops.device import holds_values, kernels_of
@@ -26,7 +27,7 @@ def choose_loss_kernel(model: nn.Module, kernel: str, device: torch.device) -> N
     if kernel == "liger" and kernels_of(device) != "cuda":
         raise _error(kernel, f"on a device of type {device.type}, where its kernels do not run")
     if kernel == "liger" and holds_values(device) and not has_liger():
-        raise _error(kernel, "and no liger-kernel; pip install 'tune-recipes[liger]'")
+        raise ConfigError(no_liger())
     if head is None:  # another stage of a pipeline has it
         return
     if type(head) is not OutputHead:
@@ -35,8 +36,4 @@ def choose_loss_kernel(model: nn.Module, kernel: str, device: torch.device) -> N
 
 
 def _error(kernel: str, why: str, others: str = "chunked") -> ConfigError:
-    why, _, remedy = why.partition("; ")
-    remedy = f"{remedy}, or " if remedy.startswith("pip") else ""
-    return ConfigError(
-        f"memory.loss_kernel: found {kernel} {why}, expected {others}; {remedy}set memory.loss_kernel=chunked"
-    )
+    return ConfigError(f"memory.loss_kernel: found {kernel} {why}, expected {others}; set memory.loss_kernel=chunked")

@@ -15,9 +15,9 @@ _RESET_PEAK = "5"  # proc(5): writing it resets the peak resident set
 class Peaks(TypedDict):
     """Bytes since the last reset.
 
-    active: in tensors that are alive or still used by a kernel. allocated: in blocks handed out. reserved: taken from
-    the device by the caching allocator. kind: `device`; or `resident set`, where all three are the process's resident
-    set; or `resident set since start`, where the system does not let that be reset.
+    active: in blocks handed out, and in freed ones that a stream still uses. allocated: in blocks handed out.
+    reserved: taken from the device by the caching allocator. kind: `device`; or `resident set`, where all three are
+    the process's resident set; or `resident set since start`, where the system does not let that be reset.
     """
 
     active: int

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.extra import extra_tensors, note_own_tensors, reset_extra
 from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
@@ -19,14 +20,18 @@ _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
 def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """The decoder with parameters of `dtype` on the meta device: shapes, no bytes.
 
-    A foreign model is a module of its own class that is called as a decoder is; see `build_foreign`.
+    A foreign model is a module of its own class that is called as a decoder is; see `build_foreign`. What is added to
+    it later is extra: see `recipe_lib.models.extra`.
     """
     if isinstance(spec, ForeignSpec):
         from recipe_lib.models.foreign_build import build_foreign
 
-        return cast(Decoder, build_foreign(spec, dtype))
-    with torch.device("meta"):
-        return Decoder(spec).to(dtype)
+        model = cast(Decoder, build_foreign(spec, dtype))
+    else:
+        with torch.device("meta"):
+            model = Decoder(spec).to(dtype)
+    note_own_tensors(model)
+    return model
 
 
 @runtime_checkable
@@ -62,8 +67,9 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only the blocks of rows
     that its shard overlaps and keeps its part of them; nothing is communicated, and no more than a block is held.
     A quantised weight is made of the values that it would have had. A foreign model's vectors and numbers are what its
-    own class begins with.
+    own class begins with; extra parameters start as `reset_extra` says.
     """
+    reset_extra(model, seed)
     vectors: dict[str, Tensor] = {}
     if isinstance(spec, ForeignSpec):
         from recipe_lib.models.foreign_build import first_vectors
@@ -72,8 +78,9 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     stored = stored_weights(model)
     for name, module in stored.items():
         _fill_stored(module, f"{seed}/{name}", spec.init_std)
+    extras = extra_tensors(model)
     for name, parameter in model.named_parameters():
-        if name.rpartition("_")[0] in stored:
+        if name.rpartition("_")[0] in stored or name in extras:
             continue
         for local, offset in own_parts(model, name, parameter):
             if name in vectors:

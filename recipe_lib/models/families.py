@@ -8,6 +8,7 @@ from typing import Any
 
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.rope_config import is_positive, read_rope
+from recipe_lib.models.sizes import check_sizes
 from recipe_lib.models.spec import DecoderSpec
 
 _COMMON: dict[str, Any] = {
@@ -118,6 +119,7 @@ class Fields:
 def read_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """See `recipe_lib.models.spec.spec_from_config`."""
     refuse_quantised(config, where)
+    check_sizes(config, where)
     config = text_config(config)
     refuse_quantised(config, where)
     family = _family(config, where)
@@ -164,9 +166,12 @@ def _family(config: Mapping[str, Any], where: str) -> str:
     family = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
     if family is None or (names and not _ARCHITECTURES[family].intersection(map(str, names))):
         kind = f" ({', '.join(map(str, names))})" if names else ""
+        remedy = ""
+        if family is None and isinstance(model_type, str):
+            remedy = "; to train it in transformers' own class, set model.source=transformers"
         raise CheckpointError(
             f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
-            f"model of type {', '.join(sorted(DEFAULTS))}"
+            f"model of type {', '.join(sorted(DEFAULTS))}{remedy}"
         )
     return family
 

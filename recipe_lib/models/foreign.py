@@ -3,13 +3,19 @@
 No torch here. What is known of such a model is read off the module that its class makes (`foreign_build`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.config.local_files import check_transformers
+from recipe_lib.errors import CheckpointError
+from recipe_lib.logs import silence_torchao
 
 TRANSFORMERS = "transformers"
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # whose config has an is_decoder that they do not read
+_ENCODERS = ("cpmant", "xlnet")  # whose config has none
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,10 @@ def foreign_spec(config: Mapping[str, Any], where: str, source: str = TRANSFORME
     """
     from recipe_lib.models.families import refuse_quantised
     from recipe_lib.models.foreign_build import describe_foreign
+    from recipe_lib.models.sizes import check_sizes
 
     refuse_quantised(config, where)
+    check_sizes(config, where)
     return describe_foreign(dict(config), where, source)
 
 
@@ -56,7 +64,9 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     if not isinstance(kind, str) or not kind:
         raise CheckpointError(f"{where}: model_type: found {kind!r}, expected the name of an architecture")
     try:
-        made = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
+        made = AutoConfig.for_model(
+            kind, **{key: plain_numbers(value) for key, value in config.items() if key != "model_type"}
+        )
     except ValueError as error:
         if kind in str(error) and "auto_map" in config:
             remedy = (
@@ -74,15 +84,29 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     return made
 
 
-def require_transformers() -> None:
-    """Raises SetupError unless transformers is installed."""
-    from importlib.util import find_spec
+def looks_ahead(made: Any) -> bool:
+    """Whether a config is of an encoder, which transformers has a language model's head for too.
 
-    if find_spec("transformers") is None:
-        raise SetupError(
-            "model.source=transformers: found no transformers, expected the extra; "
-            "pip install 'tune-recipes[transformers]'"
-        )
+    made: that of a built model: decoders of encoder-decoders are told so in their constructors.
+    """
+    if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
+        return True
+    return getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
+
+
+def plain_numbers(value: Any) -> Any:
+    """A value of config.json with its numbers: transformers 5 writes an infinite one as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
+            return _FLOATS[str(value["__float__"])]
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return [plain_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def require_transformers() -> None:
+    """Raises SetupError unless transformers is installed; call it before an import, which it makes a silent one."""
+    silence_torchao()
+    check_transformers()
 
 
 def _line(error: Exception) -> str:

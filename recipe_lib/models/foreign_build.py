@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models.build import persistent_buffers
-from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, transformers_config
+from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, looks_ahead, transformers_config
+from recipe_lib.models.foreign_linears import layer_linears, linear_shape, other_parts, uncalled_linears
 from recipe_lib.models.layers import layer_names
 
 _MANY_POSITIONS = 2**24  # of a model whose config names no limit
@@ -29,7 +30,8 @@ def build_foreign(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
     """The model of a foreign spec on meta, with parameters of `dtype`, and with our call signature.
 
     What its class computed for the buffers is in `first_buffers`, name -> values on the host; `materialize` puts it
-    there. Floating point buffers keep the type that the class gives them.
+    there. Floating point buffers keep the type that the class gives them. Of a multimodal model the parts that text
+    does not run through, `other_parts`, have no gradient.
     """
     from recipe_lib.models.foreign_call import adopt_call
 
@@ -39,6 +41,9 @@ def build_foreign(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="meta")
     adopt_call(model, spec)
+    model.other_parts = other_parts(model)  # for a recipe's `describe`
+    for name in model.other_parts:
+        model.get_submodule(name).requires_grad_(False)
     return model
 
 
@@ -118,6 +123,11 @@ def describe_foreign(config: dict[str, Any], where: str, source: str) -> Foreign
     except (TypeError, AttributeError, RuntimeError, KeyError, IndexError, AssertionError) as error:
         said = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{where}: {family} cannot be built from config.json ({said})") from error
+    if source == TRANSFORMERS and looks_ahead(model.config):
+        raise CheckpointError(
+            f"{where}: config.json: model_type {family!r} lets each token see those behind it, and would learn to copy "
+            "them, expected a causal language model; set is_decoder to true in config.json if it was trained so"
+        )
     found = embedding_and_head(model)
     if found is None:
         raise CheckpointError(
@@ -195,7 +205,8 @@ class Layout:
 
     shapes: name -> shape, parameters first, then the buffers that belong into a checkpoint. names: name -> every name
     that the same tensor has (several for tied ones). buffers: those of the names that are buffers. linears: every
-    linear inside the layers, name -> (outputs, inputs). prefix: what names begin with in a model with a head, and may
+    linear inside the layers, name -> (outputs, inputs). uncalled: those that are none to an adapter, see
+    `uncalled_linears`. modules: the names of all. prefix: what names begin with in a model with a head, and may
     lack in a file that was written without one.
     """
 
@@ -203,6 +214,8 @@ class Layout:
     names: dict[str, tuple[str, ...]]
     buffers: frozenset[str]
     linears: dict[str, tuple[int, int]]
+    uncalled: dict[str, str]
+    modules: tuple[str, ...]
     prefix: str
 
 
@@ -216,35 +229,16 @@ def layout(spec: ForeignSpec) -> Layout:
     parameters = dict(model.named_parameters())
     buffers = persistent_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
-    inside = tuple(f"{name}." for name in layer_names(model))
-    linears = {
-        name: linear_shape(module)
-        for name, module in model.named_modules()
-        if name.startswith(inside) and is_linear(module)
-    }
+    linears = {name: linear_shape(module) for name, module in layer_linears(model).items()}
     return Layout(
         shapes,
         {name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
         frozenset(buffers),
         linears,
+        uncalled_linears(model),
+        tuple(name for name, _ in model.named_modules() if name),
         f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
     )
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear: nn.Linear, what is derived from it, or transformers' Conv1D."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: a linear whose weight is `[in, out]`."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-
-
-def linear_shape(module: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear."""
-    rows, columns = module.weight.shape
-    return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
 @torch.no_grad()

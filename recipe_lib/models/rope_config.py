@@ -1,6 +1,7 @@
 """The rotary embedding of a `config.json`: `rope_theta` and `rope_scaling`, or the newer `rope_parameters`."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,11 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value out of JSON is a finite number above 0 (true is not a number)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    """Whether a value out of JSON is a finite number above 0 (true is not a number).
+
+    Compared with a float, since an integer of JSON may be too large to become one.
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:

@@ -1,6 +1,6 @@
 """The shape of a decoder as plain numbers, and where it comes from: a `config.json` or a preset. No torch here."""
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +8,12 @@ from typing import Any
 
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.other_formats import other_weights
+from recipe_lib.reading import read_json
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PRESETS = Path(__file__).parent / "presets"
+MAX_BYTES = 2**26  # of a config.json
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,15 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
 def read_config(path: Path) -> dict[str, Any]:
     """The contents of a `config.json`, given its folder or itself. Raises CheckpointError when it cannot be read."""
     path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file, MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(_no_config(file)) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file}: not a readable JSON file ({reason}); download the file again") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror}); download the file again") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not a readable JSON file ({error}); download the file again") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: found a JSON {type(config).__name__}, expected an object with model_type")
     return config
@@ -99,13 +104,10 @@ def _no_config(file: Path) -> str:
             f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter to it and "
             "model.path to the model that it was trained beside"
         )
-    packed = sorted(path.name for path in folder.glob("*.gguf"))
-    if packed:
-        return (
-            f"{folder}: has {packed[0]} but no config.json; GGUF files cannot be trained: take the safetensors "
-            "checkpoint that this one was made from"
-        )
-    return f"{file}: no such file; expected a Hugging Face model folder with config.json"
+    found = None
+    if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):
+        found = other_weights(folder, "config.json")
+    return found or f"{file}: no such file; expected a Hugging Face model folder with config.json"
 
 
 def preset_names() -> list[str]:
@@ -118,7 +120,7 @@ def preset_config(name: str) -> dict[str, Any]:
     if name in preset_names():
         return read_config(PRESETS / f"{name}.json")
     path = Path(name)
-    if path.is_file() or (path / "config.json").is_file():
+    if os.path.exists(path) and (not os.path.isdir(path) or os.path.isfile(path / "config.json")):
         return read_config(path)
     raise ConfigError(
         f"model.preset={name}: no such preset or file; expected a path to a config.json or one of "

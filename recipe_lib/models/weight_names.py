@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,10 +11,14 @@ from recipe_lib.models.build import build_meta
 from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
+if TYPE_CHECKING:
+    from recipe_lib.models.foreign_files import Conversion
+
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.bias|masked_bias)$")
-_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+OTHER_PARTS = ("vision_tower", "multi_modal_projector")  # of multimodal Gemma 3, beside the decoder
+_OTHER_PARTS = re.compile(rf"^(model\.)?({'|'.join(OTHER_PARTS)})\.")
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,15 @@ class WeightEntry:
     """One parameter and its place in a file.
 
     our_name: the parameter. file_name: the tensor in the file. start, length: its rows (dimension 0) of that tensor,
-    when the file fuses several parameters into one; length None: the tensor is the parameter.
+    when the file fuses several parameters into one; length None: the tensor is the parameter. made: how the parameter
+    is made of several tensors, of which file_name is the first, or of one in another form.
     """
 
     our_name: str
     file_name: str
     start: int = 0
     length: int | None = None
+    made: "Conversion | None" = None
 
 
 def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
@@ -57,9 +64,12 @@ def ignorable(spec: ModelSpec, file_name: str) -> bool:
         return _BUFFERS.search(file_name) is not None or file_name in _other_names(spec)
     if spec.tied and file_name in ("lm_head.weight", "language_model.lm_head.weight"):
         return True
-    if spec.family == "gemma3" and _OTHER_PARTS.match(file_name):
-        return True
-    return _BUFFERS.search(file_name) is not None
+    return is_other_part(spec, file_name) or _BUFFERS.search(file_name) is not None
+
+
+def is_other_part(spec: ModelSpec, file_name: str) -> bool:
+    """Whether a tensor is of a part that a multimodal checkpoint has and its text model has not."""
+    return spec.family == "gemma3" and isinstance(spec, DecoderSpec) and _OTHER_PARTS.match(file_name) is not None
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -74,27 +84,46 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in build_meta(spec, torch.float32).named_parameters()}
 
 
+def buffer_names(spec: ModelSpec) -> frozenset[str]:
+    """Those of `parameter_shapes` that are buffers; our own models have none."""
+    if isinstance(spec, ForeignSpec):
+        from recipe_lib.models.foreign_build import layout
+
+        return layout(spec).buffers
+    return frozenset()
+
+
 def expected_shape(spec: ModelSpec, our_name: str) -> tuple[int, ...]:
     """The shape of one parameter (`parameter_shapes` for many)."""
     return parameter_shapes(spec)[our_name]
 
 
 def _foreign_map(spec: ForeignSpec, file_names: Collection[str]) -> list[WeightEntry]:
-    """Of a foreign model: the file has the model's own names, or lacks the prefix of those of its body.
+    """Of a foreign model: the file has the model's own names, or lacks the prefix of those of its body; or it has those
+    of which transformers makes the model's.
 
     A tied weight is under any of its names. A buffer that a file lacks keeps its first value.
     """
     from recipe_lib.models.foreign_build import layout
+    from recipe_lib.models.foreign_files import reading
 
     held = layout(spec)
     found, prefix = set(file_names), held.prefix
     bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
+    read = reading(spec, found) if found else None
     entries = []
     for name in held.shapes:
         names = held.names.get(name, (name,))
         spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
         written = next((spelling for spelling in spellings if spelling in found), spellings[0])
-        if not (found and name in held.buffers and written not in found):
+        made = None
+        if read is not None:
+            written = next((read.renamed[other] for other in names if other in read.renamed), written)
+            if written not in found:
+                made = next((read.made[other] for other in names if other in read.made), None)
+        if made is not None:
+            entries.append(WeightEntry(name, made.names()[0], made=made))
+        elif not (found and name in held.buffers and written not in found):
             entries.append(WeightEntry(name, written))
     return entries
 

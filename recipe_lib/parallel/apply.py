@@ -1,6 +1,7 @@
-"""Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model.
+"""Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model
+that is cut down to its pipeline stage, has its adapters and is divided by tensor parallel already.
 
-apply_layer_levers(model, cfg, device)       # wraps each layer's forward: checkpointing, compilation
+apply_layer_levers(model, cfg, device)       # wraps each layer's forward: checkpointing, offload, compilation and more
 shard_model(model, parallel, memory, world)  # FSDP's hooks go around it
 materialize(model, memory, device)           # memory for this rank's shards
 """
@@ -22,8 +23,10 @@ from torch.distributed.fsdp import (
 from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
+from recipe_lib.models.extra import extra_tensors
+from recipe_lib.models.written import note_unwritten
 from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel.replicate import Replicas, is_replicated
 from recipe_lib.parallel.world import World
@@ -94,9 +97,14 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
     """Gives a meta model uninitialised memory on `device`; with `memory.cpu_offload` its parameters on the host.
 
-    Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them.
+    Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them, those of modules that
+    a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values would
+    differ from rank to rank.
     """
+    _refuse_values(model)
     ties = _shared_parameters(model)
+    first: dict[str, Tensor] = {**getattr(model, "first_buffers", {}), **_computed_buffers(model)}
+    model.first_buffers = first
     model.to_empty(device="cpu" if memory.cpu_offload else device)
     for (owner, name), *others in ties:
         for other, other_name in others:
@@ -106,10 +114,26 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
     if holds_values(device):
-        first: dict[str, Tensor] = getattr(model, "first_buffers", {})
+        note_unwritten(model)
         for name, buffer in model.named_buffers():
             if name in first:
                 buffer.copy_(first[name])
+
+
+def _refuse_values(model: nn.Module) -> None:
+    extras = extra_tensors(model)
+    for name, parameter in model.named_parameters():
+        if name in extras and parameter.device.type != "meta":
+            raise SetupError(
+                f"{name}: found values on {parameter.device.type} before load_weights, expected none; make the module "
+                "on the meta device (with torch.device('meta')), and give it its values in reset_parameters"
+            )
+
+
+def _computed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    extras = extra_tensors(model)
+    found = {name: buffer for name, buffer in model.named_buffers() if name in extras}
+    return {name: buffer.detach().clone() for name, buffer in found.items() if buffer.device.type != "meta"}
 
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:

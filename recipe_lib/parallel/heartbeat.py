@@ -30,6 +30,7 @@ from recipe_lib.parallel import beats as rules
 from recipe_lib.parallel.beats import Beat, numbers
 from recipe_lib.parallel.peers import PeerFailedError, first_line, node_name, says_gone
 from recipe_lib.parallel.whereabouts import busy, collectives, frames, where
+from recipe_lib.redaction import redact
 
 EVERY = 0.5  # seconds between two beats
 PAUSE = 2.0  # seconds by which this process must be late to have been stopped itself
@@ -366,7 +367,7 @@ class Heartbeat:
         elif not self._lost and time.monotonic() - self._answered < 4 * EVERY:  # the store may be asked
             if self._store is not None and self._store.add(f"said/{self._node}", 1) > 1:
                 return
-        sys.stderr.write("".join(f"error: {errors.visible(line)}\n" for line in failure["lines"]))
+        sys.stderr.write("".join(f"error: {redact(errors.visible(line))}\n" for line in failure["lines"]))
         sys.stderr.flush()
 
     def _say_told(self) -> None:

@@ -43,6 +43,7 @@ from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.token_log_probs import token_log_probs
 from recipe_lib.parallel.automatic import shard_foreign
+from recipe_lib.parallel.changed import refuse_for_tensor
 from recipe_lib.parallel.replicate import sum_gradients_of_replicas
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
@@ -63,10 +64,12 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     """Shares a meta model's matrices and tokens out among the ranks of each tensor-parallel group, in place.
 
     Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes rows whose tokens the
-    group's size divides. A world without such groups leaves the model as it is. Raises ConfigError: see `check_tensor`.
+    group's size divides. A world without such groups leaves the model as it is. Raises ConfigError: see `check_tensor`,
+    `refuse_for_tensor`.
     """
     if world.tensor is None:
         return
+    refuse_for_tensor(model)
     if isinstance(model.spec, ForeignSpec):
         shard_foreign(model, parallel, world)
         return

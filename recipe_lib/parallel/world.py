@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipe_lib import errors
+from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
@@ -211,24 +212,6 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
     return World(rank, size, local_rank, device, mesh, rank % step // tensors, step // tensors, group, place)
 
 
-def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int, int, int]:
-    """The sizes of MESH_DIMS for `size` ranks; SetupError names the numbers when they do not fit."""
-    pipeline, tensor = parallel.pipeline, parallel.tensor
-    inner = pipeline * tensor
-    if size % inner:
-        product = f"{pipeline} x {tensor} = {inner}" if pipeline > 1 and tensor > 1 else str(inner)
-        raise SetupError(
-            f"{' x '.join(_dividing(parallel))}: found {product} for {size} rank{'s' if size > 1 else ''}, expected "
-            f"a divisor of {size}; start a multiple of {inner} ranks (--nproc_per_node)"
-        )
-    return (pipeline, *_data_shape(parallel, size // inner, inner), tensor)
-
-
-def _dividing(parallel: ParallelConfig) -> list[str]:
-    """The keys by which several ranks have the same batch."""
-    return [f"parallel.{name}" for name in ("pipeline", "tensor") if getattr(parallel, name) > 1]
-
-
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
     """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh, and all ranks.
 
@@ -241,35 +224,6 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
         return groups
     together = parallel.tensor > 1 and (parallel.pipeline > 1 or shape[1] > 1 < shape[2])
     return [*groups, *([size // parallel.tensor] if together else []), size]
-
-
-def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:
-    """(data_replicate, data_shard) for `size` different batches, of `inner` ranks each."""
-    replicate, shard = parallel.data_replicate, parallel.data_shard
-    if parallel.strategy == "ddp":
-        return size, 1
-    fitting = [str(number) for number in range(1, size + 1) if size % number == 0]
-    possible = f"one of {', '.join(fitting)}" if size > 1 else "1"
-    divided = f" (of {size * inner}, by {' and '.join(_dividing(parallel))})" if inner > 1 else ""
-    ranks = f"{size} rank{'s' if size > 1 else ''}{divided}"
-    if shard == -1:
-        if size % replicate:
-            raise SetupError(
-                f"parallel.data_replicate: found {replicate} copies for {ranks}, expected a divisor of {size}; "
-                f"use {possible}, or start a multiple of {replicate * inner} ranks (--nproc_per_node)"
-            )
-        return replicate, size // replicate
-    if shard < 1:
-        raise SetupError(f"parallel.data_shard: found {shard}, expected -1 or an integer >= 1")
-    if replicate * shard != size:
-        remedy = f"parallel.data_replicate to {possible} and parallel.data_shard=-1"
-        if size % replicate == 0:
-            remedy = f"parallel.data_shard={size // replicate} or -1"
-        raise SetupError(
-            f"parallel: found data_replicate {replicate} x data_shard {shard} = {replicate * shard} for {ranks}; "
-            f"set {remedy}, or start {replicate * shard * inner} ranks (--nproc_per_node)"
-        )
-    return replicate, shard
 
 
 def _read_environment() -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ class Unit:
     """Modules that are gathered and freed as one.
 
     names: dotted module names; several only when they share a parameter. bytes: of their whole parameters, without
-    those of units inside them.
+    those of units inside them; of what a tensor-parallel group shares, of one rank's part (see `parameter_bytes`).
     """
 
     names: tuple[str, ...]
@@ -196,7 +196,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
         group[0].append(name)
         group[1].update(mine)
     return [
-        Unit(tuple(members), sum(tensor.numel() * tensor.element_size() for tensor in held.values()))
+        Unit(tuple(members), sum(_whole_elements(tensor) * tensor.element_size() for tensor in held.values()))
         for members, held in groups
     ]
 

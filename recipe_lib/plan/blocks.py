@@ -13,6 +13,11 @@ SEGMENT_ROUNDING = 2 * MIB  # which is a multiple of it
 UNSPLIT_EXCESS = 20 * MIB  # how much larger than an oversize request a reused block may not be
 
 
+def block_bytes(size: int) -> int:
+    """What a block for so many bytes has at the least."""
+    return -(-size // ROUNDING) * ROUNDING
+
+
 class Block:
     """A piece of a segment; what `malloc` hands out.
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_lib.plan.operators import DTYPE_NAMES, tensors_in
+from recipe_lib.plan.operators import dtype_name, tensors_in
 from recipe_lib.plan.trace import Collective
 
 # Of c10d's operators: the kind, which argument holds the whole tensor.
@@ -71,6 +71,6 @@ def _collective(
         ranks=tuple(dist.get_process_group_ranks(group)),
         bytes=factor * sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        dtype=DTYPE_NAMES.get(tensors[0].dtype, str(tensors[0].dtype)) if tensors else "",
+        dtype=dtype_name(tensors[0].dtype) if tensors else "",
         waits=waits,
     )

@@ -18,6 +18,7 @@ from recipe_lib.data.dataset import Dataset
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
 from recipe_lib.plan.lengths import has_pairs
+from recipe_lib.plan.micro_batches import Passes
 
 
 class RowShape(Protocol):
@@ -43,10 +44,17 @@ class PlannedData:
     total_steps = 1
 
     def __init__(
-        self, cfg: FullFinetuneConfig, world: World, shape: RowShape, traced_micro_batches: int | None = None
+        self,
+        cfg: FullFinetuneConfig,
+        world: World,
+        shape: RowShape,
+        traced_micro_batches: int | None = None,
+        passes: Passes | None = None,
     ) -> None:
-        """traced_micro_batches: all of a step's are there, but so many are gone through; None: all of them."""
+        """traced_micro_batches: all of a step's are there, but so many are gone through; None: all of them, plainly.
+        passes: notes where each of those begins and ends."""
         self._cfg, self._world, self._shape, self._traced = cfg, world, shape, traced_micro_batches
+        self._passes = passes
         self.rows = self.validation_rows = _rows(cfg, shape)
         self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
 
@@ -78,20 +86,21 @@ class PlannedData:
         counted = (step.trained_tokens, step.total_tokens, step.padded_tokens, step.items)
         whole = StepBatches(step.micro_batches, *(ranks * count for count in counted))
         on_device = _without_bytes(whole).to(self._world.device)
-        if self._traced is None:
+        if self._traced is None or self._traced >= len(on_device.micro_batches):
             return on_device
-        return replace(on_device, micro_batches=_FirstOnes(on_device.micro_batches, self._traced))
+        return replace(on_device, micro_batches=_FirstOnes(on_device.micro_batches, self._traced, self._passes))
 
 
 class _FirstOnes(list[Batch]):
     """A list that holds all of its elements, and is as long as the first of them that are gone through."""
 
-    def __init__(self, batches: list[Batch], count: int) -> None:
+    def __init__(self, batches: list[Batch], count: int, passes: Passes | None) -> None:
         super().__init__(batches)
-        self._count = count
+        self._count, self._passes = count, passes
 
     def __iter__(self) -> Iterator[Batch]:
-        return islice(super().__iter__(), self._count)
+        batches = islice(super().__iter__(), self._count)
+        return batches if self._passes is None else self._passes.through(batches)
 
     def __len__(self) -> int:
         return min(super().__len__(), self._count)

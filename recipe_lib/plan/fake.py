@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg
 
+from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.models import parts
-from recipe_lib.parallel.world import MESH_DIMS, World, mesh_shape, world_of
+from recipe_lib.parallel.world import MESH_DIMS, World, world_of
 from recipe_lib.plan.device import MODULE, NAME, register_device
 from recipe_lib.plan.kernels import pin_kernels
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.config.local_files import find_files
 from recipe_lib.config.sources import is_hub, resolved_sources
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError
@@ -61,6 +62,7 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
     group = 2 if has_pairs(cfg) else 1
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
+        _check_steps(cfg, _stored_rows(cfg), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
         return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     rows, reason = _rows(cfg, wait)
@@ -108,27 +110,53 @@ def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
     capacity = cfg.max_seq_len if cfg.data.packing else None
     order = DataPlan(rows, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
     slots = order.total_steps(1)
+    whole = _check_steps(cfg, rows, ranks)
     fullest = order.row_length(0)
+    split = f" from {rows.report.rows_read:,} rows" if rows.report.split_sequences else ""
+    count = f"{len(rows):,} {rows.report.unit}{split}"
     if fullest is not None:
-        tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {len(rows):,} rows"
+        tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {count}"
     elif choice in PERCENTILES:
-        tokens, source = histogram[choice], f"{choice} of {len(rows):,} rows"
+        tokens, source = histogram[choice], f"{choice} of {count}"
     else:
-        tokens, source = histogram["max"], f"longest of {len(rows):,} rows"
-    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
-    steps = cfg.epochs * (slots // per_step)
-    steps = steps if cfg.max_steps is None else min(steps, cfg.max_steps)
+        tokens, source = histogram["max"], f"longest of {count}"
     pack = rows.items / slots if cfg.data.packing else 1.0
-    return Sequence(tokens, source, histogram, steps or None, rows.group, pack)
+    return Sequence(tokens, source, histogram, whole, rows.group, pack)
+
+
+def _check_steps(cfg: Any, rows: "Dataset | None", ranks: int) -> int | None:
+    """Optimizer steps of the run; None without rows. Raises the DataError of a run whose epochs have not one step."""
+    from recipe_lib.data import DataPlan
+
+    if rows is None:
+        return None
+    capacity = cfg.max_seq_len if cfg.data.packing else None
+    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
+    order = DataPlan(rows, seed=cfg.seed, slots_per_step=per_step, shuffle=cfg.data.shuffle, packing_capacity=capacity)
+    return order.total_steps(cfg.epochs, cfg.max_steps)
+
+
+def _stored_rows(cfg: Any) -> "Dataset | None":
+    """The rows that an earlier run has tokenised, if it has."""
+    try:
+        return _stored(cfg, _tokenizer(cfg), 0.0)
+    except UserError:
+        return None
 
 
 def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
-    """The tokenised rows of a config, or None and why not."""
+    """The tokenised rows of a config, or None and why they are not there. wait None: raises DataErrors of rows, and of
+    rows for validation, that are there."""
     from recipe_lib.data import build_dataset
 
     try:
         tokenizer = _tokenizer(cfg)
         stored = _stored(cfg, tokenizer, wait or 0.0)
+    except UserError as error:
+        return None, error.faults[0].partition(";")[0]
+    if wait is None:
+        _check_validation(cfg, tokenizer)
+    try:
         if stored is not None:
             return stored, ""
         if wait is not None:
@@ -136,9 +164,18 @@ def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
         size = sum(map(_size, resolved_sources(cfg.data)))
         if size > MOST_BYTES:
             return None, f"{format_bytes(size)} that are not tokenised yet"
-        return build_dataset(cfg.data, tokenizer, cfg.max_seq_len), ""
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
+    return build_dataset(cfg.data, tokenizer, cfg.max_seq_len), ""
+
+
+def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
+    """Raises the DataError of a run that finds none of its rows for validation, if these are small local files."""
+    from recipe_lib.data import build_validation_dataset
+
+    source = cfg.validation.source
+    if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MOST_BYTES:
+        build_validation_dataset(cfg, tokenizer)
 
 
 def _tokenizer(cfg: Any) -> "Tokenizer":
@@ -171,7 +208,7 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
 
 def _size(source: Any) -> int:
     """Bytes of a source's files; of a hub dataset, those that are on this machine."""
-    from recipe_lib.data.sources import find_files, open_sources
+    from recipe_lib.data.sources import open_sources
 
     if is_hub(source.source):
         return sum(file.identity["size"] for file in open_sources(source))

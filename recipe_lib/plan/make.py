@@ -11,7 +11,6 @@ import torch
 
 import recipe_lib
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.allocator import AllocatorSettings
 from recipe_lib.plan.cost import (
     Calibration,
     collective_seconds,
@@ -24,31 +23,24 @@ from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.hidden import attention_backend, outside_torch
 from recipe_lib.plan.lengths import Sequence
 from recipe_lib.plan.pipeline_time import Sums
-from recipe_lib.plan.replay import replay
+from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
-    FITS,
-    RISKY,
-    Alive,
     CommunicationRow,
     DeviceFacts,
     LayerRow,
     OutsideTorch,
-    PhasePeak,
     Plan,
-    RankPlan,
     TimePlan,
 )
 from recipe_lib.plan.schedule import StepTime, schedule
 from recipe_lib.plan.scratch import kernel_memory
 from recipe_lib.plan.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.stages import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.verdict import HOST_ALLOWS
 from recipe_lib.units import GIB, format_bytes
 
-# A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
-RISKY_SHARE = 0.03
 PHASES = ("load", "validation", "save")
 
 
@@ -88,10 +80,11 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         key=lambda one: one.total,
     )
     usable = hardware.memory - outside.total
-    ranks = [_rank_plan(rank, found) for rank, found in simulated.items()]
+    ranks = [rank_plan(rank, found) for rank, found in simulated.items()]
     heaviest = max(ranks, key=lambda rank: rank.reserved)
     found = simulated[heaviest.rank]
-    verdict = _verdict(found.trace, heaviest, usable, hardware)
+    more, estimate = max(not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values())
+    verdict = lowered(verdict_of(found.trace, heaviest, usable, hardware), more, heaviest, usable)
     if not _host_suffices(cfg, settings, found.trace):
         verdict = DOES_NOT_FIT
     timings = None
@@ -109,7 +102,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         device=_device_facts(hardware, usable, cfg.dtype),
         sequence=_sequence_facts(settings.sequence),
         verdict=verdict,
-        margin=usable - heaviest.reserved,
+        margin=usable - heaviest.reserved - more,
         rank_plans=ranks,
         outside=outside,
         layers=rows_of_all([_layers(simulated[rank]) for rank in traced]) if pipeline else _layers(found),
@@ -117,7 +110,8 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
         pipeline=pipeline.plan if pipeline else None,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
-        not_modelled=_not_modelled(cfg, hardware, settings.ranks),
+        not_modelled=_not_modelled(cfg, hardware, settings.ranks, found.trace),
+        estimate=estimate,
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
     plan.seconds = time.process_time() - began
@@ -152,53 +146,6 @@ def simulate_rank(
         kernel_memory=kernel_memory(settings.hardware.architecture),
         traced=traced,
     )
-
-
-def _verdict(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
-    """Fits with room to spare; risky: it needs expandable segments, retries, or the last few percent of the device."""
-    if heaviest.reserved <= usable - RISKY_SHARE * hardware.memory:
-        return FITS
-    if heaviest.reserved <= usable or heaviest.reserved_expandable <= usable:
-        return RISKY
-    if heaviest.peak.active > usable:
-        return DOES_NOT_FIT
-    settings = (AllocatorSettings(expandable=expandable, cap=usable) for expandable in (True, False))
-    return RISKY if any(replay(trace, held).survived for held in settings) else DOES_NOT_FIT
-
-
-def _rank_plan(rank: int, found: Simulated) -> RankPlan:
-    trace = found.trace
-    device, host = trace.peaks(), trace.active_peaks(device=False)
-    default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
-    peaks = []
-    for phase, (active, at) in device.items():
-        place = trace.storages[trace.events[at][1]] if at >= 0 else Storage(0)
-        peaks.append(
-            PhasePeak(
-                phase,
-                active=active,
-                allocated=default.phases[phase].allocated,
-                reserved=default.phases[phase].reserved,
-                reserved_expandable=expandable.phases[phase].reserved,
-                host=host.get(phase, 0),
-                part=place.part,
-                module=place.module,
-            )
-        )
-    highest = max(peaks, key=lambda peak: peak.active).phase
-    return RankPlan(rank, found.coordinates, peaks, _alive(trace, highest), events=default.events)
-
-
-def _alive(trace: Trace, phase: str) -> list[Alive]:
-    """What is alive at the peak of a phase, by kind and place."""
-    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for number in trace.alive_at_peak(phase):
-        storage = trace.storages[number]
-        if storage.bytes:
-            module = storage.label.rpartition(".")[0] if storage.label else storage.module
-            groups[storage.kind, module, storage.label].append(storage.bytes)
-    rows = [Alive(*place, bytes=sum(sizes), count=len(sizes)) for place, sizes in groups.items()]
-    return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.module, row.label))
 
 
 def _layers(found: Simulated) -> list[LayerRow]:
@@ -350,8 +297,8 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
         )
     lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
     lines += _host_memory(cfg, settings, found.trace)
-    if not found.repeats:
-        lines.append("the second step left more or less memory than the first: later steps may differ from it")
+    if not found.repeats and not found.grows:
+        lines.append("the second step left less memory than the first: later steps may differ from it")
     return lines + found.notes
 
 
@@ -379,10 +326,12 @@ def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
     ]
 
 
-def _not_modelled(cfg: Any, hardware: Hardware, ranks: int) -> list[str]:
+def _not_modelled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
     lines = ["memory of kernels compiled by torch.compile, and CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
+    if any(op.name == "aten::record_stream" for op in trace.ops):
+        lines.append("record_stream: memory that it keeps until another stream is done")
     if cfg.memory.cpu_offload:
         lines.append("cpu_offload: the time of the optimizer on the CPU; a step takes longer")
     sends = cfg.memory.activation_offload or cfg.memory.optimizer_offload or cfg.memory.cpu_offload

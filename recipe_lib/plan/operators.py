@@ -20,6 +20,11 @@ DTYPE_NAMES = {
 }
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bf16`, `uint8`: as a report writes it."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be new storages.

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from recipe_lib.plan.allocator import AllocatorSettings
+from recipe_lib.plan.blocks import block_bytes
 from recipe_lib.plan.make import PlanSettings, simulate_rank
 from recipe_lib.plan.model import layer_count, layer_period, with_layers
 from recipe_lib.plan.quick_facts import Quick, parameter_bytes, trained_bytes
 from recipe_lib.plan.quick_pipeline import quick_pipeline
+from recipe_lib.plan.rank_plans import not_simulated
 from recipe_lib.plan.replay import replay
 from recipe_lib.plan.schedule import schedule
 from recipe_lib.plan.simulate import FIRST, MAKING_STATES, STEADY
@@ -27,8 +29,9 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class _Short:
-    """One simulation. peaks: by (phase, part, module, operator); idle: what the allocator held beyond the active bytes,
-    with the default settings and with expandable segments."""
+    """One simulation. peaks: of whole blocks by (phase, part, module, operator). unsplit: what the allocator's blocks
+    had beyond the highest; idle: what it held beyond its blocks, with the default settings and with expandable
+    segments."""
 
     layers: int
     peaks: dict[tuple[str, str, str, str], int]
@@ -39,6 +42,8 @@ class _Short:
     held: int
     parameters: int
     trained: int
+    unsplit: int = 0
+    estimate: str = ""
 
 
 def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
@@ -84,10 +89,11 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
     peaks = {place: peak for place, peak in peaks.items() if place[0] != MAKING_STATES}
-    active = max(peaks.values())
+    highest = active = max(peaks.values())
     reserved, seconds = [active, active], 0.0
     if settings.timed:
-        reserved = [replay(trace, AllocatorSettings(expandable=expandable)).reserved for expandable in (False, True)]
+        both = [replay(trace, AllocatorSettings(expandable=expandable)) for expandable in (False, True)]
+        active, reserved = both[0].active, [one.reserved for one in both]
         seconds = schedule(trace, STEADY, settings.hardware, settings.calibration).step
     return _Short(
         layers=layers,
@@ -99,11 +105,13 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
         held=held,
         parameters=parameter_bytes(found),
         trained=trained_bytes(found),
+        unsplit=active - highest,
+        estimate=not_simulated(found, None)[1],
     )
 
 
 def _peaks_by_place(trace: Trace, layers: int) -> tuple[dict[tuple[str, str, str, str], int], int]:
-    """By (phase, part, module, operator) the most active bytes at its allocations; bytes alive as the step begins."""
+    """By (phase, part, module, operator) the most bytes in blocks at its allocations; those as the step begins."""
     peaks: dict[tuple[str, str, str, str], int] = defaultdict(int)
     places: dict[str, str] = {}
     phase, alive, held = "", 0, 0
@@ -114,9 +122,9 @@ def _peaks_by_place(trace: Trace, layers: int) -> tuple[dict[tuple[str, str, str
         elif kind in (ALLOC, FREE) and trace.storages[number].device:
             storage = trace.storages[number]
             if kind == FREE:
-                alive -= storage.bytes
+                alive -= block_bytes(storage.bytes)
                 continue
-            alive += storage.bytes
+            alive += block_bytes(storage.bytes)
             if storage.module not in places:
                 places[storage.module] = place_of(storage.module, layers)
             key = (phase, storage.part, places[storage.module], storage.op)
@@ -141,7 +149,7 @@ def _continue(short: _Short, long: _Short, layers: int) -> Quick:
         for key, high in long.peaks.items()
     }
     highest = max(peaks, key=lambda key: peaks[key])
-    active = peaks[highest]
+    active = peaks[highest] + line(lambda run: run.unsplit)
     idle = [max(pair) for pair in zip(short.idle, long.idle, strict=True)]
     host = [
         _line(short.host.get(phase, high), high, short.layers, long.layers, layers) for phase, high in long.host.items()
@@ -159,6 +167,7 @@ def _continue(short: _Short, long: _Short, layers: int) -> Quick:
         phase=highest[0],
         part=highest[1],
         module=highest[2],
+        estimate=long.estimate,
     )
 
 

@@ -10,13 +10,13 @@ from recipe_lib.plan.tables import outermost
 class Quick:
     """What a run takes on one rank, per device.
 
-    active: most bytes in tensors, as `PhasePeak.active`; phase, part, module: where, with `*` for a number of an inner
+    active: most bytes in blocks, as `PhasePeak.active`; phase, part, module: where, with `*` for a number of an inner
     layer. reserved, reserved_expandable: active, and what the allocator held beyond it in the short simulations, where
     less or more of it can lie idle than in the whole run: up to a tenth of the peak off, either way. host: most
     bytes of host memory. seconds: of a steady step. tokens: of a step, all ranks. held: bytes that are alive between
     two steps. parameters, trained: bytes of the whole model's. `active` is off by 0.5 % at most, and mostly
     by a few bytes. first: of rank 0, where another place of a pipeline is the heaviest: active, reserved and
-    reserved_expandable.
+    reserved_expandable. estimate: as `Plan.estimate`.
     """
 
     active: int
@@ -32,6 +32,7 @@ class Quick:
     part: str
     module: str
     first: tuple[int, int, int] | None = None
+    estimate: str = ""
 
 
 def parameter_bytes(found: Simulated) -> int:

@@ -16,7 +16,9 @@ from recipe_lib.parallel.pipeline.theory import StageBytes, live_bytes, peak_byt
 from recipe_lib.parallel.pipeline.timeline import simulate
 from recipe_lib.plan.actions import orders_of, taken_of
 from recipe_lib.plan.allocator import AllocatorSettings
+from recipe_lib.plan.blocks import block_bytes
 from recipe_lib.plan.make import PlanSettings, simulate_rank
+from recipe_lib.plan.micro_batches import is_shipped
 from recipe_lib.plan.pipeline_time import messages_of, parts_of
 from recipe_lib.plan.quick_facts import Quick, parameter_bytes, trained_bytes
 from recipe_lib.plan.replay import replay
@@ -89,6 +91,7 @@ def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quic
         phase=STEADY,
         part="backward",
         module=place.module,
+        estimate="" if is_shipped(recipe_class) else "micro-batches are taken to be alike",
         first=(peaks[0], peaks[0] + places[0].idle[0], peaks[0] + places[0].idle[1]) if heaviest else None,
     )
 
@@ -108,14 +111,13 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, t
     place = found.coordinates["pipeline"]
     gone = Counter(taken_of(cfg.parallel, place, traced).values())
     before, change, most, outside, held, module = _bytes(trace, gone, _boundary(trace))
-    active = max(peak for peak, _ in trace.peaks().values())
     idle = (0, 0)
     seconds: dict[_Key, float] = {}
     messages: dict[_Key, float] = {}
     gaps = 0.0
     if settings.timed:
-        reserved = [replay(trace, AllocatorSettings(expandable=expandable)).reserved for expandable in (False, True)]
-        idle = (reserved[0] - active, reserved[1] - active)
+        both = [replay(trace, AllocatorSettings(expandable=expandable)) for expandable in (False, True)]
+        idle = (both[0].reserved - both[0].active, both[1].reserved - both[0].active)
         waits, runs = parts_of(trace, schedule(trace, STEADY, settings.hardware, settings.calibration))
         gaps = sum(waits)
         for run in runs:  # a reference's forwards too: the later, of what is trained, replace them
@@ -149,7 +151,7 @@ def _bytes(
             before[key], most[key] = alive, 0
         elif kind in (ALLOC, FREE) and trace.storages[number].device:
             storage = trace.storages[number]
-            alive += storage.bytes if kind == ALLOC else -storage.bytes
+            alive += block_bytes(storage.bytes) * (1 if kind == ALLOC else -1)
             if phase == STEADY and not key[1]:
                 outside = max(outside, alive)
             most[key] = max(most[key], alive - before.get(key, 0))
@@ -183,7 +185,7 @@ def _boundary(trace: Trace) -> int:
         for op in trace.ops
         if op.collective is not None and op.collective.operation in ("send", "recv") and op.part != "other"
     ]
-    return max(sizes, default=0)
+    return block_bytes(max(sizes, default=0))
 
 
 def _gradients(found: _Place) -> int:
@@ -193,7 +195,7 @@ def _gradients(found: _Place) -> int:
     alive = 0
     for kind, number in trace.events:
         if kind in (ALLOC, FREE) and trace.storages[number].device:
-            alive += trace.storages[number].bytes * (1 if kind == ALLOC else -1)
+            alive += block_bytes(trace.storages[number].bytes) * (1 if kind == ALLOC else -1)
         elif kind == ACTION and not trace.actions[number].kind:
             last["end"] = alive
     return max(0, last.get("end", found.held) - found.held)

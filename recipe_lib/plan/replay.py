@@ -11,13 +11,14 @@ from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 class PhaseReplay:
     """The most bytes held at a time in one phase, each for itself.
 
-    requested: asked for and not given back. allocated: in the blocks handed out for it. active_rounded: those and freed
+    requested: asked for and not given back. allocated: in the blocks handed out for it. active: those and freed
     blocks that another stream may still use. reserved: taken from the device, with what earlier phases left there.
+    Each is the peak that torch counts as `requested_bytes.all.peak` and so on.
     """
 
     requested: int = 0
     allocated: int = 0
-    active_rounded: int = 0
+    active: int = 0
     reserved: int = 0
 
 
@@ -56,9 +57,9 @@ class Replay:
         return max((phase.reserved for phase in self.phases.values()), default=0)
 
     @property
-    def active_rounded(self) -> int:
+    def active(self) -> int:
         """The most that is active in any phase, bytes."""
-        return max((phase.active_rounded for phase in self.phases.values()), default=0)
+        return max((phase.active for phase in self.phases.values()), default=0)
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
@@ -98,7 +99,7 @@ def _close(result: Replay, allocator: CachingAllocator, phase: str) -> None:
         peaks = result.phases.setdefault(phase, PhaseReplay())
         peaks.requested = max(peaks.requested, allocator.peak_requested)
         peaks.allocated = max(peaks.allocated, allocator.peak_allocated)
-        peaks.active_rounded = max(peaks.active_rounded, allocator.peak_active)
+        peaks.active = max(peaks.active, allocator.peak_active)
         peaks.reserved = max(peaks.reserved, allocator.peak_reserved)
     allocator.reset_peaks()
 

@@ -10,8 +10,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
 
-# Raised when a key changes its meaning or goes away; a new key does not raise it.
-SCHEMA_VERSION = 1
+# Raised when a key changes its meaning or goes away; a new key does not raise it. 2: `active` counts whole blocks.
+SCHEMA_VERSION = 2
 
 FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
 
@@ -20,10 +20,12 @@ FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
 class PhasePeak:
     """The most memory that one phase holds at a time, bytes.
 
-    phase: `setup`, `load`, `first step`, `step`, `validation` or `save`. active: in tensors that are alive, as they
-    were asked for. allocated: in blocks that the caching allocator handed out. reserved: taken from the device by its
-    default configuration; reserved_expandable: with `expandable_segments:True`. host: in tensors of host memory.
-    part, module: what was running when the most was active.
+    phase: `setup`, `load`, `first step`, `step`, `validation` or `save`. active: in blocks that the caching allocator
+    handed out, each a multiple of 512 bytes, and in freed ones that a stream still uses (torch's
+    `active_bytes.all.peak`). allocated: in blocks handed out (`allocated_bytes.all.peak`). reserved: taken from the
+    device by its default configuration (`reserved_bytes.all.peak`); reserved_expandable: with
+    `expandable_segments:True`. host: in tensors of host memory. part, module: what was running when the most was
+    requested. requested: in tensors that are alive, as they were asked for (`requested_bytes.all.peak`).
     """
 
     phase: str
@@ -34,13 +36,14 @@ class PhasePeak:
     host: int
     part: str = ""
     module: str = ""
+    requested: int = 0
 
 
 @dataclass
 class Alive:
-    """Storages of one kind and place that are alive at the peak. kind: of memory, such as `parameters`. module: dotted
-    path of the module that was running, "" outside. label: the parameter's name where one is known. bytes: of all of
-    them. count: how many."""
+    """Storages of one kind and place that are alive when the most bytes are requested. kind: of memory, such as
+    `parameters`. module: dotted path of the module that was running, "" outside. label: the parameter's name where one
+    is known. bytes: of all of them, as they were asked for. count: how many."""
 
     kind: str
     module: str
@@ -255,6 +258,7 @@ class Plan:
     of. rank_plans: of the ranks traced. outside: memory that torch does not hand out. layers: of the model.
     communication: of a steady step, the heaviest rank. time: None where it was not planned. pipeline: None without one.
     advice: levers, each tried alone. assumptions, not_modelled: one sentence each. versions: program to version.
+    estimate: why the figures are not those of all micro-batches and steps; empty where they are.
     seconds: of CPU time that planning took; in no file, so that a plan is the same bytes every time.
     """
 
@@ -278,6 +282,7 @@ class Plan:
     assumptions: list[str] = field(default_factory=list)
     not_modelled: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    estimate: str = ""
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property

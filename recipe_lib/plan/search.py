@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe_lib.parallel.world import mesh_shape
+from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.plan.levers import (
     Changes,
     changed,

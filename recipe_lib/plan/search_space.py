@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.pipeline import SCHEDULES, fewest_micro_batches, stage_count
 from recipe_lib.errors import SetupError
-from recipe_lib.parallel.world import mesh_shape
 from recipe_lib.plan.levers import Changes, changed, value_of
 from recipe_lib.plan.make import PlanSettings
 from recipe_lib.plan.model import layer_count

@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters import nf4, quantised
-from recipe_lib.checkpoint.weights_out import whole
+from recipe_lib.checkpoint.weights_out import refused_extra, whole
 from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.build import stored_weights
+from recipe_lib.models.extra import extra_tensors
 from recipe_lib.ops import cross_entropy
 from recipe_lib.parallel import World
 from recipe_lib.plan.actions import ALIKE_FROM, following_actions, name_parts, repeat_actions, traced_micro_batches
@@ -26,6 +26,7 @@ from recipe_lib.plan.data import PlannedData, RowShape, batch_tensors
 from recipe_lib.plan.device import NAME
 from recipe_lib.plan.fake import connect_streams, simulated_world, tensors_without_bytes
 from recipe_lib.plan.fast_fake import FastFake
+from recipe_lib.plan.micro_batches import FEW, Likeness, Passes, affordable, estimate_text, is_shipped, likeness
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracer import KernelMemory, Tracer, plain_parts
@@ -52,6 +53,11 @@ class Simulated:
     repeats: bool
     stages: dict[int, range] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    grows: int = 0
+    traced: int = 0
+    likeness: Likeness = field(default_factory=Likeness)
+    estimate: str = ""
+    untraced: int = 0
 
 
 def simulate(
@@ -70,22 +76,39 @@ def simulate(
     """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
 
     steps: (STEADY,) for one step alone, before which the optimizer is given its states. traced: so many micro-batches
-    of a step run, and stand for themselves alone; None: as many as can stand for all of them.
+    of a step run, and stand for themselves alone; None: as many as can stand for all of them, which are all of them
+    where a recipe of the user's own, or one that treats them differently, leaves time for that.
     The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
     PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
     """
-    with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
-        tracer = Tracer(NAME, FastFake(mode, _known_calls), kernel_memory)
-        tracer.stream = connect_streams(tracer.record, tracer.wait)
-        with (
-            _quiet_collector(),
-            tracer.running(),
-            following_actions(tracer.trace),
-            tracer.remembering(quantised, "_dequantise"),
-            tracer.remembering(cross_entropy, "_sum_over_chunks"),
-            _scales_without_values(),
-        ):
-            return _run(recipe_class, cfg, world, shape, tracer, phases, steps, traced)
+
+    def run(number: int | None) -> Simulated:
+        with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
+            tracer = Tracer(NAME, FastFake(mode, _known_calls), kernel_memory)
+            tracer.stream = connect_streams(tracer.record, tracer.wait)
+            with (
+                _quiet_collector(),
+                tracer.running(),
+                following_actions(tracer.trace),
+                tracer.remembering(quantised, "_dequantise"),
+                tracer.remembering(cross_entropy, "_sum_over_chunks"),
+                _scales_without_values(),
+            ):
+                return _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
+
+    if traced is not None:
+        return run(traced)
+    own, count = not is_shipped(recipe_class), micro_batches(cfg)[1]
+    found = run(count if own and count <= FEW else None)
+    if found.traced == count or (found.likeness.alike and not own):
+        return found
+    more = affordable(found.likeness, count, found.traced)
+    if more > found.traced and (more == count or cfg.parallel.pipeline == 1):
+        found = run(more)
+    if found.traced < count:
+        found.estimate = estimate_text(found.likeness, found.traced, count)
+        found.untraced = found.likeness.growth * (count - found.traced)
+    return found
 
 
 def trace_real_run(
@@ -106,7 +129,9 @@ def _run(
     phases: Sequence[str],
     steps: Sequence[str] = (FIRST, STEADY),
     wanted: int | None = None,
+    alone: bool = False,
 ) -> Simulated:
+    """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
     notes: list[str] = []
     for dim in world.mesh.mesh_dim_names or ():
         tracer.groups[world.mesh.get_group(dim).group_name] = dim
@@ -116,6 +141,9 @@ def _run(
     models = _models_of(recipe)
     for name, model in models.items():
         tracer.name_modules(model, name)
+        fault = refused_extra(cfg.checkpoint, extra_tensors(model))
+        if fault is not None:
+            notes.append(f"a run would be refused: {fault}")
     if "load" in phases:
         _try_phase("load", recipe.load_weights, tracer, notes)
     recipe.setup_optimizer()
@@ -124,7 +152,8 @@ def _run(
         _make_states(recipe)
     stage = world.pipeline.rank if world.pipeline else 0
     traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
-    recipe.data = PlannedData(cfg, world, shape, traced)
+    passes = Passes(lambda: (len(tracer.trace.events), tracer.alive()))
+    recipe.data = PlannedData(cfg, world, shape, traced, passes)
     left: list[int] = []
     tokens = 0
     for name in steps:
@@ -140,6 +169,7 @@ def _run(
         del batches
         _label(tracer, models)
         left.append(tracer.alive())
+    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=world.pipeline is not None)
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", recipe.validate, tracer, notes)
         for model in models.values():
@@ -148,7 +178,7 @@ def _run(
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
     name_parts(tracer.trace)
     classify(tracer.trace)
-    if traced is None or wanted is not None:
+    if traced is None or alone:
         pass  # each stands for itself
     elif world.pipeline is not None:
         repeat_actions(tracer.trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
@@ -160,7 +190,10 @@ def _run(
     modules = [facts for name, model in models.items() for facts in _module_facts(name, model)]
     pipeline = next((model.pipeline for model in models.values() if hasattr(model, "pipeline")), None)
     stages = cast(Any, pipeline).layers if pipeline is not None else {}
-    return Simulated(tracer.trace, modules, place, mesh, tokens, left[0] == left[-1], stages, notes)
+    grows = left[-1] - left[0]
+    return Simulated(
+        tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
+    )
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
@@ -179,7 +212,7 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
 
 def _reads_values(recipe_class: type, error: Exception) -> ConfigError:
     file = inspect.getfile(recipe_class)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = lines_in(error, file)
     place = f"{file}:{lines[-1]}: " if lines else ""
     return ConfigError(
         f"{place}{recipe_class.__name__}.train_step: reads the value of a tensor ({str(error).splitlines()[0]}), "

@@ -91,6 +91,7 @@ def verdict_text(plan: Plan) -> str:
         f"  peak {allocator_name(plan)} {written(reserved)} + outside torch {written(outside)}"
         f" = {written(reserved + outside, unit)}, "
         f"{f'margin {written(margin, unit)}' if plan.margin >= 0 else f'short of {written(-margin, unit)}'}"
+        f"{f'; an estimate: {plan.estimate}' if plan.estimate else ''}"
     )
 
 

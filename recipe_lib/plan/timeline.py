@@ -102,7 +102,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> str:
     parts.append(f'<circle class="peak" cx="{x(highest.at):.1f}" cy="{y(highest.total):.1f}" r="3.5">')
     parts.append(f"<title>{most}</title></circle></svg>")
     peak = plan.heaviest.peak
-    at_peak = html.escape(f"{most}, {where_of(peak)}" if highest.total == peak.active else most)
+    at_peak = html.escape(f"{most}, {where_of(peak)}" if highest.total == peak.requested else most)
     return f'<figure>{"".join(parts)}{_keys(highest, unit)}<p class="note">{at_peak}. {_CAPTION}</p></figure>'
 
 

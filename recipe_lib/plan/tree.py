@@ -26,7 +26,8 @@ class Node:
 def alive_tree(rank: RankPlan) -> Node:
     """The tree of one rank's largest active peak; its kinds are in the order of `KINDS`.
 
-    What the peak counts and no storage explains is a branch `not accounted for`, so that the sum stays the peak.
+    Storages are as large as they were asked for; what the allocator's blocks take beyond them is a branch of its own,
+    so that the sum is the peak.
     """
     entries: dict[str, list[_Entry]] = {kind: [] for kind in KINDS}
     for alive in rank.alive:
@@ -34,7 +35,7 @@ def alive_tree(rank: RankPlan) -> Node:
     kinds = [_node(kind, inside, join=False) for kind, inside in entries.items() if inside]
     missing = rank.peak.active - sum(kind.bytes for kind in kinds)
     if missing:
-        kinds.append(Node("not accounted for", missing, 0))
+        kinds.append(Node("rounded up to blocks", missing, 0))
     return Node("active", rank.peak.active, sum(kind.count for kind in kinds), kinds)
 
 

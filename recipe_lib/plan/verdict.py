@@ -13,17 +13,23 @@ def reason_text(plan: Plan) -> str:
         return ""
     if plan.verdict == DOES_NOT_FIT and plan.margin >= 0:
         return next((line for line in plan.assumptions if line.startswith(HOST_ALLOWS)), "")
+    if plan.estimate:
+        return "what was not simulated is estimated, and counts"
     if plan.margin >= 0:
         return "what is left is less than a plan can be wrong by"
-    if plan.verdict == DOES_NOT_FIT and heaviest.peak.active <= plan.device.usable:
+    if plan.verdict == DOES_NOT_FIT and _requested(plan) <= plan.device.usable:
         return "its tensors would fit, but not in the blocks that the allocator makes of what it has, nor with retries"
     if plan.verdict == DOES_NOT_FIT:
-        alone = format_bytes(heaviest.peak.active)
+        alone = format_bytes(_requested(plan))
         return f"the tensors alone take {alone} of the {format_bytes(plan.device.usable)} that torch can have"
     if heaviest.reserved_expandable <= plan.device.usable:
         reserved = format_bytes(heaviest.reserved_expandable)
         return f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
     return "goes through only if the allocator gives unused memory back and tries again, which takes time"
+
+
+def _requested(plan: Plan) -> int:
+    return max(peak.requested for peak in plan.heaviest.peaks)
 
 
 def next_step(plan: Plan) -> str:

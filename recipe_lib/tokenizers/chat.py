@@ -1,5 +1,5 @@
-"""Chat templates. One that came with a checkpoint is somebody else's code and is rendered in a process of its own
-(`template_process`); one that the user has named is rendered here.
+"""Chat templates. A template is a program, and mostly somebody else's, also where the user has named its file: it is
+rendered in a process of its own with bounded memory and time (`template_process`).
 
 There is one such process for each of ours, whatever the number of templates. It is started anew after a fork, since
 two processes cannot share its pipes, and after it had to be stopped.
@@ -25,7 +25,7 @@ import markupsafe
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.template_process import Renderer, TemplateFault, Wanted
+from recipe_lib.tokenizers.template_process import Options, Wanted
 
 SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
 LARGEST_ANSWER = 1 << 31  # bytes; what the process may answer is far below, by its own limits
@@ -162,22 +162,13 @@ atexit.register(_keeper.at_exit)
 class ChatTemplate:
     """A compiled chat template. source: its Jinja; place: the file it came from, for error lines."""
 
-    def __init__(
-        self, source: str, place: str, special_tokens: Mapping[str, str | None], trusted: bool = False
-    ) -> None:
-        """trusted: the user's own file, rendered in this process. Raises DataError for what is not Jinja."""
+    def __init__(self, source: str, place: str, special_tokens: Mapping[str, str | None]) -> None:
+        """Raises DataError for what is not Jinja."""
         self.source, self.place = source, place
         tokens = {role: text for role, text in special_tokens.items() if text is not None}
-        self._renderer: Renderer | None = None
         name = hashlib.sha256(json.dumps([source, tokens], sort_keys=True).encode()).hexdigest()
         self._template = {"name": name, "source": source, "tokens": tokens, "seconds": SECONDS}
-        try:
-            if trusted:
-                self._renderer = Renderer(source, tokens)
-                return
-            fault = self._ask(None, 0)
-        except TemplateFault as error:
-            fault = str(error)
+        fault = self._ask(None, 0)
         if fault is not None:
             raise DataError(f"{place}: {fault}")
 
@@ -189,25 +180,20 @@ class ChatTemplate:
         return found
 
     def render_many(
-        self, messages: Messages, wanted: Sequence[Wanted], tools: Messages | None = None
+        self,
+        messages: Messages,
+        wanted: Sequence[Wanted],
+        tools: Messages | None = None,
+        options: Options | None = None,
     ) -> list[str | DataError]:
         """Renderings of parts of one conversation, in one go: (how many of its messages, whether a prompt for the next
-        answer follows, (number, content) to write in place of a message's own). Where the template objects, what it
-        said. Raises DataError: the template took too long or had to be stopped."""
-        if self._renderer is not None:
-            pairs = [self._here(messages, one, tools) for one in wanted]
-        else:
-            request = {"name": self._template["name"], "messages": list(messages), "wanted": list(wanted)}
-            limits = {"tools": tools, "seconds": SECONDS}
-            pairs = self._ask(request | limits, (1 + len(wanted)) * SECONDS)
+        answer follows, (number, content) to write in place of a message's own). options: `marks`, two letters to write
+        around what `{% generation %}` holds; `variables`, more that the template sees. Where the template objects,
+        what it said. Raises DataError: the template took too long or had to be stopped."""
+        request = {"name": self._template["name"], "messages": list(messages), "wanted": list(wanted)}
+        limits = {"tools": tools, "options": options, "seconds": SECONDS}
+        pairs = self._ask(request | limits, (1 + len(wanted)) * SECONDS)
         return [DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs]
-
-    def _here(self, messages: Messages, wanted: Wanted, tools: Messages | None) -> tuple[str | None, str | None]:
-        assert self._renderer is not None
-        try:
-            return self._renderer.render_one(messages, wanted, tools), None
-        except TemplateFault as fault:
-            return None, str(fault)
 
     def _ask(self, request: Mapping[str, Any] | None, seconds: float) -> Any:
         try:

@@ -5,15 +5,19 @@ Order: `tokenizer.model` (sentencepiece or tiktoken, told apart by its content),
 and because conversions to tokenizer.json differ from it on leading and double spaces.
 """
 
+import os
 import re
 from pathlib import Path
 
+from recipe_lib.config.local_files import check_tokenizer
 from recipe_lib.errors import DataError
+from recipe_lib.reading import read_bytes
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
 from recipe_lib.tokenizers.tokenizer import Tokenizer
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, TiktokenVocabulary, Vocabulary
 
 LLAMA3_SIZE = 128_000
+MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
 
 
 def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) -> Tokenizer:
@@ -25,15 +29,14 @@ def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) ->
     settings = read_settings(file.parent)
     if chat_template is not None:
         settings.chat_template = read_template(Path(chat_template))
-        settings.chat_template_place, settings.own_template = str(chat_template), True
+        settings.chat_template_place = str(chat_template)
     return Tokenizer(_read_vocabulary(file, settings), settings, str(file))
 
 
 def _find_file(path: Path) -> Path:
-    if path.is_file():
+    if os.path.isfile(path):
         return path
-    if not path.is_dir():
-        raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+    check_tokenizer(path)
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():
             return path / name
@@ -51,21 +54,28 @@ def _find_file(path: Path) -> Path:
 
 
 def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
-    with file.open("rb") as opened:
-        head = opened.read(4096)
+    content = _read(file)
+    head = content[:4096]
     if not head.strip():
         raise DataError(f"{file}: the file is empty; copy it again")
     if head.startswith(b"version https://git-lfs"):
         raise DataError(f"{file}: found a git-lfs pointer, expected the file itself; run `git lfs pull`")
     if head.lstrip()[:1] == b"{":
-        return JsonVocabulary(file)
+        return JsonVocabulary(file, content)
     if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\s", head):
-        tiktoken = TiktokenVocabulary(file)
+        tiktoken = TiktokenVocabulary(file, content)
         _add_llama3_tokens(tiktoken, settings, file)
         return tiktoken
     _add_tokens_of_json(settings, file.parent)
     special = [content for content, token in settings.added.items() if token.special]
-    return SentencePieceVocabulary(file, settings.legacy, special)
+    return SentencePieceVocabulary(file, content, settings.legacy, special)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return read_bytes(file, MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); copy the file again") from None
 
 
 def _add_tokens_of_json(settings: Settings, folder: Path) -> None:

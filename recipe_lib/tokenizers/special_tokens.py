@@ -1,12 +1,16 @@
 """Special and added tokens, gathered from the JSON files that stand beside a tokenizer."""
 
-import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe_lib import reading
+from recipe_lib.config.local_files import no_template
 from recipe_lib.errors import DataError
 
+LARGEST_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
+TEMPLATE_LIMIT = 2**24  # bytes; the longest template in use has some 20 KB
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -27,7 +31,7 @@ class AddedToken:
         try:
             number = entry["id"] if id is None else id
             flags = {name: bool(entry.get(name, name == "special")) for name in ("special", "lstrip", "rstrip")}
-            if not isinstance(entry["content"], str) or not entry["content"] or not isinstance(number, int):
+            if not isinstance(entry["content"], str) or not entry["content"] or not is_id(number):
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
             raise DataError(
@@ -37,13 +41,17 @@ class AddedToken:
         return AddedToken(entry["content"], number, **flags)
 
 
+def is_id(number: Any) -> bool:
+    """Whether a value out of JSON can be a token's id."""
+    return type(number) is int and 0 <= number < LARGEST_VOCABULARY
+
+
 @dataclass
 class Settings:
     """What the JSON files in a tokenizer's folder say.
 
     roles: `bos_token` etc. -> its text; None: said to have none. added: token -> itself; listed: the same from
-    added_tokens.json, which knows no more than ids. own_template: the chat template is a file that the user has named,
-    not one that came with the tokenizer.
+    added_tokens.json, which knows no more than ids.
     """
 
     roles: dict[str, str | None] = field(default_factory=dict)
@@ -56,21 +64,16 @@ class Settings:
     bos_id: int | None = None
     chat_template: str | None = None
     chat_template_place: str = ""
-    own_template: bool = False
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises DataError with line and column."""
     try:
-        return json.loads(path.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}; copy the file again") from None
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}:{error.lineno}: column {error.colno}: invalid JSON ({error.msg}); copy the file again"
-        ) from None
-    except RecursionError:
-        raise DataError(f"{path}: JSON nested too deep; copy the file again") from None
+        return reading.read_json(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); copy the file again") from None
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; copy the file again") from None
 
 
 def read_settings(folder: Path) -> Settings:
@@ -96,7 +99,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     content = read_json(path)
     if not isinstance(content, dict):
@@ -126,7 +129,7 @@ def _read_ids(settings: Settings, folder: Path) -> None:
 def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> None:
     """A file chat_template.jinja wins over tokenizer_config.json, where several may be listed by name."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
+    if os.path.lexists(file):
         settings.chat_template, settings.chat_template_place = read_template(file), str(file)
         return
     template = config.get("chat_template")
@@ -141,8 +144,12 @@ def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> 
 def read_template(path: Path) -> str:
     """The text of a Jinja file. Raises DataError."""
     try:
-        return path.read_bytes().decode("utf-8")
-    except OSError:
-        raise DataError(f"{path}: no such file; set tokenizer.chat_template to a Jinja file") from None
+        return reading.read_bytes(path, TEMPLATE_LIMIT).decode("utf-8")
+    except FileNotFoundError:
+        raise DataError(no_template(path)) from None
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); set tokenizer.chat_template to a Jinja file"
+        ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}, expected a Jinja text") from None

@@ -1,7 +1,7 @@
 """Renders chat templates in a sandbox; as a program, in a process of its own.
 
 Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special tokens by name,
-`raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}` (which only marks).
+`raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}` (which marks what an answer is).
 
 As a program it reads requests as lines of JSON from standard input and answers with one line each. It can open no
 file or socket, and has bounded memory and time: a template that came with a checkpoint is somebody else's code.
@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import textwrap  # noqa: F401
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -36,6 +36,8 @@ SPARE_CHARACTERS = 1 << 20  # a rendering may be this much longer than 16 times 
 MEMORY = 1 << 30  # bytes that the process may have
 
 Wanted = tuple[int, bool, Sequence[tuple[int, str]]]
+# `marks`: two letters to write around what `{% generation %}` holds; `variables`: more that the template sees.
+Options = Mapping[str, Any]
 
 
 class TemplateFault(Exception):  # noqa: N818  (an outcome, turned into a DataError by who asks)
@@ -43,13 +45,23 @@ class TemplateFault(Exception):  # noqa: N818  (an outcome, turned into a DataEr
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` renders as what is between."""
+    """`{% generation %} ... {% endgeneration %}` renders as what is between, in a scope of its own as transformers has
+    it; the environment's `marks` stand around it, a letter each or nothing."""
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        environment.extend(marks=("", ""))
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        begin, end = self.environment.marks  # type: ignore[attr-defined]
+        return f"{begin}{caller()}{end}"
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -87,6 +99,7 @@ class Renderer:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = DATE.strftime
+        self._environment = environment
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -98,12 +111,17 @@ class Renderer:
         except RecursionError:
             raise TemplateFault("the chat template is nested too deep; use another file") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Any = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Any = None, options: Options | None = None
+    ) -> str:
         """The conversation as text. Raises TemplateFault with what the template itself objects to."""
+        options = options or {}
+        self._environment.marks = options.get("marks") or ("", "")  # type: ignore[attr-defined]
         room = SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([messages, tools], default=str))
         parts, length = [], 0
         try:
             given = {"messages": messages, "add_generation_prompt": prompt, "tools": tools}
+            given |= options.get("variables") or {}
             for part in self._template.generate(**self._tokens, **given, documents=None):
                 parts.append(part)
                 length += len(part)
@@ -121,14 +139,16 @@ class Renderer:
             raise TemplateFault("the chat template failed (it writes half of a character)")
         return text
 
-    def render_one(self, messages: Sequence[Mapping[str, Any]], wanted: Wanted, tools: Any) -> str:
+    def render_one(
+        self, messages: Sequence[Mapping[str, Any]], wanted: Wanted, tools: Any, options: Options | None = None
+    ) -> str:
         """The first messages of a conversation, the contents of some replaced. Raises TemplateFault."""
         stop, prompt, contents = wanted
         taken = list(messages[:stop])
         for number, content in contents:
             if number < stop:
                 taken[number] = {**taken[number], "content": content}
-        return self.render(taken, prompt, tools)
+        return self.render(taken, prompt, tools, options)
 
 
 def _warm_up() -> None:
@@ -160,7 +180,7 @@ def _limit_time(seconds: float) -> None:
 
 
 def _answer(request: Any, known: dict[str, Renderer]) -> Any:
-    """Compiles (`source`, `tokens`) or renders (`messages`, `wanted`, `tools`) with the template named `name`."""
+    """Compiles (`source`, `tokens`) or renders (`messages`, `wanted`, `tools`, `options`) with the template `name`."""
     seconds = request["seconds"]
     if "source" in request:
         _limit_time(seconds)
@@ -174,10 +194,11 @@ def _answer(request: Any, known: dict[str, Renderer]) -> Any:
             _limit_time(0)
         return None
     found = []
+    template, given = known[request["name"]], [request["tools"], request["options"]]
     for wanted in request["wanted"]:
         _limit_time(seconds)
         try:
-            found.append([known[request["name"]].render_one(request["messages"], wanted, request["tools"]), None])
+            found.append([template.render_one(request["messages"], wanted, *given), None])
         except TemplateFault as fault:
             found.append([None, str(fault)])
         finally:

@@ -9,6 +9,7 @@ from typing import Any
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.chat import ChatTemplate
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
+from recipe_lib.tokenizers.turn_end import TurnEnd, find_turn_end
 from recipe_lib.tokenizers.vocabulary import Place, Vocabulary, alternation
 
 KEPT_TEXTS, KEPT_LENGTH = 256, 16_384  # texts whose ids are remembered, and how many letters they have at most
@@ -56,9 +57,7 @@ class Tokenizer:
         if settings.chat_template is not None:
             found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
             tokens = {role: self.token_bytes(i).decode() for role, i in found.items() if i is not None}
-            self._template = ChatTemplate(
-                settings.chat_template, settings.chat_template_place, settings.roles | tokens, settings.own_template
-            )
+            self._template = ChatTemplate(settings.chat_template, settings.chat_template_place, settings.roles | tokens)
 
     @property
     def chat_template(self) -> str | None:
@@ -78,15 +77,21 @@ class Tokenizer:
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer: the configured ones, EOS, and what the chat template puts behind an answer."""
-        ids = set(self._declared_stops) | ({self.eos_id} if self.eos_id is not None else set())
-        if self._template:
-            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            (rendered,) = self._template.render_many(messages, [(2, False, ())])
-            if isinstance(rendered, DataError):  # a template for other conversations than this one
-                return frozenset(ids)
-            after = self.encode(rendered[rendered.rindex("b") + 1 :] if "b" in rendered else "", allow_special=True)
-            ids.update(next(([i] for i in after if i in self._special_ids), []))
-        return frozenset(ids)
+        end = self.turn_end.token or self.turn_end.next_turn
+        return self._known_stops | ({self._added[end].id} if end else set())
+
+    @cached_property
+    def turn_end(self) -> TurnEnd:
+        """How the chat template ends an answer."""
+        if self._template is None:
+            return TurnEnd()
+        stops = {self.token_bytes(token).decode(errors="replace") for token in self._known_stops}
+        bos = None if self.bos_id is None else self.token_bytes(self.bos_id).decode()
+        return find_turn_end(self._template.render_many, lambda text: _split(text, self._split_special), stops, bos)
+
+    @property
+    def _known_stops(self) -> frozenset[int]:
+        return self._declared_stops | (frozenset() if self.eos_id is None else {self.eos_id})
 
     def is_special(self, token: int) -> bool:
         """Whether an id is one of the special tokens."""
@@ -156,9 +161,10 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         wanted: Sequence[tuple[int, bool, Sequence[tuple[int, str]]]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[str | DataError]:
         """Several renderings of a conversation in one go, as `ChatTemplate.render_many` has them."""
-        return self._needed_template().render_many(messages, wanted, tools)
+        return self._needed_template().render_many(messages, wanted, tools, options)
 
     def _needed_template(self) -> ChatTemplate:
         if self._template is None:

@@ -7,13 +7,14 @@ text can produce one here. What all kinds share (special tokens, BOS, decoding) 
 import base64
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers.special_tokens import AddedToken
+from recipe_lib.tokenizers.special_tokens import LARGEST_VOCABULARY, AddedToken
 
 
 class Place(Enum):
@@ -57,14 +58,14 @@ class SentencePieceVocabulary:
 
     matches_added = False
 
-    def __init__(self, path: Path, legacy: bool, special: Iterable[str]) -> None:
-        """legacy: text after a special token begins like a new text (the Llama-2 convention of Hugging Face).
+    def __init__(self, path: Path, model: bytes, legacy: bool, special: Iterable[str]) -> None:
+        """path: named in errors. model: what the file holds. legacy: text after a special token begins like a new text
+        (the Llama-2 convention of Hugging Face).
 
         special: strings that ordinary text must not turn into one token, even where the model would.
         """
         from sentencepiece import SentencePieceProcessor
 
-        model = path.read_bytes()
         try:
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
@@ -131,10 +132,11 @@ class TiktokenVocabulary:
     bos_id: int | None = None
     eos_id: int | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes) -> None:
+        """path: named in errors."""
         import tiktoken
 
-        ranks = _read_ranks(path)
+        ranks = _read_ranks(path, content)
         self.size = len(ranks)
         self._ids = ranks
         self._bytes = sorted(ranks, key=ranks.__getitem__)
@@ -167,12 +169,17 @@ class JsonVocabulary:
     bos_id: int | None = None
     eos_id: int | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: bytes) -> None:
+        """path: named in errors. file: what it holds."""
         import tokenizers
 
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        self._path = path
+        text = file.decode("utf-8", errors="replace")
         try:
-            self._first = tokenizers.Tokenizer.from_str(text)
+            with _no_panic(path):
+                self._first = tokenizers.Tokenizer.from_str(text)
+        except DataError:
+            raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
             raise DataError(f"{path}: found no tokenizer ({_first_line(error)}); copy the file again") from None
         content = json.loads(text)
@@ -184,15 +191,21 @@ class JsonVocabulary:
         self._inner = self._variant(content, keep_always=False)
         pieces = content["model"]["vocab"]
         self.size = max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
+        if self.size > LARGEST_VOCABULARY:
+            raise DataError(
+                f"{path}: found the id {self.size - 1}, expected ids below {LARGEST_VOCABULARY}; copy the file again"
+            )
         self.eats_first_space = _eats_first_space(content.get("decoder"))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
-        self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
+        with _no_panic(path):
+            self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
         self._to_bytes = _bytes_of_pieces(content.get("decoder"))
 
     def encode(self, text: str, place: Place) -> list[int]:
         """Ids of a piece of ordinary text; added tokens that are not special are found in it."""
         chosen = {Place.START: self._first, Place.AFTER_SPECIAL: self._after_special, Place.INSIDE: self._inner}[place]
-        return chosen.encode(text, add_special_tokens=False).ids
+        with _no_panic(self._path):
+            return chosen.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token: int) -> bytes:
         """What an id stands for; part of a character for some, nothing for ids that are not used."""
@@ -287,9 +300,9 @@ def _byte_level_table() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
+def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -323,5 +336,18 @@ def _broken(text: str, pattern: re.Pattern[str] | None) -> list[str]:
     return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
-def _first_line(error: Exception) -> str:
+@contextmanager
+def _no_panic(path: Path) -> Iterator[None]:
+    """What a file makes the library written in Rust give up on, which is no Exception in Python, is a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{path}: the tokenizers library gave up on it ({_first_line(error)}); copy the file again"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

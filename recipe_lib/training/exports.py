@@ -7,11 +7,12 @@ from torch import nn
 
 from recipe_lib.checkpoint.adapters import export_adapter, merge_adapter
 from recipe_lib.checkpoint.huggingface import export_model
+from recipe_lib.config.output_folder import ADAPTER_FOLDER, MODEL_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.data import TrainingData
-from recipe_lib.training.output import ADAPTER_FOLDER, MODEL_FOLDER
+from recipe_lib.training.extra import warn_of_export
 from recipe_lib.training.source import ModelSource
 from recipe_lib.units import GIB
 
@@ -34,7 +35,9 @@ def export_trained_model(
         world=world,
         chat_template=data.chat_template,
         stop_ids=data.tokenizer.stop_ids,
+        save_extra=cfg.checkpoint.extra_parameters == "save",
     )
+    warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
 
 
@@ -58,7 +61,9 @@ def export_trained_adapter(
         tokenizer_folder=data.tokenizer_path,
         chat_template=data.chat_template,
         stop_ids=data.tokenizer.stop_ids,
+        save_extra=cfg.checkpoint.extra_parameters == "save",
     )
+    warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
     if cfg.lora.merge and source.folder is not None:
         merged = Path(cfg.output_dir) / MODEL_FOLDER

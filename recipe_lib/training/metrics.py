@@ -15,7 +15,7 @@ import torch
 
 import recipe_lib
 from recipe_lib.checkpoint.files import replace_text, storage_faults
-from recipe_lib.logs import redact
+from recipe_lib.redaction import redact
 from recipe_lib.units import gib
 
 METRICS_FILE = "metrics.jsonl"
@@ -175,7 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def _to_json(line: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(line), allow_nan=False, ensure_ascii=False)
+    return redact(json.dumps(_finite(line), allow_nan=False, ensure_ascii=False))
 
 
 def _finite(value: Any) -> Any:

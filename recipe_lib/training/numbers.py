@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.config.pipeline import micro_batches, stage_count
 from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.models.build import stored_weights
+from recipe_lib.training.extra import describe_extra
 from recipe_lib.training.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.units import format_bytes, format_count
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def derived_numbers(
     cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", plan: "DataPlan"
 ) -> list[str]:
-    """Lines for the log, each number with its unit and how it comes about. model: as it will be trained, or sharded."""
+    """Lines for the log, each number with its unit and how it comes about.
+
+    model: as it will be trained, or sharded. Collective in a pipeline.
+    """
     return [
         _devices(cfg, world),
         *_batch(cfg, world, rows, plan),
@@ -28,6 +32,8 @@ def derived_numbers(
         _steps(cfg, rows, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_model(cfg, model),
+        *describe_extra(model, world),
+        *_other_parts(model),
         *([f"checkpointing: {kept}"] if (kept := getattr(model, "kept_for_backward", None)) else []),
     ]
 
@@ -48,7 +54,7 @@ def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "Data
     share = rows.report.trained_share
     per_row = rows.report.tokens / max(1, rows.items)
     step_tokens = rows.report.tokens / plan.steps(0) if cfg.data.packing else per_row * global_rows
-    unit = "packed rows" if cfg.data.packing else "rows" if rows.group == 1 else "pairs"
+    unit = "packed rows" if cfg.data.packing else rows.report.unit if rows.group == 1 else "pairs"
     longest = cfg.max_seq_len * rows.group
     return [
         f"global batch: {global_rows} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
@@ -81,7 +87,7 @@ def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
     cut = "" if steps == full else f", cut by max_steps from {full}"
     if cfg.max_steps is not None and cfg.max_steps > full:
         cut = f"; max_steps {cfg.max_steps} needs more epochs"
-    unit = "rows" if rows.group == 1 else "pairs"
+    unit = rows.report.unit if rows.group == 1 else "pairs"
     packed = " in packs" if cfg.data.packing else ""
     return f"steps: {steps} ({plan.steps(0)} per epoch of {rows.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
 
@@ -127,6 +133,18 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
         f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
+    ]
+
+
+def _other_parts(model: nn.Module) -> list[str]:
+    """What of a multimodal model text does not run through."""
+    names: list[str] = getattr(model, "other_parts", [])
+    if not names:
+        return []
+    count = sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
+    return [
+        f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not run through; they "
+        "are in an exported model as they are"
     ]
 
 

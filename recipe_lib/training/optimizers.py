@@ -34,11 +34,12 @@ def build_optimizer(
 
     params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the host. Alone, or with
     their names, by which Muon chooses and which tell apart what is drawn by chance. seed: the root of that.
-    device: the device that computes; `implementation: auto` takes fused kernels where torch has them.
+    device: the device that computes; `implementation: auto` takes fused kernels where torch has right ones.
     The implementations agree to rounding and differ in time and in the temporary memory of a step (`foreach` takes
     up to one more copy of the parameters, `fused` and `single` next to nothing).
-    ConfigError when there is nothing to train, for Muon without names, and where ranks share a matrix so that blocks
-    of `state_bits` would be cut. world: in a pipeline a rank may have nothing, if others do.
+    ConfigError when there is nothing to train, for Muon without names, for a fused SGD that torch lacks or has wrong,
+    and where ranks share a matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have
+    nothing, if others do.
     """
     found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
     named = {parameter: name for name, parameter in found if parameter.requires_grad}
@@ -47,7 +48,9 @@ def build_optimizer(
     drawn = derive_seed(seed, "rounding")
     trained = Trained(list(named), {parameter: name for parameter, name in named.items() if name}, device, drawn)
     build: Builder = registered("optimizer.name", cfg.name)
-    return build(cfg, trained, _kernels(cfg.implementation, device))
+    optimizer = build(cfg, trained, _kernels(cfg.implementation, device))
+    _leave_fused_sgd(optimizer, cfg)
+    return optimizer
 
 
 @register("optimizer.name", "adamw")
@@ -81,13 +84,6 @@ def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, boo
 
     torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is decoupled, as it is in AdamW.
     """
-    if kernels["fused"] and any(isinstance(parameter, DTensor) for parameter in params):
-        if cfg.implementation == "fused":
-            raise ConfigError(
-                "optimizer.implementation: found fused with optimizer.name=sgd and sharded parameters, for which torch "
-                "has no such kernel; use auto or foreach"
-            )
-        kernels = {"fused": False, "foreach": True}
     optimizer = torch.optim.SGD(params or _NOTHING, lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels)
     if cfg.weight_decay > 0:
 
@@ -163,6 +159,37 @@ def _has_own_step(cfg: OptimizerConfig, params: list[nn.Parameter]) -> bool:
     bits = {parameter.dtype.itemsize * 8 for parameter in params}
     same = cfg.state_bits is None or bits <= {cfg.state_bits}
     return cfg.master_weights or cfg.stochastic_rounding or not same
+
+
+def _leave_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
+    """Takes torch's SGD, also a plugin's, off the fused kernel where that is missing or wrong: ConfigError if the
+    config asks for it by name."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        fault = _fault_of_fused_sgd(group["params"]) if group.get("fused") else None
+        if fault and cfg.implementation == "fused":
+            raise ConfigError(
+                f"optimizer.implementation: found fused with optimizer.name={cfg.name} and {fault}; use auto or foreach"
+            )
+        if fault:
+            for settings in (group, optimizer.defaults):
+                settings.update(fused=False, foreach=True)
+
+
+def _fault_of_fused_sgd(params: Iterable[torch.Tensor]) -> str | None:
+    """The parameters that torch's fused SGD cannot step, and why; None: it is right for all of them.
+
+    On a CPU torch 2.13 and before compute the update of 16-bit parameters in vectors and never store it, so that only
+    what is left over of the last vector moves (docs/upstream/sgd_fused_cpu_bf16.md).
+    """
+    for parameter in params:
+        if isinstance(parameter, DTensor):
+            return "sharded parameters, for which torch has no such kernel"
+        if parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+            kind = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
+            return f"{kind} parameters on a CPU, of which torch's kernel leaves most elements as they are"
+    return None
 
 
 def _kernels(implementation: str, device: torch.device) -> dict[str, bool]:

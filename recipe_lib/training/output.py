@@ -4,6 +4,8 @@ output_dir/config.yaml     every value that was used     metrics.jsonl   one JSO
            state/step_N/   to go on from                 summary.json    how it ended
            model/          the Hugging Face folder       report.html     the curves
            adapter/        PEFT's layout, where adapters were trained
+           written.json    what the run has written, which it or a later one may replace
+           earlier/        what is left of a run that this one replaces, until its model is complete
 """
 
 import dataclasses
@@ -15,40 +17,54 @@ from typing import Any
 
 from recipe_lib.checkpoint import files
 from recipe_lib.config.describe import to_yaml
+from recipe_lib.config.output_folder import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
+    STATE_FOLDER,
+    check_earlier_run,
+    check_folder,
+)
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.secret_values import check_no_secrets
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.logs import redact
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
-from recipe_lib.training.report import REPORT_FILE
+from recipe_lib.training import earlier
+from recipe_lib.training.earlier import CONFIG_FILE
+from recipe_lib.training.inputs import check_inputs
 
-STATE_FOLDER = "state"
-MODEL_FOLDER = "model"
-ADAPTER_FOLDER = "adapter"
-CONFIG_FILE = "config.yaml"
+__all__ = [
+    "ADAPTER_FOLDER",
+    "MODEL_FOLDER",
+    "STATE_FOLDER",
+    "check_output",
+    "check_same_data",
+    "lock_output",
+    "open_output",
+    "unlock_output",
+]
 
 
 def check_output(cfg: FullFinetuneConfig) -> None:
-    """ConfigError if output_dir holds the work of an earlier run that this one would mix with. Nothing is written."""
+    """ConfigError if output_dir holds what this run would mix with, read, or replace though no run wrote it.
+
+    Nothing is written.
+    """
+    check_no_secrets(cfg)  # config.yaml is what was used, to the letter
     folder = Path(cfg.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file, expected a folder or a new name; choose another output_dir")
-    if folder.is_dir():
-        unlock_output(_lock(folder, fcntl.LOCK_SH))
-    if cfg.overwrite:
+    check_folder(folder)
+    if not folder.is_dir():
         return
-    has_state = any((folder / STATE_FOLDER).glob("step_*"))
-    has_model = any((folder / name).exists() for name in (MODEL_FOLDER, ADAPTER_FOLDER))
-    if cfg.resume is None and (has_state or has_model):
-        held = "saved states" if has_state else "a trained model"
-        remedy = "resume=latest goes on from them, " if has_state else ""
+    unlock_output(_lock(folder, fcntl.LOCK_SH))
+    check_inputs(cfg)
+    check_earlier_run(cfg)
+    _check_ours(cfg, folder)
+
+
+def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
+    foreign = earlier.first_foreign(folder, replaced=cfg.overwrite)
+    if foreign is not None:
         raise ConfigError(
-            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite=true replaces what is there, "
-            "or choose another output_dir"
-        )
-    if cfg.resume == "latest" and has_model and not has_state:
-        raise ConfigError(
-            f"resume=latest: {folder} holds a trained model and no saved state to go on from; overwrite=true trains "
-            "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
+            f"output_dir: {foreign} is not, or no longer, what a run wrote, and would be replaced; move it away, or "
+            "choose another output_dir"
         )
 
 
@@ -88,22 +104,20 @@ def _lock(folder: Path, kind: int) -> int | None:
 
 
 def open_output(cfg: FullFinetuneConfig) -> None:
-    """Makes the folder, removes what `overwrite` gives up, and writes config.yaml. On one rank. StorageError."""
+    """Makes the folder, clears what killed runs left, and writes config.yaml. On one rank. ConfigError, StorageError.
+
+    The run that `overwrite` replaces stays, out of the way, until `earlier.drop_earlier`.
+    """
     folder = Path(cfg.output_dir)
     with files.storage_faults():
         folder.mkdir(parents=True, exist_ok=True)
+        _check_ours(cfg, folder)  # again, now that nobody else is in the folder
+        earlier.remove_leftovers(folder)
+        earlier.begin_record(folder)
         if cfg.overwrite:
-            _remove_earlier_run(folder)
+            earlier.keep_earlier(folder)
         text = to_yaml(dataclasses.replace(cfg, overwrite=False, resume=None))  # those are of this start only
-        files.replace_text(folder / CONFIG_FILE, redact(text))
-
-
-def _remove_earlier_run(folder: Path) -> None:
-    for name in (STATE_FOLDER, MODEL_FOLDER, ADAPTER_FOLDER, "trackers"):
-        if (folder / name).exists():
-            files.remove_folder(folder / name)
-    for name in (METRICS_FILE, SUMMARY_FILE, REPORT_FILE, CONFIG_FILE):
-        (folder / name).unlink(missing_ok=True)
+        files.replace_text(folder / CONFIG_FILE, text)
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:

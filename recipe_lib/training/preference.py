@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipe_lib.adapters import is_adapter
 from recipe_lib.config.schema import DpoConfig
 from recipe_lib.data import Batch, Dataset
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.cross_entropy import IGNORED
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.micro_batches import result_of_each
@@ -97,6 +98,18 @@ def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
     if reference is None:
         return "reference: the model without its adapters"
     return f"reference: a frozen copy, {format_bytes(local_bytes(reference.parameters()))} per rank"
+
+
+def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | None) -> None:
+    """SetupError if the model without its adapters is to be the reference, and more of it is trained than those."""
+    if reference is not None or not needs_reference(cfg):
+        return
+    moving = [name for name, value in model.named_parameters() if value.requires_grad and not is_adapter(name)]
+    if moving:
+        raise SetupError(
+            f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the model without its "
+            "adapters, would change with it; freeze it, or set dpo.train=full or dpo.reference_free=true"
+        )
 
 
 def check_pairs(rows: Dataset, validation_rows: Dataset | None) -> None:

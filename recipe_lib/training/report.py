@@ -11,6 +11,7 @@ from string import Template
 from typing import Any
 
 from recipe_lib.checkpoint.files import replace_text
+from recipe_lib.redaction import redact
 from recipe_lib.training.curves import Curve, draw_chart
 from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.units import format_count, format_seconds
@@ -29,7 +30,7 @@ def write_report(output_dir: Path) -> Path:
     lines = read_metrics(metrics) if metrics.exists() else []
     text = config.read_text(encoding="utf-8") if config.exists() else ""
     path = output_dir / REPORT_FILE
-    replace_text(path, render_report(output_dir.name, summary, lines, text))
+    replace_text(path, redact(render_report(output_dir.name, summary, lines, text)))
     return path
 
 

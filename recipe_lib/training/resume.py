@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
+from recipe_lib.checkpoint.manifest import read_manifest
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.config.output_folder import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.training.data import TrainingData
 from recipe_lib.training.optimizers import set_numbers
-from recipe_lib.training.output import STATE_FOLDER, check_same_data
+from recipe_lib.training.output import check_same_data
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -22,17 +25,34 @@ def resume_run(
 ) -> int:
     """Loads the state that `resume` asks for into model and optimizer; returns its step, 0 without one. Collective.
 
-    Raises CheckpointError if there is none whole, or if it is of another model, other data or another seed.
+    Raises CheckpointError if there is none whole, if it is of another model, other data or another seed, or of a later
+    step than this run's last.
     """
     root = Path(cfg.output_dir) / STATE_FOLDER
     found = find_state(root, cfg.resume, world) if cfg.resume else None
     if found is None:
         return 0
+    check_steps_left(read_manifest(found).step, data.total_steps, found)
     saved = load_state(found, model, optimizer, world)
     set_numbers(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
     check_same_data(saved, data.identity(), found)
     get_logger().info("resume: %s, %d of %d steps done", found, saved["step"], data.total_steps)
+    if saved["step"] == data.total_steps:
+        get_logger().info("resume: no step is left to train; the model of that state is exported as it is")
     return saved["step"]
+
+
+def check_steps_left(saved: int, total: int, path: Path) -> None:
+    """CheckpointError if the state at `path` is of a later step than the run has.
+
+    A run that is as long as what is done trains nothing and exports; a shorter one would pass the later weights off
+    as those of its own last step.
+    """
+    if saved > total:
+        raise CheckpointError(
+            f"{path}: was saved after step {saved}, found a run of {total} steps (epochs, max_steps); set max_steps to "
+            f"{saved} or more, or resume from an earlier state"
+        )
 
 
 def save_run(

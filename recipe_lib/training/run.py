@@ -7,6 +7,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.parallel import World, start_world
 from recipe_lib.training.data import prepare
+from recipe_lib.training.extra import check_models, check_trained, check_values
 from recipe_lib.training.seeds import set_seeds
 
 
@@ -43,7 +44,8 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
 
     Rows are tokenised before there is a process group, so that no rank waits for them in a collective. What is wrong
     with config, model or data is told once: where the ranks agree on it, or else as the heartbeat has it, by which what
-    one rank raises alone, in whatever part of the run, ends the others. Raises UserError and StoppedAndSaved.
+    one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with
+    what its memory held before. Raises UserError and StoppedAndSaved.
     """
     prepare(cfg)
     with start_world(cfg) as world:
@@ -56,10 +58,13 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
         with explain_out_of_memory("setting up the model", cfg, PeakMemory(world.device)):
             heartbeat.enter("setting up the model")
             recipe.setup_model()
+            check_models(recipe, cfg, world)
             heartbeat.enter("loading weights")
             recipe.load_weights()
+            check_values(recipe, world)
             heartbeat.enter("setting up the optimizer")
             recipe.setup_optimizer()
+            check_trained(recipe, world)
             for line in recipe.describe():
                 get_logger().info(line)
             heartbeat.enter("resuming")

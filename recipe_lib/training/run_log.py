@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.training import earlier
 from recipe_lib.training.metrics import MetricsFile, write_summary
 from recipe_lib.training.output import lock_output, open_output, unlock_output
 from recipe_lib.training.progress import Progress
@@ -54,7 +55,8 @@ class RunLog:
         self._trackers.log(line, line["step"])
 
     def close(self, status: str) -> None:
-        """Ends the progress line and the trackers, and writes summary.json and report.html. status: how it ended."""
+        """Ends the progress line and the trackers, and writes summary.json and report.html; with all steps done and the
+        model written, removes the run that this one replaces. status: how it ended."""
         self._closed = True
         self._progress.close()
         self._trackers.close()
@@ -69,6 +71,11 @@ class RunLog:
                 world_size=self._world.size,
             )
             write_report(self._folder)
+            earlier.note_trackers(self._folder)
+            if status == "done":
+                earlier.drop_earlier(self._folder)
+            else:
+                earlier.say_kept(self._folder)
 
     def __enter__(self) -> Self:
         return self

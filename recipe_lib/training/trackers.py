@@ -6,9 +6,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from recipe_lib.config.local_files import no_tracker
 from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.redaction import redact_values
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -41,7 +43,7 @@ class Trackers:
         self._trackers: list[Tracker] = []
         for name in cfg.trackers if world.is_main else ():
             build: Builder = registered("log.trackers", name)
-            self._trackers.append(build(cfg.project, run_name, folder, settings))
+            self._trackers.append(build(cfg.project, run_name, folder, redact_values(settings)))
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Hands the numbers of a metrics line to every tracker; text, null and the step itself are left out."""
@@ -64,7 +66,7 @@ class TensorBoard:
     """Event files in `output_dir/trackers/tensorboard`, written by torch's own SummaryWriter."""
 
     def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        _require("tensorboard", "tensorboard")
+        _require("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
@@ -85,7 +87,7 @@ class WandB:
     """A run at Weights & Biases; its local files are in `output_dir/trackers`."""
 
     def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        wandb = _require("wandb", "wandb")
+        wandb = _require("wandb")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(project=project, name=run_name, dir=str(folder), config=dict(settings))
@@ -109,7 +111,7 @@ class Trackio:
     """A run in trackio's local database (TRACKIO_DIR, by default in the Hugging Face cache)."""
 
     def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._trackio = _require("trackio", "trackio")
+        self._trackio = _require("trackio")
         self._trackio.init(project=project, name=run_name, config=dict(settings))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -121,12 +123,9 @@ class Trackio:
         self._trackio.finish()
 
 
-def _require(package: str, extra: str) -> ModuleType:
+def _require(package: str) -> ModuleType:
     """The imported package, or one line that says how to get it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(
-            f'log.trackers: {package} cannot be imported ({error}); pip install "tune-recipes[{extra}]", '
-            f"or remove {package} from log.trackers"
-        ) from error
+        raise ConfigError(no_tracker(package, str(error))) from error

@@ -21,6 +21,7 @@ from recipe_lib.adapters import (
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedLinear, AdapterSettings
 from recipe_lib.adapters.lora import adapter_settings
 from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder, ScaledEmbedding
 from tests.adapters.adapted import EVERYWHERE, LINEARS, move_adapters
@@ -273,3 +274,34 @@ def test_description() -> None:
     assert describe_adapters(made(small_spec(), cfg, torch.float32), cfg) == (
         "adapters: LoRA of rank 2 on q, head: 1,472 parameters trained, 5.75 KiB beside 236.88 KiB frozen"
     )
+
+
+def replaced(model: Decoder, layers_of: range) -> Decoder:
+    """A model as a copied recipe may change it: some layers' gate is no linear any more."""
+    for index in layers_of:
+        model.get_submodule(f"model.layers.{index}.mlp").gate_proj = nn.Bilinear(2, 2, 2, device="meta")
+    return model
+
+
+def test_a_target_that_some_layers_have_is_counted_and_one_that_none_has_refused() -> None:
+    spec, cfg = small_spec(layers=3), LoraConfig(rank=2, targets=["gate", "q"])
+    model = replaced(build_meta(spec, torch.float32), range(1, 3))
+    add_adapters(model, cfg, torch.float32)
+    assert describe_adapters(model, cfg).startswith("adapters: LoRA of rank 2 on q, gate (in 1 of 3 layers): ")
+    with pytest.raises(ConfigError, match=r"lora.targets: gate: no layer of the model has a linear mlp.gate_proj"):
+        add_adapters(replaced(build_meta(spec, torch.float32), range(3)), cfg, torch.float32)
+
+
+def test_quantized_linears_are_counted_and_a_base_that_stays_as_it_is_refused() -> None:
+    cfg = LoraConfig(rank=2, targets=["q"], quantize="nf4")
+    model = build_meta(small_spec(layers=2), torch.bfloat16)
+    add_adapters(model, cfg, torch.bfloat16)
+    assert describe_adapters(model, cfg).endswith(" frozen; 14 linears of the layers in nf4")
+    wide = build_meta(small_spec(layers=2), torch.bfloat16)
+    for layer in range(2):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(wide.get_submodule(f"model.layers.{layer}.mlp"), name, nn.Linear(333, 111, device="meta"))
+    with pytest.raises(ConfigError) as caught:
+        add_adapters(wide, cfg, torch.bfloat16)
+    assert str(caught.value).startswith("lora.quantize=nf4: mlp.down_proj, mlp.gate_proj, mlp.up_proj (")
+    assert "their matrices are no whole number of blocks of 64; set lora.quantize=none" in str(caught.value)

@@ -126,6 +126,26 @@ def only_pickled_weights(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not read by anyone\n")
 
 
+def only_gguf(folder: Path) -> None:
+    (folder / "tiny-Q4_K_M.gguf").write_bytes(b"GGUF, read by nobody\n")
+
+
+def only_consolidated_pth(folder: Path) -> None:
+    (folder / "params.json").write_text('{"dim": 8, "n_layers": 1}\n')
+    for part in range(2):
+        (folder / f"consolidated.{part:02}.pth").write_bytes(b"read by nobody\n")
+
+
+def only_consolidated_safetensors(folder: Path) -> None:
+    write(folder, None)
+    (folder / "consolidated.safetensors").write_bytes(save(tensors(), {"format": "pt"}))
+
+
+def parts_without_index(folder: Path) -> None:
+    write_sharded(folder)
+    (folder / INDEX).unlink()
+
+
 def no_weights(folder: Path) -> None:
     write(folder, None)
 
@@ -177,7 +197,8 @@ def overlapping_tensors(folder: Path) -> None:
 
 CASES: list[Callable[[Path], None]] = [
     missing_tensors, unknown_tensors, other_shape, several_faults, quantised_tensors, quantised_config,
-    other_architecture, no_config, only_pickled_weights, no_weights, missing_file, index_of_other_files,
+    other_architecture, no_config, only_pickled_weights, only_gguf,
+    only_consolidated_pth, only_consolidated_safetensors, parts_without_index, no_weights, missing_file, index_of_other_files,
     index_without_map, path_out_of_the_folder, cut_short, git_lfs_pointer, header_too_long, overlapping_tensors,
 ]  # fmt: skip
 

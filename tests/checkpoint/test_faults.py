@@ -13,6 +13,7 @@ import torch
 from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.checkpoint.written import Record, write_record
 from recipe_lib.errors import StorageError
 from recipe_lib.parallel.world import World
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train, tree
@@ -193,10 +194,13 @@ def test_a_naive_save_fails_the_same_test(memory_path: Path, monkeypatch: pytest
     assert lost >= count // 2
 
 
-@pytest.mark.parametrize("replacing", [False, True])
+@pytest.mark.parametrize(("replacing", "at_once"), [(False, True), (True, True), (True, False)])
 def test_an_export_that_ends_at_every_operation(
-    memory_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool, at_once: bool
 ) -> None:
+    if not at_once:  # a file system that cannot exchange two names
+        monkeypatch.setattr(files, "_exchange_names", lambda first, second: False)
+
     def export(seed: int, root: Path) -> None:
         with tiny_world() as world:
             model = tiny_model(world, seed, spec=SMALL)
@@ -206,6 +210,7 @@ def test_an_export_that_ends_at_every_operation(
     source = memory_path / "source"
     source.mkdir()
     whole = [{}]
+    write_record(source, Record())
     if replacing:
         export(0, source)
         whole = [tree(source / "model")]
@@ -221,10 +226,14 @@ def test_an_export_that_ends_at_every_operation(
             export(1, root)
 
         assert in_child(export_and_end) == 9
-        assert tree(root / "model") in [*whole, {}], "half a model has the final name"
+        if at_once:
+            assert tree(root / "model") in whole, "neither the old model nor the new one is there"
+        else:
+            places = [root / "model", *root.glob(".model.*.old")]
+            assert any(tree(place) in whole for place in places), "neither the old model nor the new one is left"
         export(1, root)
         assert tree(root / "model") == whole[-1]
-        assert [path.name for path in root.iterdir()] == ["model"]
+        assert sorted(path.name for path in root.iterdir()) == ["model", "written.json"]
         check_weights(SMALL, root / "model")
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.checkpoint.written import RECORD, Record, write_record
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train
 
 STEPS, KILLS = 12, 50
@@ -21,6 +23,9 @@ STEPS, KILLS = 12, 50
 
 def run(root: Path) -> None:
     """A run: goes on from the latest state; saves after every step, keeps two, exports now and then and at the end."""
+    files.remove_leftovers(root, RECORD)
+    if not (root / RECORD).exists():
+        write_record(root, Record())
     with tiny_world() as world:
         model = tiny_model(world)
         optimizer = OPTIMIZERS["adamw"](model.parameters())

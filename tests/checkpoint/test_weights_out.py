@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import warnings
 import weakref
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from recipe_lib.checkpoint import files, weights_out
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
+from recipe_lib.checkpoint.written import Record, write_record
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.units import format_bytes
@@ -185,9 +187,10 @@ def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> No
     with tiny_world() as world:
         first, second = tiny_model(world, 0), tiny_model(world, 1)
     out = tmp_path / "model"
+    write_record(tmp_path, Record())
     export(first, tiny_spec(), CONFIG, out, max_shard_bytes=700)
     export(second, tiny_spec(), CONFIG, out)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "written.json"]
     assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], second.lm_head.weight)
     assert not list(out.glob("model-*"))
     (tmp_path / "mine").mkdir()
@@ -195,9 +198,12 @@ def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> No
     with pytest.raises(CheckpointError) as raised:
         export(first, tiny_spec(), CONFIG, tmp_path / "mine")
     assert str(raised.value) == (
-        f"{tmp_path / 'mine'}: exists and is not a model folder; move it away, or choose another output_dir"
+        f"{tmp_path / 'mine' / 'thesis.txt'}: was not written by a run, and stays; what was to replace it is "
+        f"{tmp_path / 'mine-2'}"
     )
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+    assert torch.equal(load_file(tmp_path / "mine-2" / "model.safetensors")["lm_head.weight"], first.lm_head.weight)
 
 
 def test_rank_0_cannot_write_and_no_rank_hangs(tmp_path: Path) -> None:
@@ -226,6 +232,18 @@ def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(StorageError) as raised:
             weights_out.check_room(model, tmp_path / "new" / "model", world)
+        (tmp_path / "old" / "model").mkdir(parents=True)
+        with pytest.raises(StorageError) as beside:
+            weights_out.check_room(model, tmp_path / "old" / "model", world)
+        assert (
+            f"the model at the end of the run, beside the one in {tmp_path / 'old' / 'model'} that stays until then, "
+            "needs " in str(beside.value)
+        )
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        (tmp_path / "old" / ".model.0123abcd.tmp").mkdir()  # of a killed run: it is removed before there is a new one
+        (tmp_path / "old" / ".model.0123abcd.tmp" / "x").write_bytes(bytes(10**6))
+        weights_out.check_room(model, tmp_path / "old" / "model", world)
+        shutil.rmtree(tmp_path / "old")
     needed = format_bytes(sum(parameter.numel() for parameter in model.parameters()) * 4)
     assert str(raised.value) == (
         f"{tmp_path}: the model at the end of the run needs {needed}, 1000 B are free; "

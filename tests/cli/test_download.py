@@ -1,6 +1,7 @@
 """`tune download` from a hub on this machine: what is fetched, what never is, and a line for each refusal."""
 
 import errno
+import os
 import socket
 import subprocess
 import time
@@ -48,6 +49,25 @@ def names(folder: Path) -> set[str]:
     """The files in a folder, hidden ones and their folders left out."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return {name for name in files if not name.startswith(".cache/")}
+
+
+def test_a_file_that_was_changed_is_not_fetched_over(download: Download, tmp_path: Path):
+    output = tmp_path / "good"
+    assert download("owner/good", "--output-dir", output).returncode == 0
+    config = output / "tokenizer_config.json"
+    fetched = config.stat().st_mtime
+    config.write_text('{"mine": true}')
+    os.utime(config, (fetched + 60, fetched + 60))
+    result = download("owner/good", "--output-dir", output, "--revision", "v2")
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"error: {config}: is not what was downloaded, or was changed since; move it away, or choose another "
+        "--output-dir\n"
+    )
+    assert config.read_text() == '{"mine": true}'
+    config.unlink()
+    assert download("owner/good", "--output-dir", output).returncode == 0
+    assert config.read_text() == "{}"
 
 
 def test_safe_files_and_no_others(download: Download, hub: Hub, tmp_path: Path):

@@ -109,6 +109,26 @@ def test_a_value_read_in_a_step_is_told_with_its_line(tmp_path: Path, capsys: py
     assert said.count("\n") == 1
 
 
+def test_a_relative_path_and_what_a_recipe_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """A fault in a step is told with its line, and nothing but the plan is on standard output."""
+    text = (ROOT / "recipes" / f"{RECIPE}.py").read_text(encoding="utf-8")
+    step = "        self.optimizer.step()\n"
+    for name, added in (("planned_prints", "print(loss)"), ("planned_reads_here", "loss.item()")):
+        (tmp_path / f"{name}.py").write_text(text.replace(step, f"        {added}\n{step}"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    common = [*CONFIG, "--sequence", "16", "--device", "24GB"]
+    assert main(["plan", "planned_prints.py", *common, "--json", "-"]) == 0
+    said = capsys.readouterr()
+    assert Plan.from_json(json.loads(said.out)).verdict == FITS
+    assert "FakeTensor" in said.err
+    assert main(["plan", "planned_reads_here.py", *common]) == 2
+    number = text.splitlines().index(step.rstrip()) + 1
+    place = f"error: {tmp_path / 'planned_reads_here.py'}:{number}: FullFinetune.train_step: reads the value of a tens"
+    assert capsys.readouterr().err.startswith(place)
+
+
 def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixture):
     """Its momentum is as large as the parameters. Rates are those of the run's own dtype."""
     words = [*CONFIG, "--sequence", "30", "--device", "24GB", "dtype=fp32", "data.pad_to_multiple=64", "--json", "-"]

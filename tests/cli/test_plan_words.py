@@ -10,6 +10,7 @@ import pytest
 
 from recipe_lib.cli import own_device, plan
 from recipe_lib.cli.recipes import Recipe, load_module
+from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.cost import collective_seconds
@@ -70,7 +71,7 @@ def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
         (["--nproc_per_nod", "4", *CONFIG], "unknown option --nproc_per_nod; did you mean --nproc_per_node?"),
         ([*CONFIG, "--rdzv-id"], "--rdzv-id: expected a value"),
         (["-m", "recipe", *CONFIG], "-m cannot be used: RECIPE is the name of a recipe or a .py file"),
-        (["--nnodes", "2:1", *CONFIG], "--nnodes 2:1: expected N or MIN:MAX, numbers >= 1"),
+        (["--nnodes", "2:1", *CONFIG], "--nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999"),
         (["one", "two", *CONFIG], "unexpected argument two; see `tune plan --help`"),
         ([], "no config; expected: tune plan [RECIPE] --config CONFIG"),
         (
@@ -201,7 +202,11 @@ def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
     step = load_module(file).step
     told = re.escape(f"{show(str(file))}:2: raised KeyError while it was planned: 'weights'")
     with pytest.raises(ConfigError, match=f"^{told}"):
-        with plan.explained(recipe):
+        with plan.explained(recipe, load_config("demo/full")):
             step()
-    with pytest.raises(KeyError), plan.explained(Recipe.find("full_finetune_distributed")):
+    foreign = load_config("demo/full", ["model.source=transformers"])
+    with pytest.raises(ConfigError, match="^model.source=transformers: its class raised KeyError on the simulated"):
+        with plan.explained(Recipe.find("full_finetune_distributed"), foreign):
+            step()
+    with pytest.raises(KeyError), plan.explained(Recipe.find("full_finetune_distributed"), load_config("demo/full")):
         step()

@@ -82,9 +82,19 @@ MISTAKES = [
     ),
     (["--nproc", "2", RECIPE], "tune run: unknown torchrun flag --nproc; did you mean --nproc-per-node?"),
     (["--frob", "2", RECIPE], "tune run: unknown torchrun flag --frob; see `torchrun --help`"),
-    (["--nproc_per_node", "0", RECIPE], "tune run: --nproc_per_node 0: expected a number >= 1, or auto, cpu, gpu, xpu"),
-    (["--nproc_per_node=-2", RECIPE], "tune run: --nproc_per_node -2: expected a number >= 1, or auto, cpu, gpu, xpu"),
-    (["--nnodes", "2:1", RECIPE], "tune run: --nnodes 2:1: expected N or MIN:MAX, numbers >= 1"),
+    (
+        ["--nproc_per_node", "0", RECIPE],
+        "tune run: --nproc_per_node 0: expected a number from 1 to 99999, or auto, cpu, gpu, xpu",
+    ),
+    (
+        ["--nproc_per_node=-2", RECIPE],
+        "tune run: --nproc_per_node -2: expected a number from 1 to 99999, or auto, cpu, gpu, xpu",
+    ),
+    (
+        ["--nproc_per_node", "9" * 9, RECIPE],
+        "tune run: --nproc_per_node 999999999: expected a number from 1 to 99999, or auto, cpu, gpu, xpu",
+    ),
+    (["--nnodes", "2:1", RECIPE], "tune run: --nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999"),
     (["--no-python", RECIPE], "tune run: --no-python cannot be used: RECIPE is the name of a recipe or a .py file"),
     (["-m", RECIPE], "tune run: -m cannot be used: RECIPE is the name of a recipe or a .py file"),
     (

@@ -78,9 +78,16 @@ def test_predicates_read_objects_too():
 
 def test_the_line_is_that_of_the_later_key(faults):
     text = GOOD + "overwrite: true\nseed: 3\nresume: latest\n"
-    reason = "resume, overwrite: one goes on from what output_dir holds, the other removes it; remove one of the two"
+    reason = "resume, overwrite: one goes on from what output_dir holds, the other replaces it; remove one of the two"
     assert faults(text, whole=True) == [f"c.yaml:5: {reason}"]
     assert faults(GOOD + "resume: latest\n", "overwrite=true", whole=True) == [f"command line: {reason}"]
+
+
+def test_what_is_to_be_removed_is_named_where_it_stands(faults):
+    """The file has a pipeline's keys; the command line takes the pipeline away."""
+    text = GOOD + "parallel:\n  pipeline: 2\n  pipeline_schedule: gpipe\n"
+    found = faults(text, "parallel.pipeline=1", whole=True)
+    assert len(found) == 1 and found[0].startswith("c.yaml:5: ") and "remove parallel.pipeline_schedule" in found[0]
 
 
 def test_no_combination_is_judged_by_a_wrong_value(faults):

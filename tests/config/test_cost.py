@@ -1,14 +1,14 @@
-"""Reading a config is quick and imports no torch."""
+"""Reading a config imports no torch, and little else; `python -m benchmarks.footprint` has the seconds."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 0.3  # seconds of CPU, the interpreter's start included
+LIMIT = 300  # modules, the interpreter's own included; torch brings 900 more
 
 CODE = """
-import resource, sys
+import sys
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.describe import describe_text
 from recipe_lib.config.places import list_configs
@@ -22,18 +22,14 @@ except ConfigError as error:
 assert describe_text(FullFinetuneConfig)
 heavy = {"torch", "numpy", "transformers", "huggingface_hub", "rich", "jinja2"} & set(sys.modules)
 assert not heavy, heavy
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(used.ru_utime + used.ru_stime)
+print(len(sys.modules))
 """
 
 
 def test_cost():
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        seconds.append(float(done.stdout))
-    assert min(seconds) < LIMIT
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < LIMIT
 
 
 def test_importing_the_package_brings_neither_yaml_nor_omegaconf():

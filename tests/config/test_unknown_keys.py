@@ -126,7 +126,7 @@ def test_all_faults_at_once_in_file_order(faults):
         "c.yaml:5: log.every_steps: set twice, first on line 4; remove one of the two",
         "command line: epochs=0: found 0, expected an integer >= 1",
         f"command line: nope=1: unknown key{ALL}",
-        "c.yaml:7: resume, overwrite: one goes on from what output_dir holds, the other removes it; "
+        "c.yaml:7: resume, overwrite: one goes on from what output_dir holds, the other replaces it; "
         "remove one of the two",
     ]
 
@@ -153,5 +153,5 @@ def test_a_config_of_another_shipped_recipe(faults, monkeypatch):
     monkeypatch.setitem(load.RECIPE_CONFIGS, "other_recipe", FullFinetuneConfig)
     assert faults("recipe: other_recipe\n") == [
         "c.yaml:1: recipe: found 'other_recipe', expected full_finetune_distributed; "
-        "run it with that recipe: tune run other_recipe"
+        "run it with that recipe: tune run other_recipe, or override it: recipe=full_finetune_distributed"
     ]

@@ -171,11 +171,12 @@ def trained_texts(encoder: Encoder, encoded: Encoded) -> list[str]:
 
 
 def outcome(encoder: Encoder, column: str) -> list[str] | str:
-    """What is trained of a row, or why it is refused."""
+    """What is trained of a row, or why it is refused; behind `|`: another sequence begins."""
     try:
         if column == "preference":
             return [text for encoded in encoder.encode_preference(PAIR) for text in trained_texts(encoder, encoded)]
-        return trained_texts(encoder, encoder.encode(sample_of(column)))
+        found = [trained_texts(encoder, encoded) for encoded in encoder.encode_row(sample_of(column)).sequences]
+        return [text for number, texts in enumerate(found) for text in (["|"] if number else []) + texts]
     except RowFault as fault:
         return f"refused: {fault.cause}"
 
@@ -188,16 +189,60 @@ roles such as `[assistant, tool]`. A message with `train: false` is left out and
 whatever its role. In `prompt_completion` it is the completion and the EOS token behind it, in `text` every token but
 the first, in `preference` the chosen and the rejected answer, whatever `data.train_on` says.
 
-Messages are found by rendering the conversation up to each of them with the chat template and comparing with the
-rendering of the whole. Where the two differ the row is refused, with the first token that differs: the model would
-otherwise be trained behind another text than it is asked to go on from. What helps: `data.train_on: last` where only
-earlier answers are written anew (the line says so), or another template in `tokenizer.chat_template`. A row is also
-refused if the template leaves out a part of an answer, a tool call, or the tools. `data.bad_rows: skip` counts such
-rows and goes on.
+An answer is found by two renderings of the chat template: of the conversation before it, with the prompt for the next
+answer, and of the conversation in which it comes last. What the second adds to the first is what a model must write,
+and it ends with the last token that the model must write: for Command R7B `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`, for
+gpt-oss `<|return|>`, or `<|call|>` behind a tool call. A line end behind that is not trained, nor an EOS that the
+template puts behind the whole conversation. GLM-4.5 writes no end: the first token of the next turn says that the
+answer is over (`<|user|>`, or `<|observation|>` behind a tool call), and that is trained.
+
+## Templates that rewrite history
+
+Many templates drop the thoughts of earlier turns, write the last answer with another end, or move the system message.
+One sequence cannot hold all answers of such a conversation as they are generated. With `data.history: auto` the answers
+that fit into one sequence share it, and each of the others gets a sequence of its own, which ends with it: its past is
+rendered as when generating and is not trained. Where nothing is rewritten a conversation stays one sequence. The log
+says how many conversations became how many sequences, and what that costs in tokens; `data.packing` puts them into rows
+with others. `split` gives every answer a sequence of its own, and `refuse` makes a row a bad one whose template
+rewrites history, with the first token that differs.
+
+Each sequence counts as a row: for `batch_size`, the steps of an epoch, a source's weight, `max_seq_len`, validation,
+copies. Two conversations that begin alike may have a sequence in common. Other roles than the assistant can be
+trained only where one sequence holds the conversation (`data.train_on: [user, assistant]`).
+
+## Thoughts
+
+A thought stands between `<think>` and `</think>` at the beginning of an answer, or in the message's
+`reasoning_content`, `thinking` or `reasoning`. It is put where the template reads it: `thinking` for gpt-oss,
+`reasoning_content` for Qwen3. A template that writes none of these fields has the row refused, since a part of the
+answer would be left out.
+
+Some templates end the prompt with `<think>` (DeepSeek-R1, Qwen3.5, Nemotron 3). Trained is what a model must write
+behind that: the thought, `</think>`, the answer; without a thought, `</think>` and the answer. The end of the thought
+is written as the template does; DeepSeek's drops thoughts, and there it is a line end, `</think>` and an empty line.
+Where the prompt ends with a thought that is over (`<think>`, `</think>`), an answer without one is trained behind it,
+and one with a thought behind the prompt that the template has for `enable_thinking=True`.
+
+## Templates that mark answers
+
+Some templates say with `{% generation %}` what an answer is. That is what the loss counts then, as transformers has it
+in `return_assistant_tokens_mask`. The log and `tune data check` say in how many answers it is not what generation is
+asked for (`generation-marks`: the mark begins before the end of the prompt, or has not the end of the turn), with the
+first of them, and in how many it only has white space behind the end.
+
+## What is refused
+
+A row is refused if the template objects to it, if it leaves out a part of an answer, a tool call, or the tools, or if
+an answer does not go on from its prompt. `data.bad_rows: skip` counts such rows and goes on. An answer whose last token
+is none that generation stops at (EOS, those in `generation_config.json`, what ends the template's turn) is trained, and
+`tune data check` counts it (`untrained-ends`).
+
+## What real templates do
 
 The table is what real templates do with a row of each kind. `A` and `B` are the first and the second answer, `T` is
-`<think>`, a thought and `</think>`, and ` ` before an answer is the template's own. Made by
-`python -m tests.data.masks_cases`.
+`<think>`, a thought and `</think>`, and ` ` before an answer is the template's own; *and* stands between sequences.
+Made by `python -m tests.data.masks_cases`. `tests/data/test_history.py` compares those of trl and others with what
+transformers renders for generation.
 """
 
 
@@ -206,7 +251,9 @@ def cell_of(found: list[str] | str) -> str:
     if isinstance(found, str):
         return found.replace("refused by the chat template", "the template objects")
     short = [text.replace(THOUGHT, "T").replace(HOT, "A").replace(MILD, "B") for text in found]
-    return "<br>".join("`" + text.replace("\n", "\\n").replace("|", "\\|") + "`" for text in short)
+    return "<br>".join(
+        "*and*" if text == "|" else "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`" for text in short
+    )
 
 
 def page(encoders: Iterable[Encoder]) -> str:

@@ -18,7 +18,7 @@ LEFT_OUT, OBJECTS = REFUSED + "tool call left out", REFUSED + "refused by the ch
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
 QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 MISTRAL_CALL = '[{"name": "weather", "arguments": {"city": "Rome"}, "id": "call00001"}]</s>'
-MOVED, REWRITTEN = REFUSED + "template writes the past anew", REFUSED + "template writes an answer anew"
+QWEN3_CALL = "<think>\n\n</think>\n\n" + QWEN_CALL
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 # name -> how an answer is written, what is trained of the row with tools, columns that are another matter
@@ -30,18 +30,25 @@ EXPECTED: dict[str, tuple[str, list[str] | str, dict[str, list[str] | str]]] = {
     "Qwen2.5": ("{}<|im_end|>", [QWEN_CALL + "<|im_end|>", HOT + "<|im_end|>"], {}),
     "Qwen3": (
         NO_THOUGHT + "{}<|im_end|>",
-        REWRITTEN,
-        {"sharegpt, two answers": REWRITTEN, "messages with thoughts, two answers": REWRITTEN},
+        [QWEN3_CALL + "<|im_end|>", "|", NO_THOUGHT + HOT + "<|im_end|>"],
+        {
+            "sharegpt, two answers": [NO_THOUGHT + HOT + "<|im_end|>", "|", NO_THOUGHT + MILD + "<|im_end|>"],
+            "messages with thoughts, two answers": [THOUGHT + HOT + "<|im_end|>", "|", THOUGHT + MILD + "<|im_end|>"],
+        },
     ),
     "Mistral v1": (" {}</s>", OBJECTS, {}),
-    "Mistral v3": (" {}</s>", ["[TOOL_CALLS] " + MISTRAL_CALL, f" {HOT}</s>"], {"messages with system": MOVED}),
-    "Mistral Nemo": ("{}</s>", ["[TOOL_CALLS]" + MISTRAL_CALL, HOT + "</s>"], {"messages with system": MOVED}),
+    "Mistral v3": (" {}</s>", ["[TOOL_CALLS] " + MISTRAL_CALL, f" {HOT}</s>"], {}),
+    "Mistral Nemo": ("{}</s>", ["[TOOL_CALLS]" + MISTRAL_CALL, HOT + "</s>"], {}),
     "Gemma 2": ("{}<end_of_turn>", OBJECTS, {"messages with system": OBJECTS}),
     "Gemma 3": ("{}<end_of_turn>", OBJECTS, {}),
     "Phi-3": ("{}<|end|>", LEFT_OUT, {}),
     "Phi-4": ("{}<|im_end|>", LEFT_OUT, {}),
     "ChatML": ("{}<|im_end|>", LEFT_OUT, {}),
-    "Hermes 3": ("", MOVED, dict.fromkeys([*(row for row in ROWS if row != TOOLS), "preference"], OBJECTS)),
+    "Hermes 3": (
+        "",
+        [QWEN_CALL + "<|im_end|>", HOT + "<|im_end|>"],
+        dict.fromkeys([*(row for row in ROWS if row != TOOLS), "preference"], OBJECTS),
+    ),
     "none: plain": ("{}<|endoftext|>", OBJECTS, {}),
 }
 
@@ -86,7 +93,7 @@ def test_what_is_trained(name: str, encoder_of: Callable[..., Encoder]):
     assert {column: masks_cases.outcome(encoder, column) for column in expected} == expected | others
 
 
-def test_the_last_answer_can_be_trained_where_earlier_ones_are_rewritten(encoder_of: Callable[..., Encoder]):
+def test_the_last_answer_alone(encoder_of: Callable[..., Encoder]):
     """Qwen3 drops the thoughts of all answers but those behind the last question."""
     encoder = encoder_of("Qwen3", "last")
     for column, before in (("sharegpt, two answers", NO_THOUGHT), ("messages with thoughts, two answers", THOUGHT)):
@@ -116,7 +123,7 @@ def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of
     compared = 0
     for column in ROWS:
         sample = masks_cases.sample_of(column)
-        if isinstance(masks_cases.outcome(encoder_of(name), column), str) and EXPECTED[name][1] != REWRITTEN:
+        if isinstance(masks_cases.outcome(encoder_of(name), column), str):
             continue
         for tools, prompt in ((sample.tools, False), (sample.tools, True)):
             asked = {

@@ -193,7 +193,7 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
     def no(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.open", no)
+    monkeypatch.setattr("os.open", no)
     refused(tmp_path / "a.jsonl", r"a.jsonl: the file cannot be read \(Permission denied\); check its permissions")
 
 

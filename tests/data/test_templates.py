@@ -120,41 +120,59 @@ def test_qwen_puts_its_own_system_message(encoder_of):
     assert "Qwen" not in encoder.tokenizer.decode(encoder.encode(sample).ids)
 
 
-def test_a_template_that_moves_the_system_message_is_refused_with_the_place(real_folder, realdata):
+def test_a_template_that_moves_the_system_message_gives_each_answer_its_prompt(real_folder, realdata):
     """Mistral v0.3 writes the system message into the last user message, so the past changes with every turn."""
     config = json.loads((realdata / "hf-layouts" / "mistral-7b-instruct-v0.3" / "tokenizer_config.json").read_text())
     (file := real_folder("mistral") / "v3.jinja").write_text(config["chat_template"])
     path = real_folder("mistral") / "mistral_instruct_tokenizer_240323.model.v3"
-    encoder = Encoder(load_tokenizer(path, file), "auto")
+    tokenizer = load_tokenizer(path, file)
+    encoder = Encoder(tokenizer, "auto")
     assert answers(encoder, FOUR_TURNS)[1] == " user\n\nassistant</s>"
+    sample = conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
+    first, second = encoder.encode_row(sample).sequences
+    assert trained_texts(encoder, first) == [" Hello, 你好 😀</s>"]
+    assert trained_texts(encoder, second) == [" user\n\nassistant</s>"]
+    for encoded, count in ((first, 2), (second, 4)):
+        prompt = render_prompt(tokenizer, sample.messages[:count])
+        assert encoded.ids[: len(prompt)] == prompt and all(encoded.trained[len(prompt) :])
+        assert "s\n\n" in tokenizer.decode(prompt)
     line = (
         r"message 3: the chat template writes what stands before it differently once it is there: at token 4 found "
-        r"' Hi', expected ' s' as when generating; set tokenizer.chat_template to one that does not$"
+        r"' Hi', expected ' s' as when generating; set data.history to auto, or tokenizer.chat_template to one that"
     )
     with pytest.raises(RowFault, match=line):
-        encoder.encode(conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages]))
+        Encoder(tokenizer, "auto", history="refuse").encode(sample)
 
 
-def test_qwen3_drops_old_thoughts_and_says_what_helps(real_folder, realdata):
+def test_qwen3_drops_old_thoughts(real_folder, realdata):
     config = json.loads((real_folder("qwen3") / "tokenizer_config.json").read_text())
     (file := real_folder("qwen2_5") / "qwen3.jinja").write_text(config["chat_template"])
     encoder = Encoder(load_tokenizer(real_folder("qwen2_5"), file), "auto")
     thought = {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}
-    assert answers(encoder, conversation([FOUR_TURNS.messages[0], thought])) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
+    said = ["<think>\nb\n</think>\n\nc<|im_end|>"]
+    assert answers(encoder, conversation([FOUR_TURNS.messages[0], thought])) == said
     twice = conversation([FOUR_TURNS.messages[0], thought, FOUR_TURNS.messages[0], thought])
-    line = (
-        r"message 2: the chat template writes it otherwise later on: at token \d+ found 'c', expected '<.*' as when "
-        r"the answer comes last; set data.train_on to last, or tokenizer.chat_template to one that does not$"
-    )
-    with pytest.raises(RowFault, match=line):
-        encoder.encode(twice)
+    first, second = encoder.encode_row(twice).sequences
+    assert trained_texts(encoder, first) == trained_texts(encoder, second) == said
+    assert encoder.tokenizer.decode(second.ids).count("<think>") == 1
     last = Encoder(encoder.tokenizer, "auto", "last")
-    assert answers(last, twice) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
+    assert answers(last, twice) == said
     assert answers(last, FOUR_TURNS) == ["<think>\n\n</think>\n\nuser\n\nassistant<|im_end|>"]
 
 
-def test_a_prompt_that_its_own_template_does_not_go_on_from_is_refused(real_folder, realdata):
+def test_a_thought_that_the_prompt_begins_is_ended(real_folder, realdata):
     encoder = Encoder(load_tokenizer(real_folder("qwen2_5"), realdata / "chat-templates/axolotl/qwen3.jinja"), "auto")
+    found = encoder.encode_row(FOUR_TURNS).sequences
+    ended = [["</think>\n\nHello, 你好 😀<|im_end|>"], ["</think>\n\nuser\n\nassistant<|im_end|>"]]
+    assert [trained_texts(encoder, encoded) for encoded in found] == ended
+
+
+def test_an_answer_that_does_not_go_on_from_its_prompt_is_refused(tmp_path):
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>answer: ' }}{% endif %}"
+    )
+    encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "auto")
     with pytest.raises(RowFault, match="message 2: the chat template writes what stands before it differently"):
         encoder.encode(FOUR_TURNS)
 

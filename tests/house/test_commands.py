@@ -6,6 +6,7 @@ GPUs or several processes are checked as far as `tune run` checks them before it
 other programs have to exist. A command that no rule here knows fails the test.
 """
 
+import json
 import re
 import runpy
 import subprocess
@@ -79,7 +80,7 @@ def check(words: list[str], clone: Path) -> None:
         development = {distribution(name) for name in PROJECT["project"]["optional-dependencies"]["dev"]}
         assert distribution(program.removeprefix(".venv/bin/")) in development, line
     else:
-        assert line in ("pip install torch", "pip install -e .", "source .venv/bin/activate"), f"no rule for: {line}"
+        assert line.startswith("pip install torch>=") or line in ("pip install -e .", "source .venv/bin/activate"), line
 
 
 def check_python(words: list[str], clone: Path) -> None:
@@ -152,7 +153,8 @@ def check_run(words: list[str]) -> None:
 
 
 def edit_recipe(path: Path, block: Block) -> None:
-    """Follows docs/your_recipe.md: the block named Config takes a line's place, the other one is put below a line."""
+    """Follows docs/your_recipe.md: the block named Config takes a line's place, that named Correction is put above the
+    recipe's class, the others below a line."""
     text = path.read_text(encoding="utf-8")
     if block.name == "Config":
         line = "Config = FullFinetuneConfig\n"
@@ -160,6 +162,8 @@ def edit_recipe(path: Path, block: Block) -> None:
         assert text.count(line) == 1 and text.count(imported) == 1
         text = text.replace(line, block.text).replace(imported, f"{imported}from recipe_lib.config.schema import key\n")
         text = text.replace("from pathlib", "from dataclasses import dataclass\nfrom pathlib", 1)
+    elif block.name == "Correction":
+        text = text.replace("class FullFinetune:", f"{block.text}\n\nclass FullFinetune:", 1)
     else:
         line = next(line for line in text.splitlines(keepends=True) if "build_meta(" in line)
         text = text.replace(line, line + block.text)
@@ -172,7 +176,7 @@ def test_edited_recipe_freezes_the_embedding(clone: Path):
 
     assert tune(["cp", "full_finetune_distributed", "mine.py"]) == 0
     for block in blocks(ROOT / "docs" / "your_recipe.md"):
-        if block.mark == "recipe":
+        if block.mark == "recipe" and block.name in ("Config", "setup_model"):
             edit_recipe(clone / "mine.py", block)
     sys.modules.pop("recipe_mine", None)
     embeddings = {}
@@ -182,3 +186,29 @@ def test_edited_recipe_freezes_the_embedding(clone: Path):
         embeddings[name] = load_file(clone / name / "model" / "model.safetensors")["model.embed_tokens.weight"]
     assert (embeddings["frozen"] == embeddings["start"]).all()
     assert not (embeddings["free"] == embeddings["start"]).all()
+
+
+def test_edited_recipe_adds_a_layer(clone: Path):
+    """It begins as without the layer, and ends with one that is trained and written."""
+    from safetensors.torch import load_file
+
+    first_loss = []
+    for name in ("plain.py", "mine.py"):
+        assert tune(["cp", "full_finetune_distributed", name]) == 0
+        for block in blocks(ROOT / "docs" / "your_recipe.md"):
+            if name == "mine.py" and block.mark == "recipe" and block.name in ("Correction", "add_layer"):
+                edit_recipe(clone / name, block)
+        sys.modules.pop(f"recipe_{Path(name).stem}", None)
+        options = [
+            "max_steps=2",
+            f"output_dir=out_{name[:-3]}",
+            "data.max_rows=200",
+            "checkpoint.extra_parameters=save",
+        ]
+        assert tune(["run", f"./{name}", "--config", "demo/full", *options]) == 0
+        lines = (clone / f"out_{name[:-3]}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        first_loss.append(json.loads(lines[0])["loss"])
+    assert first_loss[0] == first_loss[1]
+    written = load_file(clone / "out_mine" / "model" / "model.safetensors")
+    corrections = [value for name, value in written.items() if name.endswith("mlp.correction.weight")]
+    assert len(corrections) == 4 and all(value.any() for value in corrections)

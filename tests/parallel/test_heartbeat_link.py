@@ -102,5 +102,3 @@ def test_a_link_that_is_cut_ends_both_machines(machines: tuple[str, str], tmp_pa
     assert re.match(f"error: rank 1 {waits}", first), first
     store = f"the store of the run at {_ADDRESSES[0]}:{port}, and with it rank 0,"
     assert re.match(f"error: {store} {waits}", second), second
-        second
-    )

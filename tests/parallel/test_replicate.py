@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel import replicate
 from recipe_lib.parallel.replicate import Replicas, is_replicated, sum_gradients_of_replicas
-from recipe_lib.parallel.world import mesh_shape
 from recipe_lib.training.numbers import _devices
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError
-from recipe_lib.parallel.world import MESH_DIMS, World, communicators, mesh_shape, start_world, world_of
+from recipe_lib.parallel.world import MESH_DIMS, World, communicators, start_world, world_of
 from tests.distributed.ranks import RankFailure, free_port, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.models.layers import layer_names
+from recipe_lib.parallel import shard_model, shard_tensors, start_world
 from recipe_lib.parallel.wrapping import describe_units, parameter_bytes, resolve_wrapping
-from recipe_lib.units import MIB
+from recipe_lib.units import MIB, format_bytes
+from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
@@ -152,4 +155,23 @@ def test_a_policy_without_layers_is_refused() -> None:
         resolve_wrapping(model, "layers")
     assert str(caught.value) == (
         "parallel.wrapping: found layers, but the model has no list of layers; name its units by patterns, such as [*]"
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stays_gathered_under_tensor_parallel(tied: bool) -> None:
+    """Of four ranks, two by two: a rank's half of embedding and output, and the last norm, which no unit holds."""
+
+    def line() -> str:
+        parallel = ParallelConfig(tensor=2, wrapping="layers")
+        with start_world(FullFinetuneConfig(parallel=parallel, device="cpu")) as world:
+            model = build_meta(small_spec(tied=tied), torch.float32)
+            shard_tensors(model, parallel, MemoryConfig(), world)
+            return describe_units(model, shard_model(model, parallel, MemoryConfig(), world))
+
+    halves = (1 if tied else 2) * VOCABULARY * WIDTH * 4 // 2
+    layer = (WIDTH * (32 + 2 * 16) + 32 * WIDTH + 3 * WIDTH * MLP_WIDTH) * 4 // 2 + 2 * WIDTH * 4
+    assert (
+        run_ranks(line, 4)
+        == [f"FSDP units: 3 x {format_bytes(layer)}; always gathered: {format_bytes(halves + WIDTH * 4)}"] * 4
     )

@@ -33,6 +33,8 @@ def hand_made(**changed: object) -> Plan:
         PhasePeak("step", active, active + 12345, active + GIB, active + GIB // 3, 11 * MIB, "backward", "model.norm"),
         PhasePeak("save", active // 2, active // 2, active + GIB, active + GIB // 3, 5 * GIB + 3),
     ]
+    for peak in peaks:
+        peak.requested = peak.active
     rank = RankPlan(0, {"data_shard": 0}, peaks, alive, 30_000)
     outside = OutsideTorch(context=512 * MIB + 77, nccl=700 * MIB + 5, reserve=3 * MIB)
     memory = 24564 * MIB

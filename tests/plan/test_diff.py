@@ -69,7 +69,7 @@ def test_kinds_add_up_to_the_peak():
     first, second = hand_made(), changed()
     found = rows(render_diff(first, second, width=100))
     names = [name for name in found if name.startswith("alive at the peak/")]
-    assert {"alive at the peak/gathered", "alive at the peak/not accounted for"} < set(names)
+    assert {"alive at the peak/gathered", "alive at the peak/rounded up to blocks"} < set(names)
     for at in range(3):
         *kinds, active = [in_bytes(found[name][at]) for name in names]
         assert sum(kinds) == pytest.approx(active, abs=0.01 * GIB * len(kinds))

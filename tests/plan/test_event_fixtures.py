@@ -55,7 +55,7 @@ def test_a_snapshot_comes_back_exactly(tmp_path, expandable, share):
     assert found.retries == expected.retries
     assert (found.allocated, found.active) == (
         max(phase.allocated for phase in expected.phases.values()),
-        expected.active_rounded,
+        expected.active,
     )
 
 

@@ -70,11 +70,11 @@ def test_the_dry_run_compares_with_a_real_run_on_the_cpu(tmp_path: Path, monkeyp
     for row in rows[:2]:
         assert set(row["measured"]["peaks"]) == {FIRST, STEADY}
         for phase, peaks in row["measured"]["peaks"].items():
-            assert row["planned"][phase]["active"] == peaks["active"] > 0
+            assert row["planned"][phase]["requested"] == peaks["requested"] > 0
     assert "unplanned" in rows[2]["planned"] and "refused" in rows[3]["planned"]
     text = (tmp_path / "gpu-ladder-dry-run-cpu.md").read_text()
     assert "Nothing was measured on a GPU" in text and "refused: matmul_dtype: found fp8 for cpu" in text
-    rows[1]["planned"][STEADY]["active"] -= 1
+    rows[1]["planned"][STEADY]["requested"] -= 1
     assert [gpu_ladder.is_wrong(row, False) for row in rows] == [False, True, False, False]
     assert gpu_ladder.is_wrong({"failed": "why"}, False) and gpu_ladder.is_wrong({"planned": {"failed": "why"}}, True)
 
@@ -189,7 +189,7 @@ def test_the_cards_dry_run_runs_settings_and_longest_row(tmp_path: Path, monkeyp
     rows = json.loads((tmp_path / "gpu-cards-dry-run-cpu.json").read_text())["rows"]
     assert [(row["row_tokens"], row["cards"]) for row in rows] == [(64, 2), (96, 2)]
     for row in rows:
-        assert row["planned"][STEADY]["active"] == row["measured"]["peaks"][STEADY]["active"] > 0
+        assert row["planned"][STEADY]["requested"] == row["measured"]["peaks"][STEADY]["requested"] > 0
         assert 22 * GIB < row["cap"] < 23.5 * GIB  # of 23.52 GiB, less context, reserve and NCCL
     assert "Nothing was measured on a GPU" in (tmp_path / "gpu-cards-dry-run-cpu.md").read_text()
 

@@ -130,7 +130,7 @@ class Module:
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         self.bytes += 1
-        return {f"{name}_bytes.all.peak": self.bytes for name in ("requested", "allocated", "reserved")}
+        return {f"{name}_bytes.all.peak": self.bytes for name in ("requested", "active", "allocated", "reserved")}
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.resets += 1
@@ -155,7 +155,7 @@ def test_steps_are_run_as_the_planner_simulates_them(whole_history: bool) -> Non
         assert found == {"peaks": {}, "out_of_memory": FIRST} and not seconds
         return
     assert len(seconds) == 3 and min(seconds) > 0
-    alike = dict.fromkeys(("active", "allocated", "reserved"), 1)
+    alike = dict.fromkeys(("requested", "active", "allocated", "reserved"), 1)
     assert found == {"peaks": {FIRST: alike, STEADY: dict.fromkeys(alike, 3)}}
 
 

@@ -22,12 +22,12 @@ def test_peaks_are_by_phase_and_the_pool_stays():
     found = replay(writer.trace)
     setup, step = found.phases["setup"], found.phases["step"]
     assert list(found.phases) == ["setup", "step"] and found.survived and found.events == 7
-    assert (setup.requested, setup.allocated, setup.active_rounded, setup.reserved) == (110 * MIB,) * 3 + (110 * MIB,)
+    assert (setup.requested, setup.allocated, setup.active, setup.reserved) == (110 * MIB,) * 3 + (110 * MIB,)
     # Of the free 100 MiB: 20 MiB and 512 B. The other stream takes 20 MiB of its own.
     assert step.requested == 30 * MIB + 1
-    assert step.allocated == step.active_rounded == 30 * MIB + 512
+    assert step.allocated == step.active == 30 * MIB + 512
     assert step.reserved == 130 * MIB == found.reserved
-    assert found.active_rounded == 110 * MIB
+    assert found.active == 110 * MIB
 
 
 def test_a_phase_that_comes_twice_keeps_its_largest_peaks():
@@ -45,15 +45,15 @@ def test_requested_peaks_are_those_of_the_trace():
     found = replay(trace)
     assert {name: peak.requested for name, peak in found.phases.items()} == trace.active_peaks()
     for peak in found.phases.values():
-        assert peak.requested < peak.allocated == peak.active_rounded < peak.reserved
+        assert peak.requested < peak.allocated == peak.active < peak.reserved
 
 
 def test_expandable_segments_reserve_little_more_than_is_active():
     trace = steps_of_training(layers=20)
     default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
     assert expandable.reserved < default.reserved
-    assert expandable.active_rounded <= default.active_rounded  # whose blocks may have unsplit rests
-    assert expandable.reserved < 1.1 * expandable.active_rounded
+    assert expandable.active <= default.active  # whose blocks may have unsplit rests
+    assert expandable.reserved < 1.1 * expandable.active
 
 
 def test_where_memory_runs_out_is_named():

@@ -68,7 +68,7 @@ def check_tree(text: str, plan: Plan) -> None:
     for alive in plan.heaviest.alive:
         kinds[alive.kind] += alive.bytes
     shown = {rows[child][1]: rows[child][2] for child in children(rows, 0)}
-    assert set(shown) - {"not accounted for"} == set(kinds)
+    assert set(shown) - {"rounded up to blocks"} == set(kinds)
     for kind, num_bytes in kinds.items():
         assert abs(shown[kind] - Fraction(num_bytes * 100, unit)) <= 1.5
 
@@ -102,13 +102,13 @@ def test_small_branches_are_folded():
     assert [name for indent, name, *_ in tree(text) if indent == 6] == ["large", "19 smaller"]
 
 
-def test_what_no_storage_explains_is_a_line():
+def test_what_blocks_take_beyond_their_tensors_is_a_line():
     plan = hand_made()
     plan.heaviest.peak.active += 2 * GIB
     text = render(plan, depth=3, width=100)
     check_tree(text, plan)
     found = {name: number for _, name, number, _, _ in tree(text)}
-    assert abs(found["not accounted for"] - 200) <= 1
+    assert abs(found["rounded up to blocks"] - 200) <= 1
 
 
 def test_a_small_plan_is_told_in_smaller_units():
@@ -121,7 +121,9 @@ def test_a_small_plan_is_told_in_smaller_units():
 def with_alive(alive: list[Alive]) -> Plan:
     """A plan of one phase with these storages."""
     active = sum(found.bytes for found in alive)
-    return hand_made(rank_plans=[RankPlan(0, {}, [PhasePeak("step", active, active, active, active, 0)], alive)])
+    return hand_made(
+        rank_plans=[RankPlan(0, {}, [PhasePeak("step", active, active, active, active, 0, requested=active)], alive)]
+    )
 
 
 @pytest.mark.parametrize("margin", [13 * GIB + 123, 0, -7 * GIB - 1])

@@ -78,7 +78,7 @@ def test_the_estimate_of_a_pipeline(found: dict[str, Any]):
 
 def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (), **more: bool) -> list[dict[str, Any]]:
     """The pipelines that are looked at, each checked to keep the rows of a step with every size of micro-batch."""
-    from recipe_lib.parallel.world import mesh_shape
+    from recipe_lib.config.mesh import mesh_shape
     from recipe_lib.plan.hardware import find_hardware
     from recipe_lib.plan.lengths import Sequence
     from recipe_lib.plan.levers import changed

@@ -44,7 +44,7 @@ def test_every_node_is_the_sum_of_its_branches(alive: list[Alive], extra: int):
     shown = {kind.name: kind.bytes for kind in root.children}
     for kind in KINDS:
         assert shown.get(kind, 0) == sum(found.bytes for found in alive if found.kind == kind)
-    assert shown.get("not accounted for", 0) == extra
+    assert shown.get("rounded up to blocks", 0) == extra
     assert [kind for kind in KINDS if kind in shown] == [name for name in shown if name in KINDS]
 
 

@@ -92,8 +92,9 @@ LEVERS = [
     _same("saving", "checkpoint.save_every_steps=1", "checkpoint.keep=3"),
     _other("packing", "data.packing=true", "data.max_rows=300"),
     _other("tying", "model.preset={folder}/untied.json"),
-    _other("optimizer", "optimizer.name=sgd", "~optimizer.betas"),
-    _other("optimizer", "optimizer.name=sgd", "optimizer.momentum=0.9"),
+    # At a rate that moves bf16 weights, so that a step that does nothing is seen.
+    _other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "~optimizer.betas"),
+    _other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "optimizer.momentum=0.9"),
     _other("optimizer", "optimizer.name=muon", tolerance=LOW_BITS),
     _other("state bits", "optimizer.state_bits=32"),
     _other("state bits", "optimizer.state_bits=16", tolerance=LOW_BITS),

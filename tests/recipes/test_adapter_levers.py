@@ -19,6 +19,7 @@ from recipe_lib.errors import STORAGE
 from recipe_lib.memory import levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import LORA, ROOT, furthest, metrics, offload_on_a_cpu, run_here
+from tests.recipes.watched import Watch
 
 STEPS = 3
 ROWS = 8  # rows of a step, over all ranks
@@ -55,6 +56,7 @@ KINDS = [
     Kind("nf4", ("lora.quantize=nf4",), alone=True),
     Kind("int8", ("lora.quantize=int8",), alone=True),
     Kind("embedding and head", ("lora.targets=[q, embedding, head]",), alone=True),
+    Kind("sgd in bf16", ("dtype=bf16", "optimizer.name=sgd", "optimizer.lr=1"), tolerance=1e-2, alone=True),
 ]
 
 
@@ -146,12 +148,14 @@ def train(folder: Path, kind: Kind, overrides: tuple[str, ...], ranks: int) -> d
     output = folder / f"{kind}{ranks}"
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
     argv = [*arguments(folder, output), f"batch_size={ROWS // ranks // accumulation}", *kind.overrides, *overrides]
-    run = run_here([*argv, "overwrite=true"], recipe=LORA)
+    watch = Watch() if ranks == 1 else None
+    run = run_here([*argv, "overwrite=true"], recipe=LORA, before_training=watch)
+    beside = watch.report(run.recipe) if watch and run.code == 0 else {}
     torch.distributed.barrier()  # the first rank still writes its records
     if run.code == 0 and any("save_every_steps" in override for override in overrides):
         run = run_here([*argv, f"resume={output / 'state' / 'step_1'}"], recipe=LORA)
         torch.distributed.barrier()
-    return {"code": run.code, "said": run.said[-1:], "lines": [] if run.code else metrics(output)}
+    return {"code": run.code, "said": run.said[-1:], "lines": [] if run.code else metrics(output), "formula": beside}
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +193,17 @@ def test_losses_are_those_of_one_rank_or_it_is_refused(results: dict[Any, Any], 
     for name, slack in (("loss", 1), ("grad_norm", 10)):
         mine, wanted = ([line[name] for line in run["lines"]] for run in (found, expected))
         assert furthest(mine, wanted) <= slack * max(kind.tolerance, lever.tolerance)
+
+
+@pytest.mark.parametrize("basis", BASES, ids=str)
+def test_every_adapter_moves_as_the_formula_says(results: dict[Any, Any], basis: tuple[Kind, tuple[str, ...]]):
+    """By a plain loop, with the gradients of the run of one rank, which the others are compared with."""
+    kind, overrides = basis
+    found = results[basis]["formula"]
+    assert found["unmoved"] == [] and len(found["errors"]) >= 4
+    tolerance = 0.1 if "dtype=bf16" in kind.overrides and "lora.dtype=fp32" not in kind.overrides else 1e-3
+    bad = {name: error for name, error in found["errors"].items() if not error <= tolerance}
+    assert bad == {}, overrides
 
 
 def test_kinds_differ(results: dict[Any, Any]):

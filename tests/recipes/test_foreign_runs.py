@@ -13,7 +13,7 @@ from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import DPO, FULL, LORA, arguments, furthest, losses, run_here, steps, whole
 
 COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-# Tied with transposed linears; untied with head norms; fused projections.
+# Tied with transposed linears; untied with head norms; fused projections; experts that are apart in its files.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -21,6 +21,8 @@ MODELS: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
     "phi3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "original_max_position_embeddings": 4096},
+    "mixtral": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 STEPS = 3
 
@@ -36,7 +38,7 @@ LEVERS: dict[int, tuple[str, ...]] = {
     4: ("memory.activation_checkpointing=full", "parallel.wrapping=memory_efficient", "parallel.tensor=2"),
 }
 DATA_RANKS = {1: 1, 2: 2, 4: 2}
-ADAPTERS = {"gpt2": ("lora.modules=[attn.c_proj, c_fc]",), "qwen3": (), "phi3": ()}
+ADAPTERS = {"gpt2": ("lora.modules=[attn.c_proj, c_fc]",), "qwen3": (), "phi3": (), "mixtral": ()}
 
 
 def prefer(folder: Path, ranks: int) -> None:
@@ -124,7 +126,7 @@ def test_peft_opens_the_adapter(runs: tuple[Path, Any], kind: str, ranks: int):
     assert (found - logits[ranks][f"{kind}-lora"]).abs().max() <= 1e-5
     assert (found - logits[1][kind]).abs().max() > 1e-2
     names = {name.rsplit(".lora_", 1)[0] for name, _ in model.named_parameters() if ".lora_A." in name}
-    assert len(names) == {"gpt2": 4, "qwen3": 14, "phi3": 8}[kind]
+    assert len(names) == {"gpt2": 4, "qwen3": 14, "phi3": 8, "mixtral": 8}[kind]
 
 
 def test_an_adapter_goes_on_beside_quantised_weights(runs: tuple[Path, Any], tmp_path: Path):

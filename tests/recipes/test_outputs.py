@@ -71,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_folder_holds_these_files(runs: dict[str, Any]):
     assert runs["fp32"]["code"] == 0, runs["fp32"]["said"]
     found = sorted(path.name for path in (runs["folder"] / "fp32").iterdir())
-    assert found == ["config.yaml", "metrics.jsonl", "model", "report.html", "summary.json"]
+    assert found == ["config.yaml", "metrics.jsonl", "model", "report.html", "summary.json", "written.json"]
     model = {path.name for path in (runs["folder"] / "fp32" / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= model
 

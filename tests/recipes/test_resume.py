@@ -241,6 +241,16 @@ def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: 
     after = tree(output)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed <= {"summary.json", "report.html"}, changed
+    assert "resume: no step is left to train; the model of that state is exported as it is" in said
+
+    code, said = alone([*short, "max_steps=3", "resume=latest"])
+    state = output / "state" / "step_6"
+    assert code == 2
+    assert said[-1] == (
+        f"error: {state}: was saved after step 6, found a run of 3 steps (epochs, max_steps); set max_steps to 6 or "
+        "more, or resume from an earlier state"
+    )
+    assert tree(output) == after
 
     assert alone([*short, "epochs=5", "resume=latest"])[0] == 0
     longer = command(tmp_path / "longer", 1, "lr_schedule.kind=constant")

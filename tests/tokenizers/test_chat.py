@@ -14,8 +14,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None}
 
 
-def template(source: str, trusted: bool = False) -> ChatTemplate:
-    return ChatTemplate(source, "chat.jinja", TOKENS, trusted)
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, "chat.jinja", TOKENS)
 
 
 TEMPLATES = [
@@ -37,7 +37,7 @@ def test_renders_as_transformers_does(name, realdata, tmp_path):
     reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     source = (realdata / "chat-templates" / f"{name}.jinja").read_text()
     tokens = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    ours, trusted = ChatTemplate(source, name, tokens), ChatTemplate(source, name, tokens, trusted=True)
+    ours = ChatTemplate(source, name, tokens)
     tool = {"type": "function", "function": {"name": "f<1>", "description": "é", "parameters": {"a": [1, 2]}}}
     for messages in ([USER], [USER, ANSWER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER]):
         for prompt in (True, False):
@@ -52,7 +52,6 @@ def test_renders_as_transformers_does(name, realdata, tmp_path):
                         ours.render(messages, prompt, tools)
                     continue
                 assert ours.render(messages, prompt, tools) == expected
-                assert trusted.render(messages, prompt, tools) == expected
 
 
 def test_the_clock_stands_still():
@@ -72,7 +71,6 @@ def test_helpers():
     assert template("{{ unk_token is defined }}{{ tools is none }}").render([], False) == "FalseTrue"
 
 
-@pytest.mark.parametrize("trusted", [True, False], ids=["here", "apart"])
 @pytest.mark.parametrize(
     ("source", "line"),
     [
@@ -95,9 +93,9 @@ def test_helpers():
         ("{{ messages | random }}{{ lipsum() }}{{ [] | first | wordwrap(1) }}{{ 1/0 }}", "the chat template failed"),
     ],
 )
-def test_templates_that_object_or_misbehave(source, line, trusted):
+def test_templates_that_object_or_misbehave(source, line):
     with pytest.raises(DataError, match=line) as caught:
-        template(source, trusted).render([], False)
+        template(source).render([], False)
     assert "\n" not in str(caught.value)
 
 
@@ -120,12 +118,11 @@ def test_several_renderings_in_one_go():
     )
     messages = [{"content": "a"}, {"content": "b"}, {"content": ""}]
     wanted = [(2, False, ()), (1, True, ()), (3, False, ()), (3, False, ((0, "é"), (2, "\ue000"))), (0, True, ())]
-    for trusted in (False, True):
-        found = template(source, trusted).render_many(messages, wanted)
-        assert [str(one) for one in found] == [
-            "a,b,False", "a,True", "chat.jinja: the chat template failed (empty)", "é,b,\ue000,False", "True",
-        ]  # fmt: skip
-        assert [type(one) for one in found] == [str, str, DataError, str, str]
+    found = template(source).render_many(messages, wanted)
+    assert [str(one) for one in found] == [
+        "a,b,False", "a,True", "chat.jinja: the chat template failed (empty)", "é,b,\ue000,False", "True",
+    ]  # fmt: skip
+    assert [type(one) for one in found] == [str, str, DataError, str, str]
     assert messages[0] == {"content": "a"}
 
 

@@ -96,7 +96,7 @@ def test_tiktoken_of_an_unknown_kind_needs_its_special_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("tokenizer_config.json", b"{", r"tokenizer_config.json:1: column 2: invalid JSON"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config.json: line 1 column 2: invalid JSON"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config.json: found list, expected a JSON object"),
         ("tokenizer_config.json", b'{"eos_token": "<none>"}', r"found eos_token '<none>', which is no token"),
         ("tokenizer_config.json", b'{"a": "\xff"}', r"a byte that is not UTF-8 at 7"),
@@ -158,3 +158,50 @@ def test_stop_ids_hold_the_end_of_turn(tmp_path):
     assert made.stop_ids == {made.eos_id, made.encode("<|im_end|>", allow_special=True)[0]}
     strange = load_tokenizer(write_json(tmp_path / "b", template="{{ raise_exception('no') }}"))
     assert strange.stop_ids == {strange.eos_id}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "line"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "tokenizers library gave up on it"),
+        ("normalizer", {"type": "x"}, "found no tokenizer"),
+        ("vocab", 2**31, "found the id 2147483648, expected ids below 134217728"),
+        ("vocab", 2**40, "found no tokenizer"),
+        ("added_tokens", {"id": 2**31, "content": "<z>", "special": True}, "found the added token"),
+        ("added_tokens", {"id": -1, "content": "<z>", "special": True}, "found (no tokenizer|the added token)"),
+    ],
+)
+def test_a_hostile_tokenizer_json(part, value, line, tmp_path):
+    write_json(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    if part == "vocab":
+        content["model"]["vocab"]["zz"] = value
+    elif part == "added_tokens":
+        full = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        content["added_tokens"].append(full | value)
+    else:
+        content[part] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    refused(line, tmp_path)
+
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.content + END }}{% endfor %}"
+
+
+def test_how_a_turn_ends(tmp_path):
+    """What the template writes behind an answer, up to the last special token that is no part of what follows."""
+    ends = {
+        "'<|im_end|>\n'": ("<|im_end|>", "\n", ""),
+        "'<|pad|><|im_end|>'": ("<|im_end|>", "", ""),  # Command R7B
+        "'<|pad|>\n' + (eos_token if loop.last else '')": ("<|pad|>", "\n<|im_end|>", ""),  # Phi-3
+        "('<|im_end|>' if loop.last else '<|pad|>')": ("<|im_end|>", "", ""),  # gpt-oss
+        "'<|im_end|>' + ('<|im_start|>assistant' if loop.last else '')":  # Llama 3, which always asks for an answer
+            ("<|im_end|>", "<|im_start|>assistant", ""),
+        "''": ("", "", "<|im_start|>"),  # GLM-4.5
+    }  # fmt: skip
+    for number, (written, expected) in enumerate(ends.items()):
+        made = load_tokenizer(write_json(tmp_path / str(number), template=TURNS.replace("END", written)))
+        found = made.turn_end
+        assert (found.token, found.closing, found.next_turn) == expected, written
+        assert made.encode(found.token or found.next_turn, allow_special=True)[0] in made.stop_ids
+    assert load_tokenizer(write_json(tmp_path / "none", template="{{ messages[0].content }}")).turn_end.token == ""

@@ -126,7 +126,12 @@ def test_the_summary_adds_up_the_run(tmp_path: Path) -> None:
     for step in range(1, 6):
         metrics.append(line(step, peak=PEAK | {"active": step * GIB}))
         metrics.append({"step": step, "validation_loss": abs(step - 3) + 1.0, "validation_tokens": 7})
-    settings = {"seed": 42, "tokenizer": {"path": None}, "note": "hf_0123456789abcdef", "lr": math.nan}
+    settings = {
+        "seed": 42,
+        "tokenizer": {"path": None},
+        "note": "hf_0123456789abcdefghijABCDEFGHIJabcd",
+        "lr": math.nan,
+    }
     summary = write_summary(tmp_path, "done", settings, wall_seconds=9.5, total_steps=5, world_size=2)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     expected = {

@@ -101,7 +101,13 @@ def test_a_pipeline_is_said() -> None:
     cfg.parallel.pipeline_microbatches = 8
     network.pipeline = SimpleNamespace(layers={1: range(2, 4), 2: range(4, 5)})
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 1, 2, 1))
-    lines = derived_numbers(cfg, SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh), network, Rows(), Plan())
+    lines = derived_numbers(
+        cfg,
+        SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh, gather_json=lambda value: [value]),
+        network,
+        Rows(),
+        Plan(),
+    )
     assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
     assert lines[1] == "global batch: 16 rows = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
     assert lines[3] == (

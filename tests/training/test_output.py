@@ -20,7 +20,7 @@ def config(folder: Path, **values: object) -> FullFinetuneConfig:
 
 def test_a_new_folder_and_one_with_metrics_alone_are_free(tmp_path: Path) -> None:
     check_output(config(tmp_path / "new"))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_per_second": 9.5}\n')
     check_output(config(tmp_path))
 
 
@@ -92,13 +92,21 @@ def test_the_written_config_loads_as_what_was_used(tmp_path: Path) -> None:
     assert load_config(tmp_path / "a" / "b" / "config.yaml") == cfg
 
 
-def test_overwrite_removes_the_earlier_run_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("state/step_4/x", "model/config.json", "metrics.jsonl", "summary.json", "report.html", "notes.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("earlier")
-    open_output(config(tmp_path, overwrite=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
+def test_the_written_config_keeps_names_that_look_like_keys(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "task-classification-v2")
+    cfg.data.source = "disk-benchmark-rows.jsonl"
+    check_output(cfg)
+    open_output(cfg)
+    assert load_config(tmp_path / "task-classification-v2" / "config.yaml") == cfg
+
+
+def test_a_secret_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "out")
+    cfg.log.run_name = "hf_" + "abcdefgABCDEFG" * 3
+    with pytest.raises(ConfigError) as caught:
+        check_output(cfg)
+    assert str(caught.value).startswith("log.run_name: holds what looks like a token or a password, ")
+    assert "abcdefg" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

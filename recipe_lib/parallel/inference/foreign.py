@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
+from recipe_lib.logs import silence_torchao
 from recipe_lib.parallel.inference.infer import infer_plan
 from recipe_lib.parallel.inference.plan import TensorPlan
 
@@ -22,6 +23,7 @@ def transformers_model(config: Any, device: str = "meta", attention: str = "eage
 
     Raises SetupError if transformers is not installed.
     """
+    silence_torchao()
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:

@@ -13,6 +13,7 @@ from recipe_lib.config.pipeline import SCHEDULES, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.deferred import linear
+from recipe_lib.parallel.changed import refuse_for_pipeline
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.pipeline.split import split_layers
 from recipe_lib.parallel.world import World
@@ -28,12 +29,13 @@ def split_pipeline(model: Decoder, cfg: PipelineConfig, world: World) -> None:
     """Leaves a meta model with this rank's stages alone, in place; without a pipeline it stays as it is.
 
     Called first of all that changes a model. A tied embedding is on the first and on the last stage; see
-    `sum_tied_gradients`. Raises ConfigError: see `split_layers`.
+    `sum_tied_gradients`. Raises ConfigError: see `split_layers`, `refuse_for_pipeline`.
     """
     if world.pipeline is None:
         return
     parallel, spec = cfg.parallel, model.spec
     layers = split_layers(spec, cfg, world.mesh["data_shard"].size())
+    refuse_for_pipeline(model, layers)
     mine = stages_of_rank(parallel, world.pipeline.rank)
     first, last = 0 in mine, stage_count(parallel) - 1 in mine
     whole = [name for name, _ in model.named_modules() if name]

@@ -1,0 +1,52 @@
+"""What `tune plan` writes: files that are checked before the work and written at its end, and a device's rates."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.result import Plan
+    from recipe_lib.plan.trace import Trace
+
+
+def calibrate(path: Path) -> str:
+    """Measures this machine's device and writes its rates; says so in a line."""
+    from recipe_lib.checkpoint.files import replace_text
+    from recipe_lib.plan.calibrate import calibrate as measure
+
+    found = measure()
+    replace_text(path, json.dumps(found, indent=2) + "\n")
+    if found["dry_run"]:
+        return f"{path}: a dry run on the CPU, which no GPU can be planned with; measure on a machine with the GPU"
+    return f"{path}: rates of {found['device']}; `tune plan --calibration {path}` uses the file"
+
+
+def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
+    """The files that were asked for, each whole or not at all."""
+    from recipe_lib.checkpoint.files import discard, rename, replace_text, storage_faults, temporary_path
+
+    if arguments.json:
+        text = json.dumps(plan.to_json(), indent=2) + "\n"
+        if arguments.json == "-":
+            sys.stdout.write(text)
+        else:
+            replace_text(Path(arguments.json), text)
+    if arguments.html:
+        from recipe_lib.plan.html import render_html
+
+        replace_text(Path(arguments.html), render_html(plan, trace))
+    if arguments.snapshot:
+        from recipe_lib.plan.allocator import AllocatorSettings
+        from recipe_lib.plan.snapshot import write_snapshot
+
+        path = Path(arguments.snapshot)
+        temporary = temporary_path(path)
+        with storage_faults():
+            try:
+                write_snapshot(trace, temporary, AllocatorSettings())
+                rename(temporary, path)
+            except BaseException:
+                discard(temporary)
+                raise

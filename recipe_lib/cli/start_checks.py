@@ -1,0 +1,154 @@
+"""What would stop a run before its first step, as far as config, names of files and numbers of ranks tell it.
+
+The same checks, in the words of the code that would find it later, for `tune validate`, `tune plan` and `tune run`,
+before torch is imported. Whether a model fits the ranks that share it, its shape says; that alone imports torch.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.local_files import (
+    check_adapter,
+    check_source,
+    check_tokenizer,
+    check_tracker,
+    check_transformers,
+    downloaded_model,
+    has_package,
+    model_folder,
+    no_liger,
+    no_template,
+    not_downloaded,
+)
+from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.output_folder import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
+    check_earlier_run,
+    check_folder,
+    no_whole_state,
+)
+from recipe_lib.config.sources import resolved_sources
+from recipe_lib.errors import CheckpointError, ConfigError, DataError, UserError
+
+
+def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, rows: bool = True) -> list[str]:
+    """Notes on what has to be there before the run, if it is not: a model to download, or one that another run makes.
+
+    ranks: of the run, None: not known. starts: the run starts now, and what would be a note is a fault. rows: also look
+    for what rows and kernels need, which a plan does without. Raises ConfigError with all faults, a line each.
+    """
+    notes: list[str] = []
+    faults: list[str] = []
+
+    def check(look: Callable[[], str | None]) -> None:
+        try:
+            note = look()
+        except UserError as error:
+            faults.extend(error.faults)
+            return
+        if note:
+            (faults if starts else notes).append(note)
+
+    folder = Path(cfg.output_dir)
+    check(lambda: check_folder(folder))
+    if not faults:
+        check(lambda: check_earlier_run(cfg))
+    check(lambda: _check_model(cfg))
+    check(lambda: _check_adapter(cfg))
+    check(lambda: _check_resume(cfg))
+    for name in dict.fromkeys(cfg.log.trackers):
+        check(lambda name=name: check_tracker(name))  # type: ignore[misc]
+    if ranks is not None:
+        check(lambda: _check_ranks(cfg, ranks))
+    if rows:
+        check(lambda: _check_text(cfg))
+        for source in [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]:
+            check(lambda source=source: check_source(source) if source else None)  # type: ignore[misc]
+        check(lambda: _check_kernel(cfg))
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
+    return list(dict.fromkeys(notes))
+
+
+def ranks_of(flags: Sequence[str]) -> int | None:
+    """Processes of a run that torchrun's flags ask for; None where that depends on the machine, or may change."""
+    from recipe_lib.cli.run import value_of
+
+    if not flags:
+        text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+        return int(text) if text.isascii() and text.isdigit() else None
+    numbers = [value_of(flags, "--nproc-per-node") or "1", value_of(flags, "--nnodes") or "1"]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        return None
+    return int(numbers[0]) * int(numbers[1])
+
+
+def _check_model(cfg: Any) -> str | None:
+    """Its folder and config.json; a native one is of a family that is known."""
+    from recipe_lib.models.spec import preset_config, read_config, spec_from_config
+
+    if cfg.model.source == "transformers":
+        check_transformers()
+    name = cfg.model.path
+    if not name:
+        if cfg.model.source == "native" and cfg.model.preset:
+            spec_from_config(preset_config(cfg.model.preset), cfg.model.preset)
+        return None
+    if _is_made_by_a_run(name, MODEL_FOLDER):
+        return f"{name}: no such folder; expected the model that a run with output_dir={Path(name).parent} leaves there"
+    folder = model_folder(name) or downloaded_model(name)
+    if folder is None:
+        return not_downloaded(name)
+    config = read_config(folder)
+    if cfg.model.source == "native":
+        spec_from_config(config, str(folder))
+    return None
+
+
+def _check_adapter(cfg: Any) -> str | None:
+    adapter = getattr(getattr(cfg, "lora", None), "adapter", None)
+    if not adapter:
+        return None
+    if _is_made_by_a_run(adapter, ADAPTER_FOLDER):
+        made = Path(adapter).parent
+        return f"{adapter}: no such folder; expected the adapter that a run with output_dir={made} leaves there"
+    check_adapter(Path(adapter))
+    return None
+
+
+def _is_made_by_a_run(name: str, kind: str) -> bool:
+    path = Path(name).expanduser()
+    return path.name == kind and len(path.parts) > 2 and not os.path.exists(path)
+
+
+def _check_resume(cfg: Any) -> None:
+    if cfg.resume and cfg.resume != "latest" and not os.path.isdir(cfg.resume):
+        raise CheckpointError(no_whole_state(cfg.resume, "no such folder"))
+
+
+def _check_ranks(cfg: Any, ranks: int) -> None:
+    mesh_shape(cfg.parallel, ranks)
+
+
+def _check_text(cfg: Any) -> None:
+    """The tokenizer and its template."""
+    if cfg.tokenizer.path:
+        check_tokenizer(Path(cfg.tokenizer.path))
+    if cfg.tokenizer.chat_template and not os.path.lexists(cfg.tokenizer.chat_template):
+        raise DataError(no_template(Path(cfg.tokenizer.chat_template)))
+
+
+def _check_kernel(cfg: Any) -> None:
+    if cfg.memory.loss_kernel == "liger" and cfg.device != "cpu" and not has_package("liger_kernel"):
+        raise ConfigError(no_liger())
+
+
+def check_shape(cfg: Any) -> None:
+    """Whether the ranks of `parallel.tensor` and `parallel.pipeline` can share the model, if its shape is known."""
+    if cfg.parallel.tensor > 1 or cfg.parallel.pipeline > 1:
+        from recipe_lib.training.source import check_sharing_at_hand  # imports torch, which takes seconds
+
+        check_sharing_at_hand(cfg)

@@ -1,0 +1,184 @@
+"""Local files, folders and packages that a config names, looked up by name alone. No torch, and nothing is read.
+
+Whoever reads them afterwards says what is missing in the same words, because it asks here.
+"""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from recipe_lib.config.sources import HUB, is_hub
+from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
+
+DATA_KINDS = (".json", ".jsonl", ".parquet", ".txt")
+ADAPTER_CONFIG = "adapter_config.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")  # each the extra of its name
+
+
+def model_folder(path_or_hub_id: str | Path) -> Path | None:
+    """The folder that a path names; None for a hub id. Raises CheckpointError if it can be neither."""
+    path = Path(path_or_hub_id).expanduser()
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        raise CheckpointError(f"{path}: is a file; expected the folder of a model (config.json and safetensors files)")
+    name = str(path_or_hub_id)
+    if not _HUB_ID.fullmatch(name) or ".." in name:
+        raise CheckpointError(f"{name}: no such folder; expected a model folder, or a hub id such as OWNER/NAME")
+    return None
+
+
+def downloaded_model(hub_id: str) -> Path | None:
+    """The newest snapshot of a model in the hub's cache; None if there is none."""
+    folder = hub_cache() / f"models--{hub_id.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if os.path.isdir(snapshot) else None
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it has fetched."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(name):
+            return Path(os.environ[name]).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
+
+
+def not_downloaded(name: str) -> str:
+    """The line for a hub id that is not on this machine."""
+    return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
+
+
+def check_tokenizer(path: Path) -> None:
+    """DataError if nothing has that name."""
+    if not os.path.exists(path):
+        raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+
+
+def no_template(path: Path) -> str:
+    """The line for a chat template that is not there."""
+    return f"{path}: no such file; set tokenizer.chat_template to a Jinja file"
+
+
+def check_adapter(folder: Path) -> None:
+    """CheckpointError if the folder has no adapter."""
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder}: no such folder; expected a PEFT adapter ({ADAPTER_CONFIG} and safetensors)")
+    if not os.path.lexists(folder / ADAPTER_CONFIG):
+        merged = "; it is a model, not an adapter" if os.path.isfile(folder / "config.json") else ""
+        raise CheckpointError(f"{folder}: has no {ADAPTER_CONFIG}{merged}; expected the folder of a PEFT adapter")
+
+
+def find_files(source: str) -> list[Path]:
+    """The data files that a local source names, sorted by name. Raises DataError."""
+    path, kinds = Path(source), ", ".join(DATA_KINDS)
+    if os.path.isdir(path):
+        # Hidden files are none of the user's: macOS puts `._rows.jsonl` beside `rows.jsonl`.
+        shown = (file for file in path.iterdir() if not file.name.startswith("."))
+        files = sorted(file for file in shown if file.suffix in DATA_KINDS and file.is_file())
+        if not files:
+            raise DataError(f"{source}: found no {kinds} file in the folder; set data.source to one with data")
+        return files
+    if not os.path.exists(path):
+        raise DataError(
+            f"{source}: no such file or folder; set data.source to one of yours, "
+            f"or to {HUB}OWNER/NAME for a hub dataset"
+        )
+    if path.suffix not in DATA_KINDS:
+        raise DataError(f"{source}: found a {path.suffix or 'nameless'} file, expected one of {kinds}")
+    return [path]
+
+
+def has_package(name: str) -> bool:
+    """Whether a package is there to be imported; it is not imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # somebody put it into sys.modules by hand
+        return True
+
+
+def no_datasets(source: str) -> str:
+    """The line for a hub dataset without the package that reads it."""
+    return f"data.source: {source} needs the package datasets; run `pip install 'tune-recipes[datasets]'`"
+
+
+def no_pyarrow(path: Path) -> str:
+    """The line for a Parquet file without the package that reads it."""
+    return f"{path}: Parquet needs the package pyarrow; run `pip install 'tune-recipes[datasets]'`"
+
+
+def check_source(source: str) -> None:
+    """DataError if there are no rows by that name, or no package to read them with. Nothing is asked of the hub."""
+    if is_hub(source):
+        if not has_package("datasets"):
+            raise DataError(no_datasets(source))
+        return
+    packed = [path for path in find_files(source) if path.suffix == ".parquet"]
+    if packed and not has_package("pyarrow"):
+        raise DataError(no_pyarrow(packed[0]))
+
+
+def check_transformers() -> None:
+    """SetupError without the package whose models `model.source=transformers` trains."""
+    if not has_package("transformers"):
+        raise SetupError(
+            "model.source=transformers: found no transformers, expected the extra; "
+            "pip install 'tune-recipes[transformers]'"
+        )
+
+
+def no_liger() -> str:
+    """The line for Liger's loss without its package."""
+    return (
+        "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install 'tune-recipes[liger]', or "
+        "set memory.loss_kernel=chunked"
+    )
+
+
+def no_tracker(package: str, reason: str) -> str:
+    """The line for a tracker that cannot be imported."""
+    return (
+        f'log.trackers: {package} cannot be imported ({reason}); pip install "tune-recipes[{package}]", '
+        f"or remove {package} from log.trackers"
+    )
+
+
+def check_tracker(name: str) -> None:
+    """ConfigError for a tracker of ours whose package is missing, or that has nobody's account to log to."""
+    if name not in _TRACKER_PACKAGES:
+        return
+    if not has_package(name):
+        raise ConfigError(no_tracker(name, f"No module named '{name}'"))
+    if name == "wandb" and not _wandb_can_log():
+        raise ConfigError("log.trackers: wandb is not logged in; run `wandb login`, or set WANDB_MODE=offline")
+
+
+def _wandb_can_log() -> bool:
+    """By wandb's variables, its settings files and netrc: whether it has a key, or needs none."""
+    get = os.environ.get
+    if get("WANDB_API_KEY") or get("WANDB_IDENTITY_TOKEN_FILE") or get("WANDB_DISABLED"):
+        return True
+    if get("WANDB_MODE", "online") not in ("online", "run", "shared"):
+        return True
+    host = (
+        re.sub(r"^https?://", "", get("WANDB_BASE_URL") or "https://api.wandb.ai").partition("/")[0].partition(":")[0]
+    )
+    netrc = [get("NETRC")] if get("NETRC") else ["~/.netrc", "~/_netrc"]
+    if any(host in _text(name) for name in netrc if name):
+        return True
+    folders = (get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{get('WANDB_DIR') or '.'}/wandb")
+    said = "\n".join(_text(f"{folder}/settings") for folder in folders)
+    return bool(re.search(r"^\s*(api_key\s*=|base_url\s*=|mode\s*=\s*(offline|disabled|dryrun))", said, re.MULTILINE))
+
+
+def _text(name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8", errors="replace")
+    except (OSError, RuntimeError):
+        return ""

@@ -1,0 +1,166 @@
+"""An answer as it is generated: the prompt that generation is given, and what a model must write behind it.
+
+Both are renderings of the chat template: of the conversation before the answer, with the prompt for the next one, and
+of the conversation in which the answer comes last.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from recipe_lib.data.habits import Habits
+from recipe_lib.data.samples import Message, RowFault, Wanted
+from recipe_lib.data.spans import Span, check_written, first_difference
+from recipe_lib.data.thoughts import CLOSED, OPENED, behind_opening, thought_of, without_thought
+from recipe_lib.errors import DataError
+
+Renders = Callable[[Sequence[Message], Sequence[Wanted], Mapping[str, Any] | None], Sequence[str | DataError]]
+
+_THINKING = {"variables": {"enable_thinking": True}}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the conversation's message `number`. prompt: what generation is given. text: the prompt and what is
+    generated, to the end of the turn. spans: what is trained of it, characters. added: the end of the text that the
+    template does not write where the answer comes last. ends: whether generation stops at its last token."""
+
+    number: int
+    prompt: str
+    text: str
+    spans: tuple[Span, ...]
+    added: str
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What must be known of a tokenizer and its template.
+
+    special: finds special tokens in a rendering (None: there are none); stops: those that end answers; closing,
+    next_turn: as `TurnEnd` has them; place: the template's file; tokens_of: a text as tokens, for error lines; letters:
+    two that no text here holds.
+    """
+
+    special: re.Pattern[str] | None
+    stops: Collection[str]
+    closing: str
+    next_turn: str
+    habits: Habits
+    place: str
+    tokens_of: Callable[[str], list[str]]
+    letters: Callable[[], Sequence[str]]
+
+
+class AnswerFinder:
+    """The answers of one conversation. whole: its rendering."""
+
+    def __init__(self, renders: Renders, messages: Sequence[Message], numbers: Sequence[int], writing: Writing) -> None:
+        """numbers: of the messages that will be asked for. Raises RowFault."""
+        self._renders, self._messages, self._writing = renders, messages, writing
+        everything: Wanted = (len(messages), False, ())
+        wanted = dict.fromkeys([everything, *((n, True, ()) for n in numbers), *((n + 1, False, ()) for n in numbers)])
+        self._found = dict(zip(wanted, renders(messages, list(wanted), None), strict=True))
+        self.whole = self.text(everything)
+
+    def text(self, wanted: Wanted) -> str:
+        """A rendering. A template that objects to a conversation makes the row a bad one, not the run."""
+        return _text_of(self._found[wanted])
+
+    def find(self, number: int) -> Answer:
+        """The answer with this number. Raises RowFault: the template does not go on from its own prompt, or leaves a
+        part out. Raises DataError: it ends answers with nothing."""
+        message, prompt = self._messages[number], self.text((number, True, ()))
+        alone = self.text((number + 1, False, ()))
+        if not alone.startswith(prompt):
+            prompt, alone = self._from_thought(number, prompt, alone)
+        text, added = self._to_its_end(alone, len(prompt), number)
+        begun = OPENED.search(prompt)
+        check_written(message, text[begun.start() if begun else len(prompt) :], number + 1)
+        span = Span(len(prompt), len(text))
+        return Answer(number, prompt, text, (span,), added, bool(added) or self.ends(text))
+
+    def ends(self, text: str) -> bool:
+        """Whether generation stops at the last token of a text, white space left out."""
+        return any(text.rstrip().endswith(stop) for stop in self._writing.stops if stop)
+
+    def differs(self, what: str, number: int, expected: str, found: str, remedy: str) -> RowFault:
+        """A rendering that is not as expected. what: `the past` or `an answer`. remedy: what to set."""
+        then = "what stands before it differently once it is there" if what == "the past" else "it otherwise later on"
+        when = "as when generating" if what == "the past" else "as when the answer comes last"
+        difference = first_difference(self._writing.tokens_of(found), self._writing.tokens_of(expected))
+        return RowFault(
+            f"template writes {what} anew",
+            f"message {number + 1}: the chat template writes {then}: {difference} {when}; set {remedy}",
+        )
+
+    @cached_property
+    def _letters(self) -> Sequence[str]:
+        return self._writing.letters()
+
+    def _from_thought(self, number: int, prompt: str, alone: str) -> tuple[str, str]:
+        """(prompt, prompt and answer) where the prompt ends in a thought that the rendered answer does not go on from:
+        the model has to end the thought that was begun for it, or is not asked for one."""
+        message = self._messages[number]
+        thought, _ = thought_of(message)
+        closed = CLOSED.search(prompt)
+        if closed and thought:  # the template has another prompt for answers with a thought
+            (found,) = self._renders(self._messages, [(number, True, ())], _THINKING)
+            prompt = _text_of(found)
+            if alone.startswith(prompt):
+                return prompt, alone
+        elif closed and alone.startswith(prompt[: closed.start()]):
+            return prompt, prompt + without_thought(alone[closed.start() :])
+        opened = OPENED.search(prompt)
+        if opened is None or not alone.startswith(prompt[: opened.start()]):
+            return prompt, prompt + self._behind_its_turn(number, prompt, alone)
+        letter, begin = self._letters[0], prompt[: opened.start()]
+        behind = behind_opening(alone, begin, message, self._writing.habits, letter, lambda m: self._with(number, m))
+        return prompt, prompt + behind
+
+    def _behind_its_turn(self, number: int, prompt: str, alone: str) -> str:
+        """What is written behind the beginning of the answer's turn, where what stands before that differs (a system
+        message that goes into the last question, and is left out once the answer is there)."""
+        tokens = list(self._writing.special.finditer(prompt)) if self._writing.special else []
+        begins = prompt[tokens[-1].start() :] if tokens else ""
+        at = alone.rfind(begins) if begins else -1
+        if at < 0:
+            raise self.differs("the past", number, prompt, alone, "tokenizer.chat_template to one that does not")
+        behind = alone[at + len(begins) :]
+        check_written(self._messages[number], behind, number + 1)
+        return behind
+
+    def _with(self, number: int, message: Message) -> str:
+        (found,) = self._renders([*self._messages[:number], message], [(number + 1, False, ())], None)
+        return "" if isinstance(found, DataError) else found
+
+    def _to_its_end(self, alone: str, start: int, number: int) -> tuple[str, str]:
+        """The text up to the last token that a model must write, and what of it had to be added: where the template
+        does not end the turn itself, it is over once the next one begins."""
+        writing, is_call = self._writing, bool(self._messages[number].get("tool_calls"))
+        body = alone.removesuffix(writing.closing) if len(alone) - len(writing.closing) >= start else alone
+        tokens = list(writing.special.finditer(body, start)) if writing.special else []
+        end = tokens[-1].end() if tokens and not body[tokens[-1].end() :].strip() else None
+        begins = writing.habits.after_call if is_call else writing.next_turn
+        if end is not None and (tokens[-1].group() in writing.stops or begins not in writing.stops):
+            return body[:end], ""
+        if begins:
+            return body + begins, begins
+        if is_call:
+            raise RowFault(
+                "tool call without an end",
+                f"message {number + 1}: found a tool call that the chat template writes no end of turn behind, "
+                "expected one that teaches the model to stop; set tokenizer.chat_template to one that does",
+            )
+        raise DataError(
+            f"{writing.place}: the chat template puts no special token behind an answer, so nothing would "
+            "teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
+        )
+
+
+def _text_of(found: str | DataError) -> str:
+    if isinstance(found, DataError):
+        raise RowFault("refused by the chat template", str(found))
+    return found

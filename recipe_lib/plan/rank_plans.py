@@ -1,0 +1,83 @@
+"""One rank of a plan: its peaks by phase, what is alive at the largest of them, and whether it all fits."""
+
+from collections import defaultdict
+
+from recipe_lib.plan.allocator import AllocatorSettings
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.replay import replay
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, RankPlan
+from recipe_lib.plan.simulate import Simulated
+from recipe_lib.plan.trace import Storage, Trace
+from recipe_lib.units import format_bytes
+
+# A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
+RISKY_SHARE = 0.03
+
+
+def verdict_of(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
+    """Fits with room to spare; risky: it needs expandable segments, retries, or the last few percent of the device."""
+    if heaviest.reserved <= usable - RISKY_SHARE * hardware.memory:
+        return FITS
+    if heaviest.reserved <= usable or heaviest.reserved_expandable <= usable:
+        return RISKY
+    if max(peak.requested for peak in heaviest.peaks) > usable:
+        return DOES_NOT_FIT
+    settings = (AllocatorSettings(expandable=expandable, cap=usable) for expandable in (True, False))
+    return RISKY if any(replay(trace, held).survived for held in settings) else DOES_NOT_FIT
+
+
+def not_simulated(found: Simulated, steps: int | None) -> tuple[int, str]:
+    """(bytes that may come to those that were simulated, why they may); (0, "") where nothing is left out.
+
+    steps: of the run, if known.
+    """
+    more, said = found.untraced, [found.estimate] if found.estimate else []
+    if found.grows:
+        more += found.grows * max(0, (steps or 0) - 2)
+        left = f"the second step left {format_bytes(found.grows)} more than the first"
+        said.append(f"{left}, and so are the later ones taken to do")
+    return more, "; ".join(said)
+
+
+def lowered(verdict: str, more: int, heaviest: RankPlan, usable: int) -> str:
+    """The verdict with `more` bytes that were not simulated; it never says that an estimate of growth fits."""
+    if more > usable - max(peak.requested for peak in heaviest.peaks):
+        return DOES_NOT_FIT
+    return RISKY if more and verdict == FITS else verdict
+
+
+def rank_plan(rank: int, found: Simulated) -> RankPlan:
+    """Of a simulated rank."""
+    trace = found.trace
+    device, host = trace.peaks(), trace.active_peaks(device=False)
+    default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
+    peaks = []
+    for phase, (requested, at) in device.items():
+        place = trace.storages[trace.events[at][1]] if at >= 0 else Storage(0)
+        peaks.append(
+            PhasePeak(
+                phase,
+                active=default.phases[phase].active,
+                allocated=default.phases[phase].allocated,
+                reserved=default.phases[phase].reserved,
+                reserved_expandable=expandable.phases[phase].reserved,
+                host=host.get(phase, 0),
+                part=place.part,
+                module=place.module,
+                requested=requested,
+            )
+        )
+    highest = max(peaks, key=lambda peak: peak.active).phase
+    return RankPlan(rank, found.coordinates, peaks, _alive(trace, highest), events=default.events)
+
+
+def _alive(trace: Trace, phase: str) -> list[Alive]:
+    """What is alive at the peak of a phase, by kind and place."""
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for number in trace.alive_at_peak(phase):
+        storage = trace.storages[number]
+        if storage.bytes:
+            module = storage.label.rpartition(".")[0] if storage.label else storage.module
+            groups[storage.kind, module, storage.label].append(storage.bytes)
+    rows = [Alive(*place, bytes=sum(sizes), count=len(sizes)) for place, sizes in groups.items()]
+    return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.module, row.label))

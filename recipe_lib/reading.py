@@ -1,0 +1,81 @@
+"""Reads files that somebody else has made: without blocking, and without more memory than the caller allows.
+
+A FIFO blocks whoever opens it and a device may never end, so only regular files are opened (links to them count).
+Everything here raises OSError, whose `strerror` says what is wrong, so that a caller needs one `except` for a file
+that is missing and for one that is not a file. JSON that cannot be read is a ValueError with one line.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+JSON_LIMIT = 2**28  # the largest tokenizer.json in use has some 35 MiB
+_KINDS = (
+    (stat.S_ISDIR, "is a folder", errno.EISDIR),
+    (stat.S_ISFIFO, "is a FIFO", errno.EINVAL),
+    (stat.S_ISCHR, "is a device", errno.EINVAL),
+    (stat.S_ISBLK, "is a device", errno.EINVAL),
+    (stat.S_ISSOCK, "is a socket", errno.EINVAL),
+)
+
+
+def check_regular(path: Path | str) -> int:
+    """The size in bytes of a regular file. Raises OSError for anything else, also for a name that cannot be one."""
+    try:
+        found = os.stat(path)
+    except ValueError:  # a NUL inside
+        raise OSError(errno.EINVAL, "the name holds a NUL character", str(path)) from None
+    return _size(found, path)
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """A regular file, opened for reading. Raises OSError like `check_regular`, without waiting for a writer."""
+    check_regular(path)  # before opening: opening a device may do something
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _size(os.fstat(descriptor), path)  # what it is now that it is open
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path | str, limit: int) -> bytes:
+    """All of a regular file of at most `limit` bytes. Raises OSError."""
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"is larger than {limit >> 20} MiB", str(path))
+    return content
+
+
+def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
+    """What a JSON file holds. Raises OSError like `read_bytes`, ValueError like `parse_json`."""
+    return parse_json(read_bytes(path, limit))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of a JSON text. Raises ValueError, in one line, for whatever keeps it from being one."""
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a byte that is not UTF-8 at {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} column {error.colno}: invalid JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError("JSON nested too deep") from None
+    except ValueError:  # Python refuses integers of thousands of digits
+        raise ValueError("a number of more digits than can be read") from None
+
+
+def _size(found: os.stat_result, path: Path | str) -> int:
+    if stat.S_ISREG(found.st_mode):
+        return found.st_size
+    for test, words, number in _KINDS:
+        if test(found.st_mode):
+            raise OSError(number, f"{words}, expected a regular file", str(path))
+    raise OSError(errno.EINVAL, "is no regular file", str(path))

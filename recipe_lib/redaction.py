@@ -1,0 +1,88 @@
+"""Secrets in text: the shapes of known tokens, passwords in addresses, and what secret environment variables hold.
+
+A shape counts only between word borders and at its full length: `task-classification-v2`, `sk-learn-data`,
+`hf_models/7b` and folders named by a hash are ordinary text. A bare 40-digit hash (the older keys of Weights & Biases)
+is a secret only where a word such as `key=` says so.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+SECRET = "[secret]"
+
+_WORD = r"(?<![A-Za-z0-9_-])"  # nothing of a word before it
+_END = r"(?![A-Za-z0-9])"
+_TOKEN = re.compile(
+    "|".join(
+        rf"{_WORD}{shape}{_END}"
+        for shape in (
+            r"(?:hf|api_org)_(?=[a-f0-9]*[A-Zg-z])[A-Za-z0-9]{30,}",  # Hugging Face; not the hash of a commit
+            # OpenAI, Anthropic, OpenRouter, and others with keys of their shape
+            r"sk-(?=[A-Za-z]*\d)[A-Za-z0-9]{32,}",
+            r"sk-(?:proj|svcacct|admin|ant-[a-z]{3,5}\d{2})-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{32,}",
+            r"sk-or-v1-[0-9a-f]{32,}",
+            r"gh[oprsu]_[A-Za-z0-9]{36,}",  # GitHub
+            r"github_pat_\w{40,}",
+            r"glpat-(?=[\w-]*[A-Z])[\w-]{20,}(?:\.[\w.]+)?",  # GitLab
+            r"A(?:KIA|SIA)[A-Z0-9]{16}",  # Amazon
+            r"AIza[\w-]{35}",  # Google
+            r"xox[abeoprs]-[A-Za-z0-9-]{10,}",  # Slack
+            r"wandb_v\d_\w{40,}",
+            r"npm_[A-Za-z0-9]{36}",
+            r"pypi-[\w-]{50,}",
+            r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",  # a JSON web token
+        )
+    )
+)
+# What is named stays, the secret is what follows it.
+_IN_CONTEXT = re.compile(
+    r"(?P<address>://)[^/\s@'\"\\]*:[^/\s@'\"\\]+(?=@)"
+    r"|(?P<header>(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?))[^\s'\",;\\]+"
+    r"|(?P<bearer>(?i:\bbearer\s+))[\w.~+/=-]{16,}"
+    r"|(?P<query>(?i:[?&](?:access_|auth_|api_)?(?:token|key|password|sig|signature)=))[^&\s'\"\\]{8,}"
+    r"|(?P<key>(?i:(?:key|token|secret)['\"]?\s*[:=]\s*['\"]?|\bwandb login\s+))[0-9a-f]{40}\b"
+)
+# Text without any of these, which nearly all is, need not be searched.
+_BEGINNINGS = (
+    "hf_", "api_org_", "sk-", "gh", "github_pat_", "glpat-", "AKIA", "ASIA", "AIza", "xox", "wandb_v", "npm_", "pypi-",
+    "eyJ",
+)  # fmt: skip
+_CONTEXTS = ("://", "authorization", "bearer", "token", "key", "secret", "wandb login", "sig", "password")
+_VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET(?:_ACCESS)?(?:_KEY)?|ACCESS_KEY(?:_ID)?|PASSWORD|PAT)$")
+_SHORTEST = 8  # characters of a variable's value; a shorter one (`1`, `true`) is no secret
+_LONG = 16  # from here on a value is replaced within words too
+
+
+def redact(text: str) -> str:
+    """The text with tokens, API keys, passwords in addresses and values of secret variables replaced by `[secret]`."""
+    for name, value in os.environ.items():
+        if (
+            len(value) >= _SHORTEST
+            and value in text
+            and _VARIABLE.search(name)
+            and not value.startswith(("/", "~", "."))
+        ):
+            borders = ("", "") if len(value) >= _LONG else (_WORD, _END)
+            text = re.sub(f"{borders[0]}{re.escape(value)}{borders[1]}", SECRET, text)
+    lower = text.lower()
+    if any(word in lower for word in _CONTEXTS):
+        text = _IN_CONTEXT.sub(lambda found: f"{found[found.lastgroup or 0]}{SECRET}", text)
+    if any(word in text for word in _BEGINNINGS):
+        text = _TOKEN.sub(SECRET, text)
+    return text
+
+
+def redact_values(value: Any) -> Any:
+    """The same of every text in nested tables and lists; their keys stay as they are."""
+    if isinstance(value, Mapping):
+        return {key: redact_values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_values(inner) for inner in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def holds_secret(text: str) -> bool:
+    """Whether `redact` would change the text."""
+    return redact(text) != text

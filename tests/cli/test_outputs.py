@@ -1,0 +1,43 @@
+"""Files that an option names are not written over files of another kind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.cli.main import main
+from recipe_lib.cli.outputs import check_output
+from recipe_lib.errors import ConfigError
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--snapshot", "--calibrate", "--write"])
+@pytest.mark.parametrize("content", ["recipe: full_finetune_distributed\n", "{}", '{"schema": 1}', "", "<html>"])
+def test_a_file_of_another_kind_stays(option: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        check_output(option, str(path))
+    assert str(caught.value) == (
+        f"{option}: {path} is there already and is no file that {option} writes; move it away, or choose another name"
+    )
+
+
+def test_what_the_option_wrote_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    for option, content in {
+        "--json": json.dumps({"schema": 1, "verdict": "fits", "recipe": "x"}),
+        "--calibrate": json.dumps({"version": 1, "device": "cpu", "matmul": {}}),
+        "--write": json.dumps({"version": 1, "device": "cpu", "matmul": {}}),
+        "--html": "<!DOCTYPE html>\n<title>x</title>\n<style>\n:root {\n  color-scheme: light dark;\n",
+    }.items():
+        path.write_text(content)
+        check_output(option, str(path))
+
+
+def test_a_plan_is_not_written_over_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: full_finetune_distributed\n")
+    for command in (["plan", "full_finetune_distributed", "--config", str(path)], ["tp-plan", "llama3_8b"]):
+        assert main([*command, "--json", str(path)]) == 2
+        assert "is there already and is no file that --json writes" in capsys.readouterr().err
+    assert path.read_text() == "recipe: full_finetune_distributed\n"

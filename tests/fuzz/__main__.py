@@ -1,0 +1,81 @@
+"""Random combinations of settings, on 1, 2 and 4 ranks, against one process and against training written by hand.
+
+    python -m tests.fuzz [--seed 1000] [--cases 30] [--only SEED] [--keep FOLDER]
+
+Prints a line for each; for one that is wrong what differs, and the command that runs it. Exit code 1 if any is.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ |= {"TUNE_PLAN": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+from tests.distributed.ranks import import_compiler  # noqa: E402
+from tests.fuzz.cases import draw  # noqa: E402
+from tests.fuzz.compare import Outcome, prepare, tried  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `--cases` combinations that are not refused, of the seeds from `--seed` on."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1000, help="the first combination's; the next ones count up")
+    parser.add_argument("--cases", type=int, default=30, help="how many that run")
+    parser.add_argument("--only", type=int, help="the seed of the one combination to run")
+    parser.add_argument("--keep", type=Path, help="where to leave models, rows and what the runs write")
+    chosen = parser.parse_args(argv)
+    if chosen.only is not None:
+        chosen.seed, chosen.cases = chosen.only, 1
+    import_compiler()
+    outcomes: list[Outcome] = []
+    with nullcontext(chosen.keep) if chosen.keep else TemporaryDirectory(prefix="fuzz-") as name:
+        folder = Path(name).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder)
+        print(f"fuzz: seeds from {chosen.seed} on, {chosen.cases} cases, in {folder}", flush=True)
+        seed = chosen.seed
+        while sum(outcome.verdict != "refused" for outcome in outcomes) < chosen.cases:
+            outcomes.append(tried(draw(seed), folder))
+            show(outcomes[-1])
+            seed += 1
+            if chosen.only is not None:
+                break
+    print(summary(outcomes))
+    return int(any(outcome.verdict == "wrong" for outcome in outcomes))
+
+
+def show(outcome: Outcome) -> None:
+    """A line, and below it what there is to say."""
+    far = "".join(
+        f", {name}: loss {one.loss:.1e} norm {one.norm:.1e} weights {one.weights:.1e}"
+        for name, one in outcome.far.items()
+    )
+    print(f"{outcome.verdict:8}{outcome.seconds:6.1f} s  {outcome.case}{far}", flush=True)
+    for line in outcome.said:
+        print(f"    {line}", flush=True)
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """Counts: verdicts, ranks, recipes, and combinations that the validator refused before."""
+    verdicts = Counter(outcome.verdict for outcome in outcomes)
+    ran = [outcome.case for outcome in outcomes if outcome.verdict != "refused"]
+    ranks = ", ".join(f"{count} on {number}" for number, count in sorted(Counter(case.ranks for case in ran).items()))
+    recipes = ", ".join(
+        f"{count} {name.partition('_')[0]}" for name, count in Counter(case.recipe for case in ran).items()
+    )
+    refused = sum(outcome.case.redrawn for outcome in outcomes)
+    return (
+        f"fuzz: {verdicts['equal']} equal, {verdicts['wrong']} wrong, {verdicts['refused']} refused at their start; "
+        f"{refused} draws were refused by the validator or had too few levers; ranks: {ranks}; recipes: {recipes}; "
+        f"dtypes: {dict(Counter(case.dtype for case in ran))}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

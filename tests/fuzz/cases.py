@@ -1,0 +1,224 @@
+"""Random combinations of settings that a run may have, each a function of its seed alone.
+
+What a combination consists of is in two parts: `numbers`, which change what is computed (the run of one process that it
+is compared with has them too), and `levers`, which must not.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, parse_arguments
+from recipe_lib.errors import ConfigError
+from tests.recipes.runs import DPO, FULL, LORA, ROOT
+
+STEPS = 4
+SLOTS = 8  # rows, pairs or packs of a step, over all ranks
+LEAST = 3  # levers of a combination
+LENGTH = 64  # tokens of the longest row
+MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3")
+CONFIGS = {FULL: FullFinetuneConfig, LORA: LoraFinetuneConfig, DPO: DpoFinetuneConfig}
+_PLAIN = {FULL: "plain.yaml", LORA: "adapters.yaml", DPO: "pairs.yaml"}
+Chosen = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A combination. numbers, levers: overrides, as described above; drawn: how many settings were chosen. redrawn:
+    combinations of this seed before it that the validator refused."""
+
+    seed: int
+    recipe: str
+    model: str
+    ranks: int
+    numbers: tuple[str, ...]
+    levers: tuple[str, ...]
+    drawn: int
+    redrawn: int = 0
+
+    def __str__(self) -> str:
+        levers = " ".join((*self.numbers, *self.levers))
+        return f"seed {self.seed}: {self.recipe.partition('_')[0]} {self.model} on {self.ranks}: {levers}"
+
+    @cached_property
+    def dtype(self) -> str:
+        """The type of the weights that are computed with."""
+        return next(one for one in self.numbers if one.startswith("dtype=")).removeprefix("dtype=")
+
+    def arguments(self, folder: Path, *, plain: bool) -> list[str]:
+        """The command line behind the recipe's name. folder: of what the runs of this seed read and write. plain: of
+        the run of one process."""
+        kind = "pairs" if self.recipe == DPO else "rows"
+        return [
+            "--config",
+            str(ROOT / "tests" / "recipes" / _PLAIN[self.recipe]),
+            f"model.path={folder.parent / self.model}",
+            f"tokenizer.path={ROOT / 'examples' / 'demo' / 'tokenizer'}",
+            f"data.source={folder.parent / kind}.jsonl",
+            *(["data.template=plain"] if self.recipe == DPO else []),
+            "data.cache=false",
+            f"max_seq_len={LENGTH}",
+            f"max_steps={STEPS}",
+            "epochs=20",
+            f"seed={self.seed}",
+            "overwrite=true",
+            "log.every_steps=1000",
+            f"output_dir={folder / ('plain' if plain else 'run')}",
+            *self.numbers,
+            *([f"batch_size={SLOTS}"] if plain else self.levers),
+        ]
+
+    def command(self, folder: Path) -> str:
+        """What to run from a shell. What offloads copies nothing there, unless the machine has a GPU."""
+        quoted = [f"'{one}'" if set(one) & set("[]~* ") else one for one in self.arguments(folder, plain=False)]
+        ranks = f"--nproc_per_node {self.ranks} " if self.ranks > 1 else ""
+        return f"tune run {ranks}{self.recipe} {' '.join(quoted)}"
+
+
+def draw(seed: int) -> Case:
+    """The combination of a seed: the first that the validator takes, of those that are drawn one after the other."""
+    chance = random.Random(seed)
+    for redrawn in range(1000):
+        case = _draw(chance, seed, redrawn)
+        if case is None:
+            continue
+        try:
+            for plain in (False, True):
+                parse_arguments(case.arguments(Path("folder"), plain=plain), CONFIGS[case.recipe])
+        except ConfigError:
+            continue
+        return case
+    raise AssertionError(f"seed {seed}: nothing that the validator takes in 1000 draws")
+
+
+class _Draw:
+    """Chooses settings and counts them."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.count = chance, 0
+
+    def one(self, options: Sequence[Any]) -> Any:
+        return self.chance.choice(options)
+
+    def maybe(self, share: float, options: Sequence[Chosen]) -> Chosen:
+        """One of the options with a probability of `share`, else none."""
+        if self.chance.random() >= share:
+            return ()
+        self.count += 1
+        return self.one(options)
+
+
+def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
+    """A combination; None if it has too few levers, or the ranks cannot be divided so."""
+    draw = _Draw(chance)
+    recipe, model = draw.one([FULL] * 4 + [LORA] * 2 + [DPO] * 2), draw.one(MODELS)
+    dtype = draw.one(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
+    ranks = draw.one([1, 2, 2, 4, 4])
+    numbers = [f"dtype={dtype}", *_numbers(draw, recipe, model, dtype)]
+    in_backward = draw.maybe(0.2, [["memory.optimizer_in_backward=true"]])
+    numbers += ["clip_grad_norm=null"] if in_backward else draw.maybe(0.4, [["clip_grad_norm=0.3"]])
+    levers = [*in_backward, "device=auto"]
+    divided = _divided(draw, ranks, bool(in_backward))
+    if divided is None:
+        return None
+    levers += [*divided, *_levers(draw, dtype, ranks)]
+    if draw.count < LEAST:
+        return None
+    return Case(seed, recipe, model, ranks, tuple(numbers), tuple(levers), draw.count, redrawn)
+
+
+def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
+    """What changes the numbers: optimizer, schedule, packing, adapters, the loss of pairs."""
+    rate = "optimizer.lr=3e-3"
+    optimizers: list[list[str]] = [
+        ["optimizer.name=sgd", "optimizer.lr=0.1"],
+        ["optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9"],
+        ["optimizer.name=muon", rate],
+        *([f"optimizer.state_bits={bits}", rate] for bits in (4, 8, 16, 32)),
+        ["optimizer.master_weights=true", rate],
+        ["optimizer.stochastic_rounding=true", rate],
+        ["optimizer.betas=[0.8, 0.99]", rate],
+    ]
+    found = list(draw.maybe(0.6, optimizers)) or [rate]
+    found += draw.maybe(0.3, [["optimizer.weight_decay=0.2"]])
+    found += draw.maybe(
+        0.3, [["lr_schedule.kind=linear", "lr_schedule.final_share=0.2"], ["lr_schedule.kind=constant"]]
+    )
+    found += draw.maybe(0.35, [["data.packing=true"]])
+    if recipe == DPO:
+        losses = [["dpo.loss=ipo"], ["dpo.loss=cdpo", "dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
+        found += draw.maybe(0.6, losses)
+        found += draw.one([[], ["dpo.train=full"]])
+    if recipe == LORA or (recipe == DPO and "dpo.train=full" not in found):
+        found += ["lora.rank=8"]
+        found += draw.maybe(0.3, [["lora.dora=true"]])
+        found += draw.maybe(0.35, [["lora.quantize=nf4"], ["lora.quantize=int8"]])
+        others = ["q, v, down"] if model.endswith("tied") or model.startswith("gemma") else ["q, v, down", "o, head"]
+        found += draw.maybe(0.3, [[f"lora.targets=[{draw.one(others)}]"]])
+        found += draw.maybe(0.2, [["lora.rslora=true"]])
+        found += draw.maybe(0.3, [["lora.dtype=fp32"]]) if dtype == "bf16" else []
+    return found
+
+
+def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
+    """How the ranks divide the work; None if they cannot."""
+    found: list[str] = []
+    tensor = pipeline = 1
+    if ranks > 1 and draw.maybe(0.3, [["tensor"]]):
+        tensor = 2
+        found += ["parallel.tensor=2", *draw.maybe(0.2, [["parallel.tensor_recompute_gather=true"]])]
+    if ranks > 1 and draw.maybe(0.35, [["pipeline"]]):
+        pipeline = draw.one([2, 2, 4])
+        schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+        found += [f"parallel.pipeline={pipeline}", f"parallel.pipeline_schedule={draw.one(schedules)}"]
+        found += draw.maybe(0.2, [["parallel.pipeline_split=memory"]])
+    if ranks % (tensor * pipeline):
+        return None
+    copies = ranks // (tensor * pipeline)
+    accumulation = 1 if in_backward else draw.one([1, 1, 2, 4])
+    draw.count += accumulation > 1
+    if SLOTS % (copies * accumulation):
+        return None
+    rows = SLOTS // copies
+    found += [f"batch_size={rows // accumulation}", f"gradient_accumulation_steps={accumulation}"]
+    if pipeline > 1:
+        found += [f"parallel.pipeline_microbatches={draw.one([n for n in (2, 4, 8) if rows % n == 0] or [1])}"]
+    if copies > 1:
+        shards = [f"parallel.data_shard={copies}"]
+        found += draw.maybe(0.4, [["parallel.strategy=ddp"], ["parallel.data_replicate=2"], shards])
+    return found
+
+
+def _levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
+    """What must not change the numbers, beside the division."""
+    memory: list[tuple[float, list[list[str]]]] = [
+        (
+            0.4,
+            [
+                ["memory.activation_checkpointing=full"],
+                ["memory.activation_checkpointing=selective"],
+                ["memory.activation_checkpointing=budget", "memory.activation_budget=0.002"],
+            ],
+        ),
+        (
+            0.25,
+            [
+                ["memory.activation_offload=true"],
+                ["memory.activation_offload=true", "memory.activation_offload_ahead=2"],
+            ],
+        ),
+        (0.25, [["memory.optimizer_offload=true"], ["memory.cpu_offload=true"]]),
+        (0.3, [["memory.mlp_chunks=3"]]),
+        (0.3, [["memory.loss_kernel=torch"]]),
+        (0.5, [["memory.loss_chunks=1"], ["memory.loss_chunks=3"], ["memory.loss_chunks=16"]]),
+        (0.2, [[f"optimizer.implementation={one}"] for one in ("foreach", "single", "fused")]),
+    ]
+    wrapping = [["parallel.wrapping=memory_efficient"], ["parallel.wrapping=layers"]]
+    wrapping += [["parallel.wrapping=[model.layers.*, model.layers.*.mlp]"], ["parallel.reshard_after_forward=false"]]
+    found = [override for share, options in memory for override in draw.maybe(share, options)]
+    found += draw.maybe(0.3, wrapping) if ranks > 1 else []
+    found += draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]]) if dtype != "fp64" and ranks > 1 else []
+    return found

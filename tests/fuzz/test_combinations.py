@@ -1,0 +1,101 @@
+"""Five of the random combinations that `make fuzz` runs, and what is drawn at all."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.ranks import import_compiler
+from tests.fuzz import cases, compare
+from tests.fuzz.cases import DPO, FULL, LEAST, LORA, Case, draw
+from tests.recipes.levers import LEVERS
+
+SEEDS = (121, 134, 142, 145, 151)
+# Keys of the levers' table that are not drawn, each with why.
+NOT_DRAWN = {
+    "compile": "takes seconds; test_levers",
+    "validation": "changes nothing that is trained; test_levers",
+    "checkpoint": "saving and resuming; test_resume",
+    "model.preset": "the models are drawn, tied and not",
+    "data.max_rows": "which rows there are",
+    "matmul_dtype": "rounds too much for a comparison; test_levers",
+    "loss": "a plugin's; test_levers",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("combinations")
+    compare.prepare(found)
+    import_compiler()
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_combination_is_equal_to_one_process_and_to_training_by_hand(folder: Path, seed: int) -> None:
+    outcome = compare.tried(draw(seed), folder)
+    assert outcome.verdict == "equal", "\n".join([str(outcome.case), *outcome.said])
+
+
+def test_the_five_are_of_all_kinds() -> None:
+    found = [draw(seed) for seed in SEEDS]
+    assert {case.ranks for case in found} == {1, 2, 4}
+    assert {case.recipe for case in found} == {FULL, LORA, DPO}
+    assert [draw(seed) for seed in SEEDS] == found
+    assert all(case.drawn >= LEAST for case in found)
+
+
+def test_every_lever_is_drawn() -> None:
+    chance = random.Random(0)
+    drawn = [case for case in (cases._draw(chance, 0, 0) for _ in range(3000)) if case]
+    keys = {override.partition("=")[0] for case in drawn for override in (*case.numbers, *case.levers)}
+    assert {case.model for case in drawn} == set(cases.MODELS)
+    levers = {key.removeprefix("~") for setting in LEVERS for key in setting.keys}
+    missing = {key for key in levers - keys if not {key, key.partition(".")[0]} & set(NOT_DRAWN)}
+    assert missing == set(), "add it to cases._draw, or to NOT_DRAWN"
+    assert not {key for key in keys if {key, key.partition(".")[0]} & set(NOT_DRAWN)}
+
+
+CASE = Case(0, FULL, "llama", 2, ("dtype=fp64",), (), 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("loss", "loss"), ("norm", "norm"), ("one", "weights"), ("name", "not in")]
+)
+def test_what_differs_is_said(fault: str, words: str) -> None:
+    """A tensor among many that is off by little is enough."""
+    start = {str(at): torch.zeros(100, dtype=torch.float64) for at in range(50)}
+    weights = {name: torch.ones(100, dtype=torch.float64) for name in start}
+    formula = {"start": start, "weights": weights, "errors": {}, "still": []}
+    lines = [[1, 2.0, 1.0], [2, 1.5, 1.0]]
+    other, found = [list(line) for line in lines], dict(weights)
+    if fault == "one":
+        found["7"] = found["7"] + 1e-4 * torch.eye(100, dtype=torch.float64)[3]
+    elif fault == "name":
+        found["8b"] = found.pop("8")
+    else:
+        other[1][1 if fault == "loss" else 2] += 1e-6
+    outcome = compare.Outcome(CASE, "equal")
+    check = compare._Check(outcome, {"steps": lines, "formula": formula})
+    check.compare("ranks", lines, weights, compare.RANKS["fp64"])
+    check.formula(CASE)
+    assert (outcome.verdict, outcome.said) == ("equal", [])
+    check.compare("ranks", other, found, compare.RANKS["fp64"])
+    assert outcome.verdict == "wrong" and words in outcome.said[0]
+
+
+def test_a_plain_run_that_does_not_move_is_said() -> None:
+    outcome = compare.Outcome(CASE, "equal")
+    start = {"w": torch.ones(3, dtype=torch.float64)}
+    formula = {"start": start, "weights": start, "errors": {"w": 1.0}, "still": ["w"]}
+    compare._Check(outcome, {"steps": [], "formula": formula}).formula(CASE)
+    assert outcome.verdict == "wrong" and "formula" in outcome.said[0]
+
+
+def test_a_command_can_be_pasted() -> None:
+    case = replace(CASE, levers=("parallel.wrapping=[model.layers.*]",))
+    command = case.command(Path("/tmp/x"))
+    assert command.startswith("tune run --nproc_per_node 2 full_finetune_distributed --config ")
+    assert "'parallel.wrapping=[model.layers.*]'" in command

@@ -1,0 +1,300 @@
+"""Every sentence of the README with a number, or a "no", is held by a test or by a file that a command makes.
+
+TIES has a piece of each such sentence and what holds it: a function below, or another test by its place. A sentence
+without one fails here, as does a piece that no sentence has any more.
+"""
+
+import importlib.util
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fit
+from recipe_lib.cli import plan as plan_verb
+from recipe_lib.config.keys import read_schema
+from recipe_lib.config.places import RECIPE_CONFIGS, list_presets
+from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.result import Plan
+from recipe_lib.units import GIB, gib
+from tests.house.documents import blocks
+from tests.house.files import ROOT
+from tests.plan.apart import apart
+
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+KEYS = read_schema(RECIPE_CONFIGS["dpo_distributed"]).keys
+CLAIM = re.compile(r"\d|\b(?:no|not|none|never|nothing|neither|nor)\b", re.IGNORECASE)
+
+
+def sentences() -> list[str]:
+    """Sentences, rows of tables and headings outside of code, without the targets of links."""
+    text = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    lines = [line for line in text.splitlines() if line and not line.startswith("|---")]
+    parts = [[line] if line.startswith("|") else re.split(r"(?<=[.:;])\s+(?=[A-Z`\[])", line) for line in lines]
+    return [part for line in parts for part in line]
+
+
+def recipes_are_short() -> None:
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 200 for path in (ROOT / "recipes").glob("*.py"))
+
+
+def sizes_of_models() -> None:
+    sizes = sorted(
+        float(name[:-1]) * (1e-3 if name[-1] == "M" else 1) for name in re.findall(r"[\d.]+[BM]\b", presets())
+    )
+    assert 0.1 <= sizes[0] < 0.2 and sizes[-1] == 405
+
+
+def presets() -> str:
+    return " ".join(name for name in list_presets() if not name.startswith("demo/"))
+
+
+def python_version() -> None:
+    assert PROJECT["requires-python"] == ">=3.11"
+
+
+def demo_needs_no_download() -> None:
+    text = (ROOT / "configs" / "demo" / "full.yaml").read_text(encoding="utf-8")
+    assert "hub:" not in text and "preset: demo/0.5M" in text
+    assert all((ROOT / path).exists() for path in re.findall(r"(?:path|source): (examples/\S+)", text))
+
+
+def torch_versions() -> None:
+    allowed = next(need for need in PROJECT["dependencies"] if need.startswith("torch>"))
+    (install,) = re.findall(r'pip install "(torch\S+)"', TEXT)
+    assert set(install.removeprefix("torch").split(",")) == set(allowed.removeprefix("torch").split(","))
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    named = re.findall(r"\b2\.\d\d\.\d\b", next(line for line in TEXT.splitlines() if line.startswith("`make` takes")))
+    assert f"torch=={named[0]}\n" in pinned
+
+
+def four_cards() -> None:
+    """Of the sum in the story: it is under what a card of 24 GB has for torch, with more than 1 GiB to spare."""
+    (total,) = re.findall(r"one piece of logits: ([\d.]+) GiB", TEXT)
+    assert float(total) + 1 < gib(find_hardware("24GB").memory) - 688 / 1024 - 600 / 1024
+    assert plan_of(command("--nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090"))[1]
+
+
+def nothing_ran_on_a_gpu() -> None:
+    measured = (ROOT / "docs" / "measurements").glob("gpu-*.md")
+    assert not list(measured), "there are reports of a GPU: say in the README what they found"
+
+
+def one_card() -> None:
+    """The planned figures of full fine-tuning on one card, from the command above them."""
+    words = command("memory.optimizer_in_backward=true memory.optimizer_offload=true")
+    assert "clip_grad_norm=null" in words and "max_seq_len" not in " ".join(words)
+    plan, fits = plan_of(words)
+    reserved, host = plan.heaviest.reserved, plan.heaviest.host
+    spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
+    assert fits and spec.num_layers == 32
+    assert f"rows of 2048 tokens: {reserved / GIB:.2f} GiB reserved, of which 14.96 are the weights" in TEXT
+    assert f"and {host / GIB:.0f} GiB of host memory" in TEXT
+
+
+def command(piece: str) -> list[str]:
+    """The `tune plan` of the README that has all these words."""
+    found = [words for block in blocks(README) if block.language == "bash" for words in block.commands()]
+    return next(words[2:] for words in found if words[:2] == ["tune", "plan"] and set(piece.split()) <= set(words))
+
+
+def plan_of(words: list[str]) -> tuple[Plan, bool]:
+    """(the plan, whether it fits)."""
+    text, fits = apart(_planned, words)
+    return Plan.from_json(json.loads(text)), fits
+
+
+def _planned(words: list[str]) -> tuple[str, bool]:
+    from contextlib import redirect_stdout
+
+    said = StringIO()
+    with redirect_stdout(said):
+        code = plan_verb.run([*words, "--json", "-"])
+    return said.getvalue(), code == 0
+
+
+def fit_page() -> None:
+    assert fit.CARDS == (1, 2, 4, 8) and list(fit.MODELS) == ["1B", "3B", "8B", "14B", "32B", "70B"]
+    assert list(fit.METHODS.values()) == ["full fine-tuning", "LoRA", "QLoRA"]
+
+
+def exit_code_of_a_plan() -> None:
+    assert plan_verb.NO_ROOM == 3
+
+
+def adapters_of_8b() -> None:
+    """Rank 16 on all linear layers, and bytes of what is frozen."""
+    spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
+    d, f, kv = spec.width, spec.mlp_width, spec.num_kv_heads * spec.head_width
+    shapes = [(d, d), (d, kv), (d, kv), (d, d), (d, f), (d, f), (f, d)]
+    trained = spec.num_layers * sum(16 * (wide + high) for wide, high in shapes)
+    linears = spec.num_layers * sum(wide * high for wide, high in shapes)
+    total = linears + 2 * spec.vocab_size * d + (2 * spec.num_layers + 1) * d
+    assert f"that is {trained:,} parameters" in TEXT
+    assert f"2 N bytes in bf16 ({gib(2 * total):.2f} GiB)" in TEXT
+    assert f"2 for the rest ({gib(0.516 * linears + 2 * (total - linears)):.2f} GiB)" in TEXT
+
+
+def state_bytes_of_adamw() -> None:
+    """Two states of 2 bytes in bf16; 8 and 4 bits are a half and a quarter of that."""
+    assert (2 * 2, 8 / 16, 1 - 4 / 16) == (4, 0.5, 0.75)
+
+
+def methods() -> None:
+    """What recipes and losses there are."""
+    assert set(RECIPE_CONFIGS) == {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"}
+    losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
+    assert losses >= {"CDPO", "IPO", "SIMPO"}, losses
+
+
+def no_context_parallelism() -> None:
+    parallel = {name for name in KEYS if name.startswith("parallel.")}
+    assert {"parallel.tensor", "parallel.pipeline"} <= parallel and not {n for n in parallel if "context" in n}
+
+
+def no_experts_of_our_own() -> None:
+    from recipe_lib.models import families
+
+    text = Path(str(families.__file__)).read_text(encoding="utf-8")
+    assert not re.search(r"[\"'](mixtral|qwen3_moe|gpt_oss|olmoe)[\"']\s*:", text)
+
+
+def no_quantized_checkpoints() -> None:
+    from recipe_lib.errors import UserError
+
+    config = {**preset_config("llama3/8B"), "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UserError):
+        spec_from_config(config, "config.json")
+
+
+def verbs() -> None:
+    """No verb evaluates, and no flag of `tune export` writes GGUF."""
+    from recipe_lib.cli import export, main
+
+    assert "eval" not in main.VERBS and "gguf" not in Path(str(export.__file__)).read_text(encoding="utf-8").lower()
+
+
+def devices() -> None:
+    assert KEYS["device"].limits["choices"] == ("auto", "cpu", "cuda")
+
+
+def license_is_bsd() -> None:
+    assert PROJECT["license"] == "BSD-3-Clause"
+
+
+DOCUMENTS = "tests/house/test_documents.py"
+LEVERS = "tests/recipes/test_levers.py::test_losses_are_those_of_the_plain_run_or_it_is_refused"
+ARITHMETIC = f"{DOCUMENTS}::test_readme_arithmetic"
+PRESETS = f"{DOCUMENTS}::test_every_preset_is_in_the_table"
+TIES: dict[str, Callable[[], None] | str] = {
+    "one file of under 200 lines": recipes_are_short,
+    "of 0.1 to 405 billion parameters": sizes_of_models,
+    "Python 3.11 or newer": python_version,
+    "none, then nearly all": "tests/house/test_demo.py::test_score_counts_exact_answers",
+    "Nothing is downloaded for it": demo_needs_no_download,
+    "`make` takes torch": torch_versions,
+    "## The 24 GB story": ARITHMETIC,
+    "on four cards of 24 GB is a matter": four_cards,
+    "Let N be the parameters": ARITHMETIC,
+    "AdamW's two states, sharded": ARITHMETIC,
+    "| layer inputs, kept with": ARITHMETIC,
+    "one layer's own results": ARITHMETIC,
+    "| a layer gathered": ARITHMETIC,
+    "That is 17.46 GiB": ARITHMETIC,
+    "What is in no unit stays gathered": "tests/parallel/test_apply.py::test_gathered_bytes_of_each_policy",
+    "If only the layers are units": ARITHMETIC,
+    "As units of their own": "tests/parallel/test_wrapping.py::test_auto_goes_by_size",
+    "Logits in fp32 are 4 s v bytes": ARITHMETIC,
+    "a piece is 0.12 GiB": ARITHMETIC,
+    "So: 17.46": ARITHMETIC,
+    "On the other 17.46": ARITHMETIC,
+    "The second fits in 24 GB": four_cards,
+    "This is arithmetic, not a measurement": nothing_ran_on_a_gpu,
+    "Nothing of this project has run on a GPU yet": nothing_ran_on_a_gpu,
+    "of the same model on one card": one_card,
+    "These steps are not clipped": one_card,
+    "None of these levers has run on a GPU": nothing_ran_on_a_gpu,
+    "with 1, 2, 4 and 8 cards of 24 GB": fit_page,
+    "tensors have sizes and no bytes": "tests/plan/test_closed_forms.py::"
+    "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
+    "exit code 0 or 3": exit_code_of_a_plan,
+    "versions that do not go together": "tests/cli/test_doctor.py::test_a_fault_is_found_and_told_with_its_remedy",
+    "For Llama 3 8B with rank 16": adapters_of_8b,
+    "no rank ever holds the model": "tests/adapters/test_quantised_sharded.py::"
+    "test_loading_reads_a_ranks_blocks_in_pieces",
+    "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
+    "no row has been measured on a GPU": nothing_ran_on_a_gpu,
+    "| `batch_size=1` with": LEVERS,
+    "| `data.packing=true`": "tests/data/test_packing.py::test_within_one_percent_of_the_fewest_possible",
+    "activation_checkpointing=budget": "tests/memory/test_budget.py::"
+    "test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same",
+    "| `memory.loss_chunks=16`": "tests/ops/test_cross_entropy.py::test_peak_bytes_are_those_of_one_chunk",
+    "| `memory.mlp_chunks=8`": "tests/memory/test_mlp_chunks.py::test_the_inner_width_exists_for_a_piece_at_a_time",
+    "no longer gathered throughout": "tests/parallel/test_apply.py::test_gathered_bytes_of_each_policy",
+    "| `parallel.data_shard=-1`": "tests/plan/test_closed_forms.py::"
+    "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
+    "| `parallel.tensor=8`": "tests/parallel/test_tensor_memory.py::test_kept_bytes_are_those_of_the_formula",
+    "| `parallel.pipeline: 4`": "tests/parallel/pipeline/test_memory.py::"
+    "test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte",
+    "optimizer.implementation=fused": LEVERS,
+    "| `optimizer.state_bits=8`": "tests/plan/test_optimizer_bytes.py::test_states_of_few_bits_are_codes_and_scales",
+    "optimizer_in_backward=true clip": "tests/plan/test_stepping_bytes.py::test_one_gradient_at_a_time",
+    "| `optimizer.name=sgd`": state_bytes_of_adamw,
+    "| `parallel.strategy=ddp`": "tests/parallel/test_replicate.py::test_losses_and_norms_are_those_of_one_process",
+    "| `matmul_dtype=int8`": "tests/memory/test_low_precision.py::test_the_layers_linears_and_nothing_else",
+    "parallel.reduce_dtype=fp32": "tests/parallel/test_apply.py::test_dtype_of_the_reduction",
+    "parallel.data_replicate=2": "tests/plan/test_closed_forms.py::test_copies_sum_the_part_that_is_reduced_already",
+    "| Llama 2 |": PRESETS,
+    "| Llama 3, 3.1": PRESETS,
+    "| TinyLlama": PRESETS,
+    "| Mistral": PRESETS,
+    "| Qwen 2.5": PRESETS,
+    "| Qwen 3": PRESETS,
+    "| Gemma 2": PRESETS,
+    "| Phi 3": PRESETS,
+    "A config is `FAMILY/SIZE_METHOD`": PRESETS,
+    "a preset `FAMILY/SIZE`": PRESETS,
+    "in another size needs no preset": "tests/models/test_spec.py",
+    "[What fits 24 GB]": f"{DOCUMENTS}::test_links_lead_somewhere",
+    "## What it does not do yet": methods,
+    "No distillation and no reinforcement learning": methods,
+    "No context parallelism": no_context_parallelism,
+    "Mixtures of experts through": no_experts_of_our_own,
+    "No checkpoints that are quantized already": no_quantized_checkpoints,
+    "No evaluation by benchmarks": verbs,
+    "no Apple or Intel GPUs": devices,
+    "BSD 3-Clause": license_is_bsd,
+}
+
+
+def test_every_claim_has_what_holds_it():
+    claims = [sentence for sentence in sentences() if CLAIM.search(sentence)]
+    loose = [claim for claim in claims if not any(piece in claim for piece in TIES)]
+    assert not loose, "tie these to a test, or take them out"
+    stale = [piece for piece in TIES if not any(piece in claim for claim in claims)]
+    assert not stale
+
+
+@pytest.mark.parametrize(
+    "check",
+    sorted({c for c in TIES.values() if callable(c)}, key=lambda one: one.__name__),
+    ids=lambda one: one.__name__,
+)
+def test_claims(check: Callable[[], None]):
+    check()
+
+
+@pytest.mark.parametrize("place", sorted({place for place in TIES.values() if isinstance(place, str)}))
+def test_what_holds_a_claim_is_a_test(place: str):
+    path, _, name = place.partition("::")
+    assert importlib.util.spec_from_file_location("held", ROOT / path) is not None
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert re.search(rf"^def {name}\(", text, re.MULTILINE) if name else "\ndef test_" in text

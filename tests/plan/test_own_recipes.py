@@ -1,0 +1,116 @@
+"""Plans of users' recipes, whose micro-batches need not be alike, against real runs on a CPU, to the byte."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch._dynamo  # noqa: F401  (so that no process pays for the import)
+
+from recipe_lib.cli.recipes import load_module
+from recipe_lib.config import load_config
+from recipe_lib.parallel import start_world
+from recipe_lib.plan import micro_batches
+from recipe_lib.plan.simulate import FIRST, STEADY, simulate, trace_real_run
+from tests.distributed.ranks import run_ranks
+from tests.plan.own_recipes import STEPS, made
+from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
+from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
+
+SHAPE = SimpleNamespace(tokens=64, documents=1)
+STEP = {step.__name__: step for step in STEPS}
+# Up to FEW micro-batches are simulated at once, more of them after a look at two.
+CASES = [(step.__name__, count) for step, counts in STEPS.items() for count in counts]
+
+
+def config(count: int, *overrides: str) -> Any:
+    words = [*BASE, f"model.preset={TIED}", f"gradient_accumulation_steps={count}", "output_dir=none", *overrides]
+    return load_config(PLAIN, words, recipe_module(FULL).Config)
+
+
+def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
+    """Of every case the most bytes of the first step and of a later one."""
+    found = {}
+    for name, count in cases:
+        cfg, recipe = config(count), made(STEP[name])
+        if simulated:
+            trace = simulate(recipe, cfg, SHAPE, ranks=ranks, phases=(), like_cpu=True).trace
+        else:
+            with start_world(cfg) as world, collectives_let_go():
+                trace = trace_real_run(recipe, cfg, world, SHAPE).trace
+        found[f"{name} {count}"] = {phase: trace.active_peaks()[phase] for phase in (FIRST, STEADY)}
+    return found
+
+
+SHIPPED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (FULL, ("parallel.wrapping=layers", "memory.activation_checkpointing=full")),
+    (FULL, ("device=cuda", "memory.activation_offload=true", "memory.optimizer_offload=true")),
+    (FULL, ("parallel.tensor=2",)),
+    (LORA, ("parallel.strategy=ddp", "lora.quantize=nf4")),
+    (DPO, (PAIRS,)),
+)
+TWO_RANKS = [("sums_losses", 4), ("keeps_from_the_third", 4)]
+
+
+@pytest.fixture(scope="module")
+def runs() -> tuple[dict[str, Any], dict[str, Any]]:
+    """(planned, real) peaks of every case."""
+    planned = run_ranks(peaks, 1, True, 1, CASES, process_group=False, timeout=600)[0]
+    return planned, run_ranks(peaks, 1, False, 1, CASES, timeout=600)[0]
+
+
+@pytest.mark.parametrize(("name", "count"), CASES)
+def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, Any]], name: str, count: int) -> None:
+    assert runs[0][f"{name} {count}"] == runs[1][f"{name} {count}"]
+
+
+def test_peaks_of_two_ranks_are_those_of_the_real_run() -> None:
+    planned = run_ranks(peaks, 1, True, 2, TWO_RANKS, process_group=False)[0]
+    assert planned == run_ranks(peaks, 2, False, 2, TWO_RANKS)[0]
+
+
+def looked_at(recipe_file: Path) -> dict[str, Any]:
+    """What is said of steps that there is no time to simulate whole, and of a copy of the shipped file."""
+    found = {}
+    micro_batches.MOST_EVENTS = 1
+    for name in ("keeps_each", "alike", "sums_losses"):
+        one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
+        found[name] = [one.traced, one.untraced, one.estimate, one.trace.active_peaks()[STEADY]]
+    for changed in ("", "# mine\n"):
+        text = Path(recipe_module(FULL).__file__ or "").read_text(encoding="utf-8")
+        recipe_file.write_text(text + changed, encoding="utf-8")
+        planned = load_module(recipe_file)
+        found[f"copy{changed}"] = simulate(recipe_class(planned), config(4), SHAPE, phases=(), like_cpu=True).traced
+        del sys.modules[planned.__name__]
+    return found
+
+
+def test_what_is_not_simulated_is_said(runs: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
+    found = run_ranks(looked_at, 1, tmp_path / "own_copy.py", process_group=False)[0]
+    traced, untraced, said, peak = found["keeps_each"]
+    kept = 4 * 40_000
+    assert (traced, untraced) == (2, 6 * kept)
+    assert runs[1]["keeps_each 8"][STEADY] <= peak + untraced + kept
+    assert said == (
+        "2 of a step's 8 micro-batches are simulated; each left 156.25 KiB more than the one before, and so are the "
+        "others taken to do"
+    )
+    assert found["alike"][:2] == [2, 0] and found["alike"][2].endswith("the others are taken to be like them")
+    assert found["sums_losses"][1] > 0
+    assert (found["copy"], found["copy# mine\n"]) == (2, 4)
+
+
+def test_micro_batches_of_shipped_recipes_stand_for_each_other() -> None:
+    """Whatever the lever: else a plan would take as long as all of them."""
+
+    def traced() -> list[int]:
+        found = []
+        for name, overrides in SHIPPED:
+            module = recipe_module(name)
+            words = [*BASE, *overrides, f"recipe={name}", f"model.preset={TIED}", "gradient_accumulation_steps=4"]
+            cfg = load_config(PLAIN, words, module.Config)
+            found.append(simulate(recipe_class(module), cfg, SHAPE, ranks=2, phases=()).traced)
+        return found
+
+    assert run_ranks(traced, 1, process_group=False)[0] == [2] * len(SHIPPED)
