@@ -10,8 +10,6 @@ kernel or a collective that is stuck cannot hold it up.
 
 import json
 import os
-import re
-import socket
 import sys
 import threading
 import time
@@ -29,7 +27,9 @@ from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserE
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel import beats as rules
 from recipe_lib.parallel.beats import Beat, numbers
+from recipe_lib.parallel.peers import PeerFailedError, first_line, node_name, says_gone
 from recipe_lib.parallel.whereabouts import busy, collectives, frames, where
+from recipe_lib.redaction import redact
 
 EVERY = 0.5  # seconds between two beats
 PAUSE = 2.0  # seconds by which this process must be late to have been stopped itself
@@ -38,13 +38,7 @@ TELLING = 6.0  # seconds that the others wait for it to tell what happened: a la
 ENDING = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
 VANISHING = 3.0  # seconds without a beat, after an exchange with another rank has failed, by which that rank is gone
 LONGEST_GROUP_LIMIT = 30 * 86400.0  # seconds
-_LOST = r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out waiting"
-_GONE = re.compile(_LOST)
 _made = 0  # heartbeats of this process; all ranks make them alike
-
-
-class PeerFailedError(RuntimeError):
-    """Raised by a rank that is well because another one has failed by a defect, which tells it itself."""
 
 
 class Detail(Protocol):
@@ -98,7 +92,7 @@ class Heartbeat:
         self.detail: Detail | None = None
         self.is_ending = False  # an exception is on its way out
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._node = os.environ.get("GROUP_RANK") or socket.gethostname()
+        self._node = node_name()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
         self._pid, self._main, self._once = os.getpid(), threading.get_ident(), threading.Lock()
         self._phase, self._patience = "starting", rules.LONG
@@ -113,13 +107,13 @@ class Heartbeat:
         self._posted, self._heeded, self._told = threading.Event(), threading.Event(), threading.Event()
         self._failure: dict[str, Any] | None = None  # the run's first, of whatever rank
         self._mine: dict[str, Any] | None = None
-        self._looks_around = False
+        self._looks_around = self._left = False
         self._seen: dict[int, tuple[Beat, float]] = {}  # others' beats, and when their numbers have changed
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         if self._store is not None:
-            get_logger().debug("heartbeat: %d ranks, timeout %g seconds", self._size, self._timeout)
+            get_logger().debug("heartbeat: %d ranks, %g seconds", self._size, self._timeout)
             for run in (self._talk, self._look):
                 self._threads.append(threading.Thread(target=run, name="heartbeat", daemon=True))
                 self._threads[-1].start()
@@ -128,7 +122,8 @@ class Heartbeat:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._store is None:
             return
-        if isinstance(error, Exception) and not isinstance(error, StoppedAndSaved):
+        self._left = error is None or isinstance(error, StoppedAndSaved)
+        if isinstance(error, Exception) and not self._left:
             self._fail(error)
         self._closed.set()
         self._wake.set()
@@ -160,6 +155,8 @@ class Heartbeat:
             self._notice(now)
             resting = now - self._moved
             self._looks_around = self.is_ending or resting >= min(2 * EVERY, self._timeout / 4)
+            if not self._looks_around:
+                self._seen.clear()  # it would be old when it is wanted again
             verdict = self._verdict(now) if self._mine is None and resting >= self._timeout else None
             if verdict is not None:
                 self._end_run(*verdict)
@@ -233,7 +230,7 @@ class Heartbeat:
             try:
                 self._exchange(number)
             except RuntimeError as error:  # it is gone, with the process that held it
-                self._lost = _first_line(error)
+                self._lost = first_line(error)
                 return
             if self._closed.is_set():
                 return
@@ -242,10 +239,9 @@ class Heartbeat:
             self._wake.clear()
 
     def _exchange(self, number: int) -> None:
-        store, beat = self._store, self._beat(number)
+        store, beat = self._store, replace(self._beat(number), left=self._left)
         assert store is not None
-        left = self._closed.is_set() and self._mine is None
-        store.set(f"beat/{self._rank}", json.dumps(asdict(replace(beat, left=left))))
+        store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
         if self._mine is not None and not self._posted.is_set():
             if store.add("first", 1) == 1:
                 store.set("failed", json.dumps(self._mine))
@@ -278,7 +274,7 @@ class Heartbeat:
         """In the main thread: this rank has failed. If another one is the cause the process ends here, quietly."""
         self.is_ending = self._looks_around = True
         self._wake.set()
-        is_lost = isinstance(error, PeerFailedError) or _says_gone(error)
+        is_lost = isinstance(error, PeerFailedError) or says_gone(error)
         if is_lost:  # who is the cause says so, or is not heard of any more
             self._wait(lambda: self._failure is not None or bool(self._lost or self._gone()), VANISHING + 4 * EVERY)
         cause = self._failure or self._post(self._of_lost(error) if is_lost else self._of_own(error))
@@ -294,7 +290,7 @@ class Heartbeat:
     def _of_own(self, error: Exception) -> dict[str, Any]:
         """This rank's failure, as the others hear of it. nodes: where it is told without them."""
         code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
-        lines, nodes = [f"{self._names([self._rank])} failed in {self._phase}: {_first_line(error)}"], []
+        lines, nodes = [f"{self._names([self._rank])} failed in {self._phase}: {first_line(error)}"], []
         if isinstance(error, UserError):
             code, lines = error.exit_code, list(error.faults)
         if isinstance(error, UserError) or self._folder:
@@ -308,7 +304,7 @@ class Heartbeat:
             text = f"{self._names(sorted(gone))} {'is' if len(gone) == 1 else 'are'} gone, killed or crashed"
         elif self._lost:
             text = "the process that holds the store of the run (rank 0 or its launcher) is gone"
-        line = f"{text}; {self._words(self._rank, self._beat(), waits=True)} ({_first_line(error)})"
+        line = f"{text}; {self._words(self._rank, self._beat(), waits=True)} ({first_line(error)})"
         return self._for_all([line], sorted(gone), sorted(set(gone.values())) if self._folder else [])
 
     def _for_all(self, lines: list[str], lost: list[int], nodes: Sequence[str] = ()) -> dict[str, Any]:
@@ -338,7 +334,7 @@ class Heartbeat:
 
         Not while the main thread is on its way out by itself, which writes what the run leaves, or its own traceback.
         """
-        if not is_main and failure["rank"] == self._rank:
+        if self._mine is not None and not is_main:  # the failure of this rank itself
             return
         sys.excepthook = lambda *_: self._end(failure)  # what is raised meanwhile is a consequence
         if failure["tells"]:
@@ -370,7 +366,7 @@ class Heartbeat:
         elif not self._lost and time.monotonic() - self._answered < 4 * EVERY:  # the store may be asked
             if self._store is not None and self._store.add(f"said/{self._node}", 1) > 1:
                 return
-        sys.stderr.write("".join(f"error: {errors.visible(line)}\n" for line in failure["lines"]))
+        sys.stderr.write("".join(f"error: {redact(errors.visible(line))}\n" for line in failure["lines"]))
         sys.stderr.flush()
 
     def _say_told(self) -> None:
@@ -384,17 +380,3 @@ class Heartbeat:
         deadline = time.monotonic() + seconds
         while not ready() and time.monotonic() < deadline:
             time.sleep(0.02)
-
-
-def _says_gone(error: BaseException) -> bool:
-    """Whether an error is that another process is not there any more: gloo's are plain ones, told by their text."""
-    return isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
-
-
-def _first_line(error: BaseException) -> str:
-    """What it says; of gloo's without the place in its source, and what it goes on to suppose."""
-    lines = str(error).splitlines()
-    text = lines[0] if lines else ""
-    if text.startswith("[") and "/gloo/" in text:
-        return text.partition("] ")[2].partition(". ")[0]
-    return text if _says_gone(error) or isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -18,7 +18,8 @@ from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.heartbeat import Heartbeat, PeerFailedError, outlast_heartbeat, start_heartbeat
+from recipe_lib.parallel.heartbeat import Heartbeat, outlast_heartbeat, start_heartbeat
+from recipe_lib.parallel.peers import PeerFailedError, node_name
 
 # Outermost first: neighbours share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
@@ -293,7 +294,7 @@ def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
     A rank with nothing left to tell waits for the machine's first one, which prints just after it leaves: a launcher
     that sees a rank end ends the others, and the line would be lost.
     """
-    node = os.environ.get("GROUP_RANK", "0")
+    node = node_name()
     try:
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         error.faults = [fault for fault in error.faults if store.add(f"told/{node}/{fault}", 1) == 1]

@@ -1,6 +1,7 @@
 """`tune run` with real ranks: exit codes come out, signals go in, nobody is left behind."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,8 @@ def main(argv):
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "wait":
         wait(rank)
+    if mode == "stopped":
+        stop_one(rank)
     return 0
 
 
@@ -53,6 +56,19 @@ def add_up(number):
     dist.all_reduce(numbers)
     dist.destroy_process_group()
     return numbers.item()
+
+
+def stop_one(rank):
+    from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
+    from recipe_lib.parallel import beats, start_world
+
+    parallel = ParallelConfig(heartbeat_timeout_seconds=1.5)
+    with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
+        world.heartbeat.enter("step 2", beats.STEP)
+        world.any(False)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        world.any(False)
 
 
 def wait(rank):
@@ -137,6 +153,13 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
     assert "RuntimeError: a bug" in result.stderr
     assert result.stderr.endswith("error: rank 1 failed with exit code 1; its traceback is above\n")
     assert "ChildFailedError" not in result.stderr
+
+
+def test_a_stopped_rank_is_killed_soon_and_not_called_out_of_memory(recipe: Path):
+    result = run(recipe, "--nproc_per_node", "2", "mine.py", "stopped")
+    assert result.returncode == 7
+    line = r"error: rank 1 is stopped or unreachable for \d+ s; rank 0 waits for \d+ s in step 2, at .*\n"
+    assert re.fullmatch(line, result.stderr), result.stderr
 
 
 def start(recipe: Path, folder: Path, *words: str) -> subprocess.Popen:
@@ -308,3 +331,8 @@ def test_a_rank_that_has_saved_waits_for_the_others(tmp_path: Path, monkeypatch:
 )
 def test_one_code_out_of_many(codes: dict[int, int], stopped_by: int | None, expected: tuple[int, str]):
     assert judge(codes, stopped_by) == expected
+
+
+def test_what_a_rank_has_said_is_not_said_again():
+    assert judge({0: 7, 1: -9}, None, said=True) == (7, "")
+    assert judge({0: 7, 1: 2}, None, said=True) == (2, "")

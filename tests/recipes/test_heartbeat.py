@@ -163,23 +163,22 @@ def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["load_weights", "validate"])
 def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
-    folder = tmp_path / "run"
-    validation = (
-        ["validation.source=examples/demo/heldout.jsonl", "validation.every_steps=1"] if where == "validate" else []
-    )
-    assert run_ranks(run, 2, tmp_path, lambda: time.sleep(2.5 * TIMEOUT), where, 0, *validation, timeout=60) == [0, 0]
-    assert (folder / "summary.json").exists()
+    overrides = []
+    if where == "validate":
+        overrides = ["validation.source=examples/demo/heldout.jsonl", "validation.every_steps=1"]
+    assert run_ranks(run, 2, tmp_path, lambda: time.sleep(2.5 * TIMEOUT), where, 0, *overrides, timeout=60) == [0, 0]
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def test_a_process_that_was_stopped_itself_blames_nobody(tmp_path: Path) -> None:
     """Both ranks, as by Ctrl-Z, for longer than the timeout; which of them goes on first does not matter."""
 
     def pause() -> None:
-        for rank_pid in (os.getpid(),):
-            if os.fork() == 0:
-                time.sleep(2 * TIMEOUT)
-                os.kill(rank_pid, signal.SIGCONT)
-                os._exit(0)
+        mine = os.getpid()
+        if os.fork() == 0:
+            time.sleep(2 * TIMEOUT)
+            os.kill(mine, signal.SIGCONT)
+            os._exit(0)
         stop()
 
     def both(folder: Path) -> int:

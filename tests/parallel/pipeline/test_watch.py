@@ -142,9 +142,7 @@ def test_a_stopped_process_that_holds_the_store_too() -> None:
     found = ended(trouble, timeout=1, process_group=False)
     assert found[1].startswith("exit code 7") and "Traceback" not in found[1]
     (line,) = told(found)
-    assert re.match(r"error: the store of the run at 127.0.0.1:\d+ \(rank 0 or its launcher\) is stopped or ", line), (
-        line
-    )
+    assert re.match(r"error: the store of the run at 127.0.0.1:\d+ \(rank 0 or its launcher\) is stopped or ", line)
     assert "rank 1 (stage 1) has " in line and " of micro-batch " in line
 
 
