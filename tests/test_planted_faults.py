@@ -146,7 +146,7 @@ class Here(Ours):
 
 EXPECTED = {
     "typo": "rejected", "zero_rate": "rejected", "adapter_target": "rejected", "no_answer": "rejected",
-    "broken_line": "rejected", "duplicates": "warned", "overlap": "warned", "no_end": "rejected",
+    "broken_line": "rejected", "duplicates": "warned", "overlap": "warned", "no_end": "warned",
     "drops_system": "warned", "unmarked": "handled", "missing_shard": "rejected", "truncated_weights": "rejected",
     "nan_weight": "rejected", "other_tokenizer": "rejected", "earlier_work": "rejected", "beyond_positions": "warned",
 }  # fmt: skip

@@ -122,7 +122,7 @@ class _Build:
 
     def dataset(self) -> Dataset:
         """Out of the cache, or made. Raises DataError."""
-        key = cache_key(self._read_with(), self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
+        key = cache_key(self.read_with(), self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
         stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
         if stored is None:
             stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
@@ -157,7 +157,7 @@ class _Build:
             "vocab_size": self.tokenizer.vocab_size,
         }
 
-    def _read_with(self) -> dict[str, Any]:
+    def read_with(self) -> dict[str, Any]:
         """What the cache's files depend on: also what decides which rows can be read, and is not said of those."""
         return self._decides() | {"max_row_mib": self.cfg.max_row_mib, "history": self.cfg.history}
 

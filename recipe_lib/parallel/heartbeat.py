@@ -4,9 +4,8 @@ A rank spends much of its time waiting for others, where nothing of Python's run
 with the store by which the ranks have met, over a connection of its own: it says twice a second that this rank lives
 and what its main thread is at, and sees whether another rank has failed. The other one looks where the main thread is,
 without a call to the device. If that has not moved for `parallel.heartbeat_timeout_seconds`, it looks for the rank that
-is waited for (`beats.py`), and ends the run. A rank that moves itself never ends a run.
-
-A process ends by os._exit: a kernel or a collective that is stuck cannot hold it up.
+is waited for (`beats.py`), and ends the run. A rank that moves itself never ends a run. A process ends by os._exit: a
+kernel or a collective that is stuck cannot hold it up.
 """
 
 import json
@@ -333,7 +332,7 @@ class Heartbeat:
     def _leave(self, failure: dict[str, Any], is_main: bool = False) -> None:
         """Ends this process because of a failure, when the rank that tells it has had the time to.
 
-        Not while the main thread is on its way out by itself, which writes what the run leaves.
+        Not while the main thread is on its way out by itself, which writes what the run leaves, or its own traceback.
         """
         if self._mine is not None and not is_main:  # the failure of this rank itself
             return

@@ -195,7 +195,7 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     if not cfg.data.cache:
         return None
     build = data_build._Build(cfg.data, tokenizer, cfg.max_seq_len, data_build._sources(cfg.data, None, None, None))
-    key = cache_key(build._decides(), build.files, build.encoders, tokenizer)
+    key = cache_key(build.read_with(), build.files, build.encoders, tokenizer)
     if key is None:
         return None
     manifest, deadline = cache_root(cfg.data.cache_dir) / key / MANIFEST, time.monotonic() + wait

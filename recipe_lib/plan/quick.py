@@ -89,11 +89,12 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
     trace = found.trace
     peaks, held = _peaks_by_place(trace, layers)
     peaks = {place: peak for place, peak in peaks.items() if place[0] != MAKING_STATES}
-    highest = active = max(peaks.values())
-    reserved, seconds = [active, active], 0.0
+    default = replay(trace)
+    highest, seconds = max(peaks.values()), 0.0
+    active = max(phase.active for name, phase in default.phases.items() if name != MAKING_STATES)
+    reserved = [active, active]
     if settings.timed:
-        both = [replay(trace, AllocatorSettings(expandable=expandable)) for expandable in (False, True)]
-        active, reserved = both[0].active, [one.reserved for one in both]
+        reserved = [default.reserved, replay(trace, AllocatorSettings(expandable=True)).reserved]
         seconds = schedule(trace, STEADY, settings.hardware, settings.calibration).step
     return _Short(
         layers=layers,

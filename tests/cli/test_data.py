@@ -25,7 +25,8 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def arguments(rows: Path, *overrides: str) -> list[str]:
     own = ("model.preset=demo/0.5M", f"tokenizer.path={TOKENIZER}", f"data.source={rows}", "device=cpu")
-    return ["tests/recipes/plain.yaml", *own, "dtype=fp32", "max_seq_len=64", *overrides]
+    length = [] if any(word.startswith("max_seq_len=") for word in overrides) else ["max_seq_len=64"]
+    return ["tests/recipes/plain.yaml", *own, "dtype=fp32", *length, *overrides]
 
 
 def tune(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -188,7 +188,7 @@ def test_answers_that_lose_their_end_are_counted(chatml, rows_file):
     cut = build(chatml, int(whole.lengths[0]) - 1, source=source, format="messages")
     assert cut.report.untrained_ends == 1 and cut.trained_counts[0] == whole.trained_counts[0] - 1
     line = "data: 1 answers end without their end-of-turn token, so nothing teaches the model to stop there"
-    assert line in cut.report.lines()
+    assert any(said.startswith(line) for said in cut.report.lines())
 
 
 def test_copies_are_counted_and_the_first_is_named(chatml, rows_file):

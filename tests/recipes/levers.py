@@ -123,6 +123,7 @@ NOT_LEVERS = {
     "parallel.pipeline_stages_per_rank": "of two schedules; tests/parallel/pipeline",
     "parallel.pipeline_split": "which rank has which layers; tests/parallel/pipeline",
     "parallel.pipeline_put_off": "the order of a step's work; tests/parallel/pipeline",
+    "checkpoint.extra_parameters": "whether a file has what a recipe adds; test_extra_runs",
     "parallel.heartbeat_timeout_seconds": "when a run ends; tests/recipes/test_heartbeat",
     "lr_schedule.*": "one number a step, a function of the step alone",
     "memory.host_memory": "a limit that is looked at before; tests/memory/test_host, tests/training/test_host_needs",

@@ -58,7 +58,7 @@ def arguments(output: Path, config: str = "demo/full") -> list[str]:
 
 def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
     """Command line of a run that starts from real weights, 260 K of them; the data is for `overrides` to say."""
-    return [
+    return latest(
         "--config",
         str(PLAIN),
         f"model.path={realdata / 'stories260K-hf'}",
@@ -69,7 +69,13 @@ def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
         "optimizer.lr=1e-3",
         "log.every_steps=1000",
         *overrides,
-    ]
+    )
+
+
+def latest(*words: str) -> list[str]:
+    """The words without those whose key is given again later: a command line has each key once."""
+    last = {word.partition("=")[0]: at for at, word in enumerate(words) if "=" in word}
+    return [word for at, word in enumerate(words) if "=" not in word or last[word.partition("=")[0]] == at]
 
 
 @dataclass

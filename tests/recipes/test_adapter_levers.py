@@ -200,7 +200,9 @@ def test_every_adapter_moves_as_the_formula_says(results: dict[Any, Any], basis:
     """By a plain loop, with the gradients of the run of one rank, which the others are compared with."""
     kind, overrides = basis
     found = results[basis]["formula"]
-    assert found["unmoved"] == [] and len(found["errors"]) >= 4
+    # In bf16 a small step may round to none: then the formula's weights, rounded alike, have not moved either.
+    assert found["still"] == [] and len(found["errors"]) >= 4
+    assert not [name for name in found["unmoved"] if "lora_B" in name]
     tolerance = 0.1 if "dtype=bf16" in kind.overrides and "lora.dtype=fp32" not in kind.overrides else 1e-3
     bad = {name: error for name, error in found["errors"].items() if not error <= tolerance}
     assert bad == {}, overrides

@@ -340,7 +340,8 @@ def test_a_copied_recipe_with_a_key_of_its_own(runs: dict[str, Any], own_recipe:
     recipe, config = str(own_recipe / "mine.py"), str(own_recipe / "mine.yaml")
 
     def run(*overrides: str) -> int:
-        return tune_here(["run", recipe, "--config", config, *absolute(tmp_path / "out"), "batch_size=8", *overrides])
+        words = [word for word in absolute(tmp_path / "out") if not word.startswith("batch_size=")]
+        return tune_here(["run", recipe, "--config", config, *words, "batch_size=8", *overrides])
 
     assert run_ranks(run, 1, "clip_grad_norm=null", process_group=False) == [0]
     assert losses(tmp_path / "out")[0] == pytest.approx(2 * losses(runs["folder"] / "fp32")[0], rel=1e-6)

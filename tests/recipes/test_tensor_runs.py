@@ -22,6 +22,7 @@ from tests.recipes.runs import (
     ROOT,
     done,
     furthest,
+    latest,
     losses,
     metrics,
     probe,
@@ -240,4 +241,4 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
         assert tune(["validate", *argv[1:]]) == 2
         assert message in capsys.readouterr().err
     assert read == []
-    assert tune(["validate", *argv[1:], "parallel.tensor=4"]) == 0
+    assert tune(["validate", *latest(*argv[1:], "parallel.tensor=4")]) == 0

@@ -144,11 +144,13 @@ def test_the_limits_hold_whatever_the_sandbox_does(attempt, error, tmp_path: Pat
     assert not (tmp_path / "new").exists() and not (tmp_path / "open").read_text()
 
 
-def test_only_the_users_own_file_is_rendered_here(tmp_path, monkeypatch):
+def test_the_users_own_file_is_rendered_there_too(tmp_path, monkeypatch):
     folder = write_json(tmp_path / "model", template="theirs")
     (tmp_path / "own.jinja").write_text("ours")
     asked = []
-    monkeypatch.setattr(chat._keeper, "ask", lambda template, *rest: asked.append(template["source"]))
-    assert load_tokenizer(folder, tmp_path / "own.jinja").render_chat(MESSAGES, False) == "ours" and asked == []
-    load_tokenizer(folder)
-    assert asked == ["theirs"]
+    ask = chat._keeper.ask
+    monkeypatch.setattr(
+        chat._keeper, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
+    )
+    assert load_tokenizer(folder, tmp_path / "own.jinja").render_chat(MESSAGES, False) == "ours"
+    assert set(asked) == {"ours"}
