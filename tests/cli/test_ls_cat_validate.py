@@ -97,7 +97,9 @@ def test_cat_of_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_validate_says_for_which_recipe(capsys: pytest.CaptureFixture):
-    assert run(capsys, "validate", CONFIG) == (0, f"{CONFIG}: a valid config of {RECIPE}\n", "")
+    code, out, err = run(capsys, "validate", CONFIG)
+    assert (code, out.splitlines()[0], err) == (0, f"{CONFIG}: a valid config of {RECIPE}", "")
+    assert "fetch it with `tune download meta-llama/Meta-Llama-3-8B`" in out
     assert run(capsys, "validate", "--recipe", RECIPE, CONFIG, "seed=1")[0] == 0
 
 
@@ -122,7 +124,7 @@ def test_validate_against_a_recipe_of_the_users(tmp_path: Path, capsys: pytest.C
         "@dataclass\nclass Config(FullFinetuneConfig):\n    sparkle: int = key(1, 'How much.', minimum=0)\n"
     )
     code, out, err = run(capsys, "validate", CONFIG, "--recipe", recipe, "sparkle=3")
-    assert (code, out, err) == (0, f"{CONFIG}: a valid config of mine_validated\n", "")
+    assert (code, out.splitlines()[0], err) == (0, f"{CONFIG}: a valid config of mine_validated", "")
     code, _, err = run(capsys, "validate", CONFIG, "--recipe", recipe, "sparkle=-3")
     assert code == 2
     assert "sparkle" in err
