@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from recipe_lib.checkpoint.files import storage_faults
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.training import earlier
 from recipe_lib.training.metrics import MetricsFile, write_summary
@@ -71,11 +72,12 @@ class RunLog:
                 world_size=self._world.size,
             )
             write_report(self._folder)
-            earlier.note_trackers(self._folder)
-            if status == "done":
-                earlier.drop_earlier(self._folder)
-            else:
-                earlier.say_kept(self._folder)
+            with storage_faults():
+                earlier.note_trackers(self._folder)
+                if status == "done":
+                    earlier.drop_earlier(self._folder)
+                else:
+                    earlier.say_kept(self._folder)
 
     def __enter__(self) -> Self:
         return self
