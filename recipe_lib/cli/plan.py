@@ -60,7 +60,7 @@ def run(words: list[str]) -> int:
             load_plugin(plugin)
         recipe = Recipe.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
         cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
-        arguments.notes = check_start(cfg, ranks=known_ranks(arguments), rows=False)
+        arguments.notes = check_start(cfg, ranks=known_ranks(arguments), plans=True)
         if arguments.search:
             found = search(recipe, cfg, arguments)
             print(str(found).rstrip(), file=output)

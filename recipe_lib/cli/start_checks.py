@@ -34,11 +34,12 @@ from recipe_lib.config.sources import resolved_sources
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, UserError
 
 
-def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, rows: bool = True) -> list[str]:
+def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False) -> list[str]:
     """Notes on what has to be there before the run, if it is not: a model to download, or one that another run makes.
 
-    ranks: of the run, None: not known. starts: the run starts now, and what would be a note is a fault. rows: also look
-    for what rows and kernels need, which a plan does without. Raises ConfigError with all faults, a line each.
+    ranks: of the run, None: not known. starts: the run starts now, and what would be a note is a fault. plans: only a
+    plan is made, perhaps for another machine: it does without what rows and kernels need, and an earlier run in
+    output_dir is a note. Raises ConfigError with all faults, a line each.
     """
     notes: list[str] = []
     faults: list[str] = []
@@ -55,7 +56,7 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, row
     folder = Path(cfg.output_dir)
     check(lambda: check_folder(folder))
     if not faults:
-        check(lambda: check_earlier_run(cfg))
+        check(lambda: _note_earlier_run(cfg) if plans else check_earlier_run(cfg))
     check(lambda: _check_model(cfg))
     check(lambda: _check_adapter(cfg))
     check(lambda: _check_resume(cfg))
@@ -63,7 +64,7 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, row
         check(lambda name=name: check_tracker(name))  # type: ignore[misc]
     if ranks is not None:
         check(lambda: _check_ranks(cfg, ranks))
-    if rows:
+    if not plans:
         check(lambda: _check_text(cfg))
         for source in [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]:
             check(lambda source=source: check_source(source) if source else None)  # type: ignore[misc]
@@ -84,6 +85,14 @@ def ranks_of(flags: Sequence[str]) -> int | None:
     if not all(number.isascii() and number.isdigit() for number in numbers):
         return None
     return int(numbers[0]) * int(numbers[1])
+
+
+def _note_earlier_run(cfg: Any) -> str | None:
+    try:
+        check_earlier_run(cfg)
+    except ConfigError as error:
+        return f"`tune run` refuses to start on this machine: {error}"
+    return None
 
 
 def _check_model(cfg: Any) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.config.extras import install_line
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError
 from recipe_lib.logs import silence_torchao
@@ -123,9 +124,7 @@ def transformers_config(held: dict[str, Any], name: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise SetupError(
-            "tune tp-plan: found no transformers, expected the extra; pip install 'tune-recipes[transformers]'"
-        ) from None
+        raise SetupError(f"tune tp-plan: found no package transformers; {install_line('transformers')}") from None
     kind = str(held.get("model_type"))
     rest = {key: plain_numbers(value) for key, value in held.items() if key not in (*STORED, "model_type")}
     try:

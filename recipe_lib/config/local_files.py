@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+from recipe_lib.config.extras import install_line
 from recipe_lib.config.sources import HUB, is_hub
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
 
@@ -105,47 +106,46 @@ def has_package(name: str) -> bool:
 
 def no_datasets(source: str) -> str:
     """The line for a hub dataset without the package that reads it."""
-    return f"data.source: {source} needs the package datasets; run `pip install 'tune-recipes[datasets]'`"
+    return f"data.source: {source} needs the package datasets; run `{install_line('datasets')}`"
 
 
 def no_pyarrow(path: Path) -> str:
     """The line for a Parquet file without the package that reads it."""
-    return f"{path}: Parquet needs the package pyarrow; run `pip install 'tune-recipes[datasets]'`"
+    return f"{path}: Parquet needs the package pyarrow; run `{install_line('datasets')}`"
 
 
-def check_source(source: str) -> None:
-    """DataError if there are no rows by that name, or no package to read them with. Nothing is asked of the hub."""
+def check_source(source: str) -> str | None:
+    """A note if the package that reads rows of the hub is still to be installed. Nothing is asked of the hub.
+
+    Raises DataError if there are no rows by that name, or no package to read them with.
+    """
     if is_hub(source):
-        if not has_package("datasets"):
-            raise DataError(no_datasets(source))
-        return
+        return None if has_package("datasets") else no_datasets(source)
     packed = [path for path in find_files(source) if path.suffix == ".parquet"]
     if packed and not has_package("pyarrow"):
         raise DataError(no_pyarrow(packed[0]))
+    return None
 
 
 def check_transformers() -> None:
     """SetupError without the package whose models `model.source=transformers` trains."""
     if not has_package("transformers"):
-        raise SetupError(
-            "model.source=transformers: found no transformers, expected the extra; "
-            "pip install 'tune-recipes[transformers]'"
-        )
+        raise SetupError(f"model.source=transformers: found no package transformers; {install_line('transformers')}")
 
 
 def no_liger() -> str:
     """The line for Liger's loss without its package."""
     return (
-        "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install 'tune-recipes[liger]', or "
-        "set memory.loss_kernel=chunked"
+        f"memory.loss_kernel: found liger and no liger-kernel, expected chunked; {install_line('liger')}, or set "
+        "memory.loss_kernel=chunked"
     )
 
 
 def no_tracker(package: str, reason: str) -> str:
     """The line for a tracker that cannot be imported."""
     return (
-        f'log.trackers: {package} cannot be imported ({reason}); pip install "tune-recipes[{package}]", '
-        f"or remove {package} from log.trackers"
+        f"log.trackers: {package} cannot be imported ({reason}); {install_line(package)}, or remove {package} from "
+        "log.trackers"
     )
 
 

@@ -22,12 +22,18 @@ def did_you_mean(found: str, valid: Iterable[str]) -> str:
     return f"; did you mean {name}?" if name else ""
 
 
+PATH_LIMIT = 250  # letters
+
+
 def show(text: str, limit: int = 80) -> str:
     """A user's text as one printable line: control characters escaped, the middle of a long one left out.
 
-    Secrets go first: the rest of one that is cut would not be known as one.
+    Secrets go first: the rest of one that is cut would not be known as one. A path is to be copied, and far longer ones
+    stay whole.
     """
     text = redact(text)
+    if "/" in text and not any(letter.isspace() for letter in text):
+        limit = max(limit, PATH_LIMIT)
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[: 4 * limit])
     if len(line) <= limit and len(text) <= 4 * limit:
         return line

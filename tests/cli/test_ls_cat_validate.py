@@ -153,7 +153,8 @@ def test_validate_knows_what_a_plugin_registers(tmp_path: Path) -> None:
     plugin.write_text(
         f"from recipe_lib.config import register\n\n\n@register('loss', '{name}')\ndef halved(logits, labels): ...\n"
     )
-    assert tune("validate", "demo/full", f"loss={name}").returncode == 2
-    assert tune("validate", "demo/full", "--plugin", plugin, f"loss={name}").returncode == 0
+    words = ["demo/full", f"loss={name}", f"output_dir={tmp_path}/out"]
+    assert tune("validate", *words).returncode == 2
+    assert tune("validate", *words, "--plugin", plugin).returncode == 0
     shown = tune("cat", "demo/full", "--resolved", "--plugin", plugin, f"loss={name}")
     assert shown.returncode == 0 and "loss: halved " in shown.stdout

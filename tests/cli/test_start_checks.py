@@ -43,8 +43,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "tracker": (
         ("log.trackers=[trackio]",),
-        "log.trackers: trackio cannot be imported (No module named 'trackio'); pip install "
-        '"tune-recipes[trackio]", or remove trackio from log.trackers',
+        "log.trackers: trackio cannot be imported (No module named 'trackio'); pip install 'trackio>=0.4', or remove "
+        "trackio from log.trackers",
     ),
     "account": (
         ("log.trackers=[wandb]",),
@@ -62,10 +62,6 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
         ("validation.source={folder}/empty",),
         "{folder}/empty: found no .json, .jsonl, .parquet, .txt file in the folder; set data.source to one with data",
     ),
-    "datasets": (
-        ("data.source=hub:owner/rows",),
-        "data.source: hub:owner/rows needs the package datasets; run `pip install 'tune-recipes[datasets]'`",
-    ),
     "tokenizer": (
         ("tokenizer.path={folder}/none",),
         "{folder}/none: no such folder or file; set tokenizer.path to a folder with a tokenizer",
@@ -76,8 +72,8 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "liger": (
         ("memory.loss_kernel=liger", "~memory.loss_chunks", "device=cuda"),
-        "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install 'tune-recipes[liger]', or "
-        "set memory.loss_kernel=chunked",
+        "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install "
+        "'liger-kernel<1,>=0.6', or set memory.loss_kernel=chunked",
     ),
 }
 
@@ -109,7 +105,7 @@ def test_a_fault_is_one_line_of_each_verb(name: str, folder: Path, capsys: pytes
     words, line = words_of((FAULTS | ROWS)[name], folder)
     verbs = [["validate", "demo/full"], ["run", RECIPE, "--config", "demo/full"]]
     verbs.append(["run", "--nproc_per_node", "2", RECIPE, "--config", "demo/full"])
-    verbs += [["plan", "--config", "demo/full"]] if name in FAULTS else []
+    verbs += [["plan", "--config", "demo/full"]] if name in FAULTS and name != "earlier model" else []
     for verb in verbs:
         assert tune([*verb, *words]) == 2, verb
         said = capsys.readouterr()
@@ -122,6 +118,28 @@ def test_all_faults_are_told_at_once(folder: Path, capsys: pytest.CaptureFixture
     assert tune(["validate", "demo/full", *(word for words, _ in found for word in words)][:2] +
                 ["output_dir=" + str(folder / "earlier"), *found[1][0][1:], *found[2][0][1:]]) == 2  # fmt: skip
     assert capsys.readouterr().err == "".join(line for _, line in found)
+
+
+def test_a_package_for_rows_of_the_hub_is_a_note_before_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All shipped configs read such rows, and are valid where it is still to be installed."""
+    words = ["data.source=hub:owner/rows", f"output_dir={folder}/new"]
+    line = "data.source: hub:owner/rows needs the package datasets; run `pip install 'datasets<6,>=4' 'pyarrow>=17'`\n"
+    assert tune(["validate", "demo/full", *words]) == 0
+    assert capsys.readouterr().out == f"demo/full: a valid config of {RECIPE}\nnote: {line}"
+    assert tune(["run", RECIPE, "--config", "demo/full", *words]) == 2
+    assert capsys.readouterr().err == f"error: {line}"
+
+
+def test_a_plan_notes_an_earlier_run_in_the_output_folder(folder: Path) -> None:
+    """It may be a plan for another machine, or of what is to be run with overwrite=true."""
+    words, line = words_of(FAULTS["earlier model"], folder)
+    words = [*words, "--sequence", "16", "--device", "24GB", "--json", "-"]
+    code, out, _ = apart(captured, ["plan", "--config", "demo/full", *words])
+    assert code == 0
+    assumed = json.loads(out)["assumptions"]
+    assert f"`tune run` refuses to start on this machine: {line.removeprefix('error: ').strip()}" in assumed
 
 
 def test_a_model_that_is_to_come_is_a_note_and_no_fault_before_the_run(

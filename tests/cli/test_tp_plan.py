@@ -206,5 +206,5 @@ def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["tp-plan", model(tmp_path, LLAMA)]) == 2
     assert capsys.readouterr().err == (
-        "error: tune tp-plan: found no transformers, expected the extra; pip install 'tune-recipes[transformers]'\n"
+        "error: tune tp-plan: found no package transformers; pip install 'transformers<6,>=4.57'\n"
     )

@@ -221,7 +221,7 @@ Some templates end the prompt with `<think>` (DeepSeek-R1, Qwen3.5, Nemotron 3).
 behind that: the thought, `</think>`, the answer; without a thought, `</think>` and the answer. The end of the thought
 is written as the template does; DeepSeek's drops thoughts, and there it is a line end, `</think>` and an empty line.
 Where the prompt ends with a thought that is over (`<think>`, `</think>`), an answer without one is trained behind it,
-and one with a thought behind the prompt that the template has for `enable_thinking=True`.
+and one with a thought behind the prompt that the template has for thinking enabled (`enable_thinking`).
 
 ## Templates that mark answers
 

@@ -9,7 +9,7 @@ import pytest
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
 from recipe_lib.config.places import RECIPE_CONFIGS, list_presets
-from recipe_lib.config.schema import DpoFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
@@ -61,6 +61,7 @@ def test_overrides_are_valid(path: Path, tmp_path: Path):
         (tmp_path / "config.yaml").write_text(base, encoding="utf-8")
         pairs = override.startswith("dpo.") or override == "data.format=preference"
         schema = DpoFinetuneConfig if pairs else LoraFinetuneConfig
+        schema = FullFinetuneConfig if override == "recipe=full_finetune_distributed" else schema
         assert load_config(tmp_path / "config.yaml", [override, *(["data.format=preference"] * pairs)], schema)
 
 

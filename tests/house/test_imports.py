@@ -66,7 +66,8 @@ def test_ten_dependencies():
     [["--help"], ["ls"], ["cat", "llama3/8B_full"], ["validate", "demo/full"], ["run", "--help"], ["cp", "--help"]],
     ids=" ".join,
 )
-def test_no_torch_before_it_is_needed(words: list[str]):
+def test_no_torch_before_it_is_needed(words: list[str], tmp_path: Path):
+    words = [*words, f"output_dir={tmp_path}/out"] if words[0] == "validate" else words
     code = (
         "import sys, json\n"
         "from recipe_lib.cli.main import main\n"

@@ -256,7 +256,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
 
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
-    with pytest.raises(SetupError, match=r"found no transformers.*; pip install 'tune-recipes\[transformers\]'$"):
+    with pytest.raises(SetupError, match="found no package transformers; pip install 'transformers<6,>=4.57'$"):
         foreign_spec(config_of("gpt2"), "here")
 
 

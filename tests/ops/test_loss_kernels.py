@@ -194,7 +194,7 @@ def test_what_a_kernel_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loss_kernel, "has_liger", lambda: False)
     monkeypatch.setattr(loss_kernel, "holds_values", lambda device: True)
     assert refused(model, "liger", torch.device("cuda")) == (
-        "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install 'tune-recipes[liger]', or "
+        "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install 'liger-kernel<1,>=0.6', or "
         "set memory.loss_kernel=chunked"
     )
     monkeypatch.setattr(loss_kernel, "has_torch_kernel", lambda: False)

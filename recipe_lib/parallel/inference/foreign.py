@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from recipe_lib.config.extras import install_line
 from recipe_lib.errors import SetupError
 from recipe_lib.logs import silence_torchao
 from recipe_lib.parallel.inference.infer import infer_plan
@@ -27,9 +28,7 @@ def transformers_model(config: Any, device: str = "meta", attention: str = "eage
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise SetupError(
-            "model: found no transformers, expected the extra; pip install 'tune-recipes[transformers]'"
-        ) from None
+        raise SetupError(f"model: found no package transformers; {install_line('transformers')}") from None
     with torch.device(device):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.eval()
