@@ -37,7 +37,7 @@ from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.parallel import DTYPES, World, describe_units, materialize, shard_model, split_pipeline
+from recipe_lib.parallel import DTYPES, Unit, World, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.preference import (
     NUMBERS,
@@ -54,7 +54,7 @@ from recipe_lib.training.preference import (
 Config = DpoFinetuneConfig
 
 
-class PreferenceTraining:
+class DpoFinetune:
     """Trains adapters or every parameter to prefer the chosen answers. `world`: this process's rank, device, mesh."""
 
     def __init__(self, cfg: Config, world: World):
@@ -75,12 +75,12 @@ class PreferenceTraining:
     def setup_model(self) -> None:
         """The model and, when all of it is trained, a reference beside it; neither has values yet."""
         copied = needs_reference(self.cfg.dpo) and not self.adapts
-        self.reference = self.placed(trained=False) if copied else None
-        self.model = self.placed(trained=True)
+        self.reference = self.placed(trained=False)[0] if copied else None
+        self.model, self.units = self.placed(trained=True)
         check_reference(self.cfg.dpo, self.model, self.reference)
 
-    def placed(self, *, trained: bool) -> Decoder:
-        """A model in this rank's memory: with or without adapters, or frozen as a whole."""
+    def placed(self, *, trained: bool) -> tuple[Decoder, list[Unit]]:
+        """A model in this rank's memory, with or without adapters, or frozen as a whole; and its FSDP units."""
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
         model = build_meta(self.spec, dtype)
         split_pipeline(model, cfg, self.world)
@@ -90,10 +90,10 @@ class PreferenceTraining:
             add_adapters(model, cfg.lora, dtype)
         shard_tensors(model, cfg.parallel, cfg.memory, self.world)
         apply_layer_levers(model, cfg, self.device, keeps=trained)  # nothing of the reference is kept for a backward
-        self.units = shard_model(model, cfg.parallel, cfg.memory, self.world)
+        units = shard_model(model, cfg.parallel, cfg.memory, self.world)
         training.check_host_memory(model, cfg, self.world, beside=self.reference if trained else None)
         materialize(model, cfg.memory, self.device)
-        return model
+        return model, units
 
     def load_weights(self) -> None:
         """Both models begin as the same checkpoint, or the same random numbers; adapters change nothing yet."""
@@ -188,7 +188,7 @@ class PreferenceTraining:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the recipe with `--config CONFIG [key=value ...]`; under torchrun, on every rank."""
-    training.run_recipe(PreferenceTraining, parse_arguments(argv, Config))
+    training.run_recipe(DpoFinetune, parse_arguments(argv, Config))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from recipe_lib.training.same_rows import check_same_rows
 from recipe_lib.training.schedules import learning_rate
 from recipe_lib.training.stepping import check_arranged
 from recipe_lib.training.stop import StopSignal
+from recipe_lib.training.stored import local_of
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -109,8 +110,8 @@ class TrainingLoop:
         """Records a step, then validates and saves where that is due.
 
         validate: gives the numbers of a validation: at each `validation.every_steps`-th step, else at the end of each
-        epoch, and after the last. Raises DivergedError if loss or gradient are not finite; StoppedAndSaved once any
-        rank was told to stop.
+        epoch, and after the last. Raises DivergedError if loss or gradient are not finite, or what would be saved or
+        exported; StoppedAndSaved once any rank was told to stop.
         """
         heartbeat = self._world.heartbeat
         self._record(step, batches)
@@ -119,8 +120,11 @@ class TrainingLoop:
             self._log.validation({"step": self.step} | dict(validate()))
             heartbeat.enter(f"end of step {self.step}")
         stopped = self._stop.agreed(self._world)
-        every = self._cfg.checkpoint.save_every_steps
-        if stopped or (every is not None and (self.step % every == 0 or self.step == self.total_steps)):
+        is_last, every = self.step == self.total_steps, self._cfg.checkpoint.save_every_steps
+        saves = stopped or (every is not None and (self.step % every == 0 or is_last))
+        if saves or is_last:
+            self._check_weights()
+        if saves:
             heartbeat.enter(f"saving step {self.step}")
             path = save_run(self._cfg, self.step, self._model, self._optimizer, self._data, self._world)
         if stopped:
@@ -157,11 +161,23 @@ class TrainingLoop:
                 self.step,
             )
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
-            self._log.close("diverged")
-            raise DivergedError(
-                f"step {self.step}: found loss {loss} and grad_norm {grad_norm}, expected finite numbers; lower "
-                f"optimizer.lr ({self._cfg.optimizer.lr:g}) or clip_grad_norm, and resume=latest from a saved state"
-            )
+            self._diverged(f"loss {loss} and grad_norm {grad_norm}")
+
+    def _check_weights(self) -> None:
+        """The last update shows in no loss of a step: what it left is looked at. On every rank; a collective."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        local = [local_of(parameter) for parameter in trained]
+        norms = [torch.linalg.vector_norm(tensor, float("inf")) for tensor in local if tensor.numel()]
+        finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
+        if self._world.any(not finite):
+            self._diverged("weights that are not finite after the update")
+
+    def _diverged(self, found: str) -> NoReturn:
+        self._log.close("diverged")
+        raise DivergedError(
+            f"step {self.step}: found {found}, expected finite numbers; lower optimizer.lr "
+            f"({self._cfg.optimizer.lr:g}) or clip_grad_norm, and resume=latest from a saved state"
+        )
 
     def _epochs_done(self) -> float:
         epoch, steps = self._data.plan.locate(self.step)
