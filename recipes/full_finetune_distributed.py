@@ -106,8 +106,9 @@ class FullFinetune:
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch; logits exist for one chunk of its tokens at a time."""
-        inputs, chunks = (batch.tokens, batch.positions, batch.attention), self.cfg.memory.loss_chunks
-        return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=self.loss_function)
+        inputs = (batch.tokens, batch.positions, batch.attention)
+        chunks, loss = self.cfg.memory.loss_chunks, self.loss_function
+        return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""

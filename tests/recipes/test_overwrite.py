@@ -67,6 +67,7 @@ def arrange_full_disk(recipe: Any) -> None:
 
 ENDS = {
     "diverged": (4, ["optimizer.name=sgd", "optimizer.lr=1e30", "~clip_grad_norm"], None),
+    "diverged in the last step": (4, ["optimizer.lr=1e300", "max_steps=1", "checkpoint.save_every_steps=1"], None),
     "killed": (-9, [], arrange_kill),
     "stopped": (3, [], arrange_stop),
     "full disk": (6, [], arrange_full_disk),
@@ -92,6 +93,10 @@ def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.C
         kept = tree(finished / "earlier")
         assert {name: content for name, content in kept.items() if name.startswith("state/")} == state, end
     said = capfd.readouterr().err
+    assert (
+        "error: step 1: found weights that are not finite after the update, expected finite numbers; lower "
+        "optimizer.lr (1e+300) or clip_grad_norm, and resume=latest from a saved state\n"
+    ) in said
     assert f"overwrite: this run has written no model; the earlier run is still there: {finished / 'model'}" in said
     settings = [f"model.path={finished / 'model'}", "~model.preset", "overwrite=true"]
     assert in_child(lambda: end_with([*again, *settings])) == 2
