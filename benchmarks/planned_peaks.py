@@ -25,7 +25,7 @@ sys.path.insert(0, str(REPOSITORY))
 from recipe_lib.config.places import configs_folder  # noqa: E402
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
 from recipe_lib.plan.hidden import outside_torch  # noqa: E402
-from recipe_lib.units import format_bytes  # noqa: E402
+from recipe_lib.units import GIB, format_bytes  # noqa: E402
 
 DEVICE = "rtx4090"
 PLANS = Path(__file__).with_suffix(".json")
@@ -92,12 +92,16 @@ def plan_config(name: str) -> tuple[str, Plans]:
     """The plans that say what a config is meant for, from one rank on until the smallest card is large enough.
 
     Of shards (FSDP), which is what makes several cards hold what one does not; adapters that fit one card of 24 GB are
-    planned with whole models (DDP) too, which is what their configs have where that fits.
+    planned with whole models (DDP) too, which is what their configs have where that fits. Left out are numbers of ranks
+    where the share of each, by what the header says the model takes, is larger than the largest card of one machine.
     """
     from tests.plan.apart import apart
 
     plans: Plans = {}
+    total = total_bytes((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
     for ranks in RANKS:
+        if total / ranks > FIRST[-1] * 10**9:
+            continue
         plan = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
         plans[str(ranks)] = plan
         if fits(plan, ranks, SIZES[0]) or (ranks >= MACHINE and fits(plan, ranks, FIRST[-1])):
@@ -105,6 +109,11 @@ def plan_config(name: str) -> tuple[str, Plans]:
     if not name.endswith("_full") and meant_for(plans) == (24, 1):
         plans[DDP] = apart(plan_ranks, name, 2, "parallel.strategy=ddp")
     return name, plans
+
+
+def total_bytes(text: str) -> float:
+    """Bytes that a config's header says the model takes, on all ranks."""
+    return GIB * sum(float(size) for size in re.findall(r"([0-9.]+) GiB", text.partition("# Planned")[0]))
 
 
 def header(text: str, plans: Plans) -> str:

@@ -215,10 +215,10 @@ def groups() -> Iterator[Group]:
 
 NOT_REPLICATED = [
     ("Megatron-LM PR #482, Llama 2 7B on 8 H800, four rows of 28.8 to 69.1 GB",
-     "tensor and pipeline parallelism, which the recipes do not have"),
+     "another library's tensor and pipeline parallelism, with buffers of its own"),
     ("torchtune's 3B table: baseline 25.5 GiB", "rows are not packed, and their lengths are not stated"),
     ("the same: + compile 51.0, + optimizer in backward 23.1, + offloading 21.8, + 8-bit AdamW 17.6, LoRA 8.5, "
-     "QLoRA 4.6 GiB", "compiled, and from the second on with levers that the recipes do not have"),
+     "QLoRA 4.6 GiB", "compiled; not planned, since what a compiler keeps is not known before it has run"),
     ("torchtune's table of models (18.9 GiB for 8B on an RTX 4090, ...)", "compiled; an optimizer of another library"),
     ("torchtitan: + compile, + float8, 70B, 405B", "compiled; tensor and pipeline parallelism"),
     ("torchtitan PR #382, 69.04 and 68.09 GiB", "compiled"),

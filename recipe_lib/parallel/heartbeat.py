@@ -28,7 +28,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.parallel import beats as rules
 from recipe_lib.parallel.beats import Beat, numbers
 from recipe_lib.parallel.peers import PeerFailedError, first_line, node_name, says_gone
-from recipe_lib.parallel.whereabouts import busy, collectives, frames, where
+from recipe_lib.parallel.whereabouts import Call, busy, collectives, stack_of, where
 from recipe_lib.redaction import redact
 
 EVERY = 0.5  # seconds between two beats
@@ -99,7 +99,7 @@ class Heartbeat:
         self._base: dict[str, int] = {}  # by process group, the collectives entered before `count_anew`
         self._era = 0
         self._entered: tuple[Any, ...] = ()
-        self._place: list[tuple[int, int]] = []
+        self._stack: list[Call] = []
         self._groups: dict[str, list[int]] = {}
         self._where = self._busy = self._lost = ""  # lost: why the store does not answer any more
         self._moved = self._advanced = self._answered = time.monotonic()
@@ -163,15 +163,14 @@ class Heartbeat:
                 return
 
     def _notice(self, now: float) -> None:
-        frame = sys._current_frames().get(self._main)
+        stack = stack_of(self._main)
         groups = {name: [self._era, count - self._base.get(name, 0)] for name, count in collectives().items()}
         entered = self._phase, groups, self.detail.stand()["done"] if self.detail is not None else 0
-        place = [(id(outer.f_code), outer.f_lasti) for outer in frames(frame)]
         if entered != self._entered:
-            self._entered, self._groups, self._advanced, self._place = entered, groups, now, []
-        if place != self._place:
-            self._place, self._moved = place, now
-            self._where, self._busy = where(frame), busy(frame)
+            self._entered, self._groups, self._advanced, self._moved = entered, groups, now, now
+        if stack != self._stack:
+            self._stack, self._moved = stack, now
+            self._where, self._busy = where(stack), busy(stack)
 
     def _beat(self, number: int = 0) -> Beat:
         now, phase, patience = time.monotonic(), self._phase, self._patience

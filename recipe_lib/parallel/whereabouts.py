@@ -1,17 +1,31 @@
-"""What a thread is at, seen from another one: its frames, and the collectives that this process has entered."""
+"""What a thread is at, seen from another one: its stack, and the collectives that this process has entered."""
 
-from collections.abc import Iterator
+import faulthandler
+import os
+import re
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from tempfile import TemporaryFile
+from typing import BinaryIO, NamedTuple, cast
 
 import torch.distributed as dist
 
+# What is among the innermost calls while something is compiled, and in no step after that.
 _COMPILERS = (
-    "/_dynamo/convert_frame.py", "/_inductor/compile_fx.py", "/_inductor/async_compile.py", "/triton/compiler/",
-    "/triton/runtime/autotuner.py",
+    "/_dynamo/convert_frame.py", "/_dynamo/symbolic_convert.py", "/_dynamo/output_graph.py", "/_inductor/compile_fx.py",
+    "/_inductor/async_compile.py", "/_inductor/graph.py", "/_inductor/scheduler.py", "/_inductor/codegen/",
+    "/triton/compiler/", "/triton/runtime/autotuner.py",
 )  # fmt: skip
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Call(NamedTuple):
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
 
 
 def collectives() -> dict[str, int]:
@@ -24,26 +38,42 @@ def collectives() -> dict[str, int]:
     return found
 
 
-def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it, innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def stack_of(thread: int) -> list[Call]:
+    """The innermost 100 calls of a thread, by its `threading.get_ident()`, innermost first; [] if it is not found.
+
+    As faulthandler writes them, which reads the interpreter's frames and makes no objects of them. Where the thread is
+    within torch.compile, which runs frames of its own, the objects that `sys._current_frames` makes end the process
+    with a segmentation fault now and then.
+    """
+    with suppress(OSError), _scratch() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode("utf-8", "replace")
+        _, found, rest = text.partition(f"Thread 0x{thread:016x} (most recent call first):\n")
+        if found:
+            calls = _CALL.findall(re.split(r"^\S|^$", rest, maxsplit=1, flags=re.MULTILINE)[0])
+            return [Call(name, int(line), function) for name, line, function in calls]
+    return []
 
 
-def where(frame: FrameType | None) -> str:
+def _scratch() -> BinaryIO:
+    """A file in memory where there is such a thing: disks fill up."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("stacks"), "w+b", buffering=0)
+    return cast(BinaryIO, TemporaryFile(buffering=0))
+
+
+def where(stack: list[Call]) -> str:
     """`training/loop.py:120 (finish)`: the innermost place that is not torch's."""
-    for outer in frames(frame):
-        path = Path(outer.f_code.co_filename)
-        if "/torch/" not in str(path):
-            return f"{'/'.join(path.parts[-2:])}:{outer.f_lineno} ({outer.f_code.co_name})"
+    for call in stack:
+        if "/torch/" not in call.file:
+            return f"{'/'.join(Path(call.file).parts[-2:])}:{call.line} ({call.function})"
     return ""
 
 
-def busy(frame: FrameType | None) -> str:
+def busy(stack: list[Call]) -> str:
     """A key of `beats.PATIENCE`, or ""."""
-    files = [outer.f_code.co_filename for outer in frames(frame)]
     for what, places in (("in a debugger", _DEBUGGERS), ("compiling", _COMPILERS)):
-        if any(place in file for file in files for place in places):
+        if any(place in call.file for call in stack for place in places):
             return what
     return ""

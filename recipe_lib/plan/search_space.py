@@ -92,6 +92,8 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
     for size in lengths[-MOST_LENGTHS:]:
         for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
             begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
+            if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:  # copies are a number of FSDP's here
+                begun[STRATEGY_KEY] = "fsdp"
             if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
                 begun[COUNT_KEY] = None
             left = groups // size

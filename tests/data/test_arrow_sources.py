@@ -79,13 +79,13 @@ def test_parquet_files_that_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"e.parquet: the Parquet file cannot be read"):
         list(opened(tmp_path / "e.parquet").read())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    refused(path, r"a.parquet: Parquet needs the package pyarrow; run `pip install 'tune-recipes\[datasets\]'`$")
+    refused(path, r"a.parquet: Parquet needs the package pyarrow; run `pip install 'datasets<6,>=4' 'pyarrow>=17'`$")
 
 
 def test_hub_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(
-        "hub:owner/name", r"hub:owner/name needs the package datasets; run `pip install 'tune-recipes\[datasets\]'`"
+        "hub:owner/name", r"hub:owner/name needs the package datasets; run `pip install 'datasets<6,>=4' 'pyarrow>=17'`"
     )
 
 

@@ -228,7 +228,9 @@ TIES: dict[str, Callable[[], None] | str] = {
     "exit code 0 or 3": exit_code_of_a_plan,
     "versions that do not go together": "tests/cli/test_doctor.py::test_a_fault_is_found_and_told_with_its_remedy",
     "For Llama 3 8B with rank 16": adapters_of_8b,
-    "no rank ever holds the model": "tests/adapters/test_quantised_sharded.py::"
+    "On several cards, configs whose model fits one of 24 GB": "tests/models/test_planned_peaks.py::"
+    "test_adapters_have_whole_models_where_they_fit",
+    "no rank ever holds the model in 16 bits": "tests/adapters/test_quantised_sharded.py::"
     "test_loading_reads_a_ranks_blocks_in_pieces",
     "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
     "no row has been measured on a GPU": nothing_ran_on_a_gpu,

@@ -1,7 +1,7 @@
-"""Every family, and every recipe, has a plan, and the peak in the config's header is that plan's.
+"""Every config has a plan, and the header says what that plan does; some plans are made anew.
 
-Of the configs of a family, or recipe, the one whose plan is quickest, that of the lowest peak; a change of all shows in
-`python benchmarks/planned_peaks.py`, which writes the headers anew.
+Of each way to train, and of families whose layers differ from Llama's, the one that is quickest, of the lowest peak; a
+change of all shows in `python benchmarks/planned_peaks.py`, which writes the headers anew.
 """
 
 import multiprocessing
@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planned_peaks import (
+    DDP,
     DEVICE,
     MACHINE,
     PEAK,
@@ -20,6 +21,7 @@ from benchmarks.planned_peaks import (
     meant_for,
     names,
     read_plans,
+    total_bytes,
 )
 from recipe_lib.config.places import configs_folder
 from recipe_lib.units import GIB, MIB
@@ -27,6 +29,8 @@ from tests.plan.apart import settings
 
 DRIFT = 0.005
 ROUNDING = 0.005  # of the figure in the header
+# What torch counts as active in blocks that its allocator does not split; it grows in no line with the layers.
+UNSPLIT = 12 * MIB
 
 
 def estimate(name):
@@ -45,13 +49,13 @@ def estimate(name):
 
 
 def smallest() -> list[str]:
-    """The config of the lowest peak of each family, and of each recipe."""
+    """The config of the lowest peak of each recipe and way to train, and of a family with other layers than Llama's."""
     found: dict[str, tuple[float, str]] = {}
     for name in names():
         family, _, rest = name.partition("/")
         peak = PEAK.search((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
         size = float(peak[1]) * {"GiB": GIB, "MiB": MIB}[peak[2]] if peak else 0.0
-        for kind in (family, rest.rpartition("_")[2]):
+        for kind in [rest.rpartition("_")[2]] + [family] * (family in ("demo", "gemma2", "gemma3", "qwen3")):
             found[kind] = min(found.get(kind, (size, name)), (size, name))
     return sorted({name for _, name in found.values()})
 
@@ -78,14 +82,14 @@ def test_the_peak_in_the_header_is_the_planned_one(estimates, name):
     unit = {"GiB": GIB, "MiB": MIB}[found[2]]
     written = float(found[1]) * unit
     drift = f"{name}: {found[1]} {found[2]} in the header, {estimates[name] / unit:.3f} {found[2]} now"
-    assert abs(estimates[name] - written) <= DRIFT * written + ROUNDING * unit, drift
+    assert abs(estimates[name] - written) <= DRIFT * written + ROUNDING * unit + UNSPLIT, drift
 
 
 PLANS = read_plans()
 
 
 def test_there_are_plans():
-    assert set(PLANS) <= set(names()) and all(name in PLANS for name in names() if name.endswith("_full"))
+    assert set(PLANS) == set(names())
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
@@ -99,13 +103,13 @@ def test_a_header_is_what_the_plans_make_of_it(name):
 def test_no_fewer_cards_would_do(name):
     """Half of the ranks were planned and do not fit, or do not hold even what the header says the model takes."""
     text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-    total = sum(float(size) for size in re.findall(r"([0-9.]+) GiB", text.partition("# Planned")[0]))
+    total = total_bytes(text)
     said = {
         size: ranks for size, ranks in fewest(PLANS[name]).items() if size <= 80 or size == meant_for(PLANS[name])[0]
     }
     for size, ranks in said.items():
         half = PLANS[name].get(str(ranks // 2))
-        assert ranks == 1 or (total / (ranks // 2) > size if half is None else not fits(half, ranks // 2, size))
+        assert ranks == 1 or (total / (ranks // 2) > size * 10**9 if half is None else not fits(half, ranks // 2, size))
 
 
 def test_cards_of_24_gb_come_first():
@@ -114,3 +118,15 @@ def test_cards_of_24_gb_come_first():
         size, ranks = meant_for(PLANS[name])
         found = fewest(PLANS[name])
         assert (size, ranks) == (24, found[24]) if found.get(24, MACHINE + 1) <= MACHINE else size > 24
+
+
+def test_adapters_have_whole_models_where_they_fit():
+    """Of configs for one card of 24 GB: with DDP several of them gather nothing."""
+    whole = set()
+    for name in PLANS:
+        text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        found = re.search(r"^parallel:\n(?:  .*\n)*?  strategy: (\w+)$", text, re.MULTILINE)
+        if found and found[1] == DDP:
+            whole.add(name)
+    assert whole == {name for name in PLANS if DDP in PLANS[name] and fits(PLANS[name][DDP], 8, 24)}
+    assert len(whole) > 40

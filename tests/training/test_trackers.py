@@ -104,7 +104,7 @@ def test_a_missing_package_is_one_line_with_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     expected = (
-        rf'^log\.trackers: {name} cannot be imported \(.*\); pip install "tune-recipes\[{name}\]", '
+        rf"^log\.trackers: {name} cannot be imported \(.*\); pip install .{name}>=[\d.]+., "
         rf"or remove {name} from log\.trackers$"
     )
     with pytest.raises(ConfigError, match=expected):
