@@ -13,6 +13,7 @@ import bisect
 import json
 import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.strategy import decided
 from recipe_lib.config import load_config
 from recipe_lib.plan.hardware import parse_fit
 from recipe_lib.plan.lengths import planned_sequence
@@ -91,8 +93,10 @@ def main() -> None:
     lines = {tuple(key): Line(**fields) for key, fields in json.loads(kept.read_text())} if kept.exists() else {}
     cells = [(model, method, cards) for model in MODELS for method in METHODS for cards in CARDS]
     wanted = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
-    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=1) as pool:
-        for line in pool.imap_unordered(plan_line, wanted):
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for future in as_completed([pool.submit(plan_line, cell) for cell in wanted]):
+            line = future.result()
             lines[line.model, line.method, line.cards] = line
             text = json.dumps([[cell, asdict(lines[cell])] for cell in cells if cell in lines], indent=1)
             kept.write_text(text + "\n")
@@ -126,6 +130,8 @@ def planned(model: str, method: str, cards: int, rung: tuple[str, ...]) -> tuple
     words = [word for part in rung for word in (["batch_size=1", rows] if part == "rows" else [part])]
     cfg, settings = prepared(model, method, cards, words)
     kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
+    if cards > 1 and cfg.parallel.strategy == "auto":
+        cfg, _ = decided(kind, cfg, settings)
     estimate = quick(kind, cfg, settings)
     if estimate.active > usable_bytes(cfg, settings) * (1 + CLOSE):
         return None
@@ -136,11 +142,16 @@ def planned(model: str, method: str, cards: int, rung: tuple[str, ...]) -> tuple
 
 
 def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int, int]:
-    """Tokens of the longest row that fits one at a time, and bytes of host memory, by estimates; see `quick`."""
+    """Tokens of the longest row that fits one at a time, and bytes of host memory, by estimates; see `quick`.
+
+    Of a config that lets `tune run` choose between DDP and FSDP with FSDP, which has more room and is what is chosen.
+    """
+    auto = read(model, method, words).parallel.strategy == "auto"
+    strategy = ["parallel.strategy=fsdp"] if auto and cards > 1 else []
     kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
 
     def estimate(tokens: int, *, timed: bool) -> tuple[Quick, int]:
-        cfg, settings = prepared(model, method, cards, with_long_rows(words, tokens))
+        cfg, settings = prepared(model, method, cards, [*with_long_rows(words, tokens), *strategy])
         return quick(kind, cfg, replace(settings, timed=timed)), usable_bytes(cfg, settings)
 
     def is_too_long(tokens: int) -> bool:
@@ -236,7 +247,7 @@ expandable segments, so that a `risky` line can have less than its own rows. Its
 
 The command of a line stands above its table. What such a run takes, byte by byte, says `tune plan` in place of
 `tune run`; `tune plan --config CONFIG --search --fit 4x24GB` looks for the fastest settings rather than the first
-ones."""
+ones. A config with `parallel.strategy: auto` is planned with what `tune run` chooses on these cards, DDP or FSDP."""
 
 
 if __name__ == "__main__":

@@ -92,8 +92,9 @@ def plan_config(name: str) -> tuple[str, Plans]:
     """The plans that say what a config is meant for, from one rank on until the smallest card is large enough.
 
     Of shards (FSDP), which is what makes several cards hold what one does not; adapters that fit one card of 24 GB are
-    planned with whole models (DDP) too, which is what their configs have where that fits. Left out are numbers of ranks
-    where the share of each, by what the header says the model takes, is larger than the largest card of one machine.
+    planned with whole models (DDP) too; where that fits, their configs let `tune run` choose (`auto`). Left out are
+    numbers of ranks where the share of each, by what the header says the model takes, is larger than the largest card
+    of one machine.
     """
     from tests.plan.apart import apart
 
@@ -106,7 +107,7 @@ def plan_config(name: str) -> tuple[str, Plans]:
         plans[str(ranks)] = plan
         if fits(plan, ranks, SIZES[0]) or (ranks >= MACHINE and fits(plan, ranks, FIRST[-1])):
             break
-    if not name.endswith("_full") and meant_for(plans) == (24, 1):
+    if not name.endswith("full") and meant_for(plans) == (24, 1):
         plans[DDP] = apart(plan_ranks, name, 2, "parallel.strategy=ddp")
     return name, plans
 
@@ -128,8 +129,7 @@ def header(text: str, plans: Plans) -> str:
     found = {other: count for other, count in fewest(plans).items() if other != size and other in FIRST + SIZES[:1]}
     others = {other: count for other, count in found.items() if count <= MACHINE and (other < size or count < ranks)}
     also = ", ".join(f"{count} of {other} GB" for other, count in others.items())
-    shards = " with parallel.strategy=fsdp" if "strategy: ddp" in text and max(others.values(), default=1) > 1 else ""
-    also = f", or {also}{shards}" if also else ""
+    also = f", or {also}" if also else ""
     nodes = ranks // MACHINE if ranks > MACHINE else 1
     on = f" on {nodes} nodes" if nodes > 1 else ""
     joined = " ".join(line.strip("# ") for line in old[0].splitlines())

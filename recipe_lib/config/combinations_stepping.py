@@ -31,7 +31,7 @@ STEPPING: tuple[Incompatible, ...] = (
     ),
     Incompatible(
         "replicas of an optimizer in backward",
-        lambda cfg: cfg.memory.optimizer_in_backward and cfg.parallel.strategy != "fsdp",
+        lambda cfg: cfg.memory.optimizer_in_backward and cfg.parallel.strategy == "ddp",
         ("memory.optimizer_in_backward", "parallel.strategy"),
         "replicas sum their gradients once a step, behind backward",
         "set parallel.strategy=fsdp, or remove memory.optimizer_in_backward",

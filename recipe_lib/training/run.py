@@ -8,6 +8,7 @@ from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.parallel import World, start_world
 from recipe_lib.training.data import prepare
 from recipe_lib.training.extra import check_models, check_trained, check_values
+from recipe_lib.training.same_config import check_same_config
 from recipe_lib.training.seeds import set_seeds
 
 
@@ -52,6 +53,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
         heartbeat = world.heartbeat
         set_seeds(cfg.seed, world, alike=cfg.model.source != "native")
         heartbeat.enter("setting up")
+        check_same_config(cfg, world)
         recipe: Recipe = world.agree(recipe_class, cfg, world)
         heartbeat.enter("reading data")
         world.agree(recipe.setup_data)

@@ -1,0 +1,25 @@
+"""Ranks whose settings differ, as on machines with a config each, end before they wait for each other."""
+
+import os
+from pathlib import Path
+
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import arguments, run_here
+
+
+def train(folder: Path, strategies: list[str]) -> tuple[int, list[str]]:
+    rank = int(os.environ["RANK"])
+    own = [f"parallel.strategy={strategies[rank]}", f"seed={rank}", "log.trackers=[]", "max_steps=1"]
+    run = run_here([*arguments(folder / f"of rank {rank}"), *own, f"data.cache_dir={folder / f'cache{rank}'}"])
+    return run.code, run.said
+
+
+def test_settings_that_differ_are_named_and_paths_may(tmp_path: Path) -> None:
+    found = run_ranks(train, 2, tmp_path, ["fsdp", "ddp"], process_group=False, timeout=60)
+    remedy = "expected the same on all ranks; start every machine with the same config and overrides"
+    assert [code for code, _ in found] == [2, 2]
+    for _, said in found:
+        assert sorted(line for line in said if line.startswith("error: ")) == [
+            f"error: parallel.strategy: found fsdp on rank 0 and ddp on rank 1, {remedy}",
+            f"error: seed: found 0 on rank 0 and 1 on rank 1, {remedy}",
+        ]
