@@ -31,10 +31,14 @@ _IN_A_FILE = re.compile(r"^\s*strategy\s*:\s*[\"']?auto\b", re.MULTILINE)
 def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> list[str]:
     """The recipe's arguments, where these ask for `auto` with the strategy that is chosen; says which and why.
 
-    flags: torchrun's; without any there is one rank, or ranks that another launcher started, and nothing is chosen.
+    flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen.
     """
-    if not flags or not _asks(recipe, words):
+    from recipe_lib.cli.start_checks import ranks_of
+
+    if not flags or ranks_of(flags) == 1 or not _asks(recipe, words):
         return list(words)
+    if _speaks(flags):
+        get_logger().info(f"{KEY}=auto: planning fsdp and ddp for this machine; {KEY}=fsdp, or ddp, saves the time")
     chosen, line = _choose_apart(flags, recipe, words)
     if _speaks(flags):
         get_logger().info(line)

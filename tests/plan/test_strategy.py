@@ -149,6 +149,9 @@ def test_what_ddp_does_not_go_with_is_sharded():
 
 
 FLAGS = ["--nproc_per_node", "2"]
+PLANNING = (
+    "parallel.strategy=auto: planning fsdp and ddp for this machine; parallel.strategy=fsdp, or ddp, saves the time"
+)
 
 
 def asked(*overrides: str) -> list[str]:
@@ -170,7 +173,8 @@ def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
     recipe, words = Recipe.find(FULL), asked("parallel.strategy=auto", "max_seq_len=64")
     others = [word for word in words if word != "parallel.strategy=auto"]
     assert command.with_strategy(FLAGS, recipe, words) == [*others, "parallel.strategy=ddp"]
-    assert said[0].startswith("parallel.strategy=auto: ddp; a step is estimated at ") and len(said) == 1
+    assert said[0] == PLANNING and len(said) == 2
+    assert said[1].startswith("parallel.strategy=auto: ddp; a step is estimated at ")
 
 
 def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
@@ -189,6 +193,7 @@ def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
         (FLAGS, recipe, asked()),
         (FLAGS, recipe, asked("parallel.strategy=ddp")),
         ([], recipe, asked("parallel.strategy=auto")),
+        (["--nproc_per_node", "1"], recipe, asked("parallel.strategy=auto")),
         (FLAGS, mine, ["anything", "--else"]),
         (FLAGS, mine, ["--config", str(tmp_path / "c.yaml"), "parallel.strategy=fsdp"]),
     ):
@@ -198,4 +203,4 @@ def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
         assert command.with_strategy([*FLAGS, "--node-rank=1"], one, words)[-1] == "parallel.strategy=fsdp"
         assert command.with_strategy(FLAGS, one, words)[-1] == "parallel.strategy=fsdp"
     line = "parallel.strategy=auto: fsdp; both could not be planned; `tune plan` with the same words says why"
-    assert len(calls) == 4 and said == [line, line]
+    assert len(calls) == 4 and said == [PLANNING, line, PLANNING, line]
