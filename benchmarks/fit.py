@@ -144,7 +144,7 @@ def planned(model: str, method: str, cards: int, rung: tuple[str, ...]) -> tuple
 def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int, int]:
     """Tokens of the longest row that fits one at a time, and bytes of host memory, by estimates; see `quick`.
 
-    Of a config that lets `tune run` choose between DDP and FSDP with FSDP, which has more room and is what is chosen.
+    A config with `parallel.strategy: auto` is estimated with FSDP, which is chosen where only that has the room.
     """
     auto = read(model, method, words).parallel.strategy == "auto"
     strategy = ["parallel.strategy=fsdp"] if auto and cards > 1 else []

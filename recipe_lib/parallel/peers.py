@@ -21,7 +21,7 @@ def node_name() -> str:
 
 
 def says_gone(error: BaseException) -> bool:
-    """Whether an error is that another process is not there any more: gloo's are plain ones, told by their text."""
+    """Whether an error is that another process is not there any more: gloo's are known by their text."""
     return isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
 
 

@@ -220,8 +220,8 @@ answer would be left out.
 Some templates end the prompt with `<think>` (DeepSeek-R1, Qwen3.5, Nemotron 3). Trained is what a model must write
 behind that: the thought, `</think>`, the answer; without a thought, `</think>` and the answer. The end of the thought
 is written as the template does; DeepSeek's drops thoughts, and there it is a line end, `</think>` and an empty line.
-Where the prompt ends with a thought that is over (`<think>`, `</think>`), an answer without one is trained behind it,
-and one with a thought behind the prompt that the template has for thinking enabled (`enable_thinking`).
+Where the prompt ends with a thought that is over (`<think>`, `</think>`), an answer without one is trained after it,
+and one with a thought after the prompt that the template has for thinking enabled (`enable_thinking`).
 
 ## Templates that mark answers
 

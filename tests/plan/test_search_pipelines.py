@@ -111,6 +111,9 @@ def test_which_pipelines_are_tried():
     ]
     assert {one[schedule] for one in tried(4, "rtx4090", splits=False)} == {"1f1b"}
     assert {one[copies] for one in tried(4, "rtx4090", fixed=(copies,))} == {1}
+    for strategy in ("ddp", "auto"):  # stages are copied and divided by FSDP
+        other = tried(4, "rtx4090", f"parallel.strategy={strategy}")
+        assert other == [one | {"parallel.strategy": "fsdp"} for one in found]
     begun = tried(
         4, "rtx4090", "parallel.pipeline=4", "gradient_accumulation_steps=8", "parallel.pipeline_microbatches=8"
     )
