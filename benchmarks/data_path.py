@@ -132,8 +132,8 @@ def ours(folder: Path) -> dict[str, Any]:
     import recipe_lib
     from recipe_lib.config import load_config
     from recipe_lib.parallel import start_world
-    from recipe_lib.training.data import TrainingData, prepare
-    from recipe_lib.training.source import find_model
+    from recipe_lib.training.resolve_model import find_model
+    from recipe_lib.training.training_data import TrainingData, prepare
 
     began = time.perf_counter()
     cfg = load_config(

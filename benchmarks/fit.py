@@ -24,14 +24,14 @@ from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.cli.strategy import decided
 from recipe_lib.config import load_config
+from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import parse_fit
-from recipe_lib.plan.lengths import planned_sequence
-from recipe_lib.plan.levers import usable_bytes
-from recipe_lib.plan.make import PlanSettings, make_plan
-from recipe_lib.plan.model import plannable
-from recipe_lib.plan.quick import quick
-from recipe_lib.plan.quick_facts import Quick
 from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.search.estimate import quick
+from recipe_lib.plan.search.estimate_facts import Quick
+from recipe_lib.plan.search.trials import usable_bytes
+from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.world.shape_only_model import plannable
 from recipe_lib.units import format_bytes, format_count
 
 COMMAND = "python -m benchmarks.fit --output docs/fit.md"

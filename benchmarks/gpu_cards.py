@@ -30,10 +30,10 @@ from benchmarks.gpu_ladder import is_wrong, planned_line, told
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
 from benchmarks.gpu_plan_report import DRY_HOW, device_word, errors_of, head, share_below, write_pair
 from recipe_lib.errors import ConfigError, exit_code_of
-from recipe_lib.memory.host import free_host_memory
+from recipe_lib.memory.host_limits import free_host_memory
+from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.levers import usable_bytes
-from recipe_lib.plan.make import PlanSettings
+from recipe_lib.plan.search.trials import usable_bytes
 from recipe_lib.units import format_bytes
 
 MINUTES = 25.0

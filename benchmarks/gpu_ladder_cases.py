@@ -9,8 +9,8 @@ from typing import Any
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.lengths import Sequence, planned_sequence
-from recipe_lib.plan.model import plannable
+from recipe_lib.plan.world.sequence_lengths import Sequence, planned_sequence
+from recipe_lib.plan.world.shape_only_model import plannable
 
 METHODS = ("full", "qlora", "lora")
 ONE_ROW = ("batch_size=1", "gradient_accumulation_steps=1")

@@ -34,13 +34,13 @@ from benchmarks.gpu_plan_cases import PlanCase, Runnable, cases, describe, recor
 from benchmarks.gpu_plan_report import errors_of, summary, write_plan_report
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World, start_world
-from recipe_lib.plan.data import PlannedData
+from recipe_lib.plan.allocation.replay import smallest_cap
+from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.plan.hardware import Hardware, find_hardware
-from recipe_lib.plan.make import PlanSettings, make_plan
-from recipe_lib.plan.replay import smallest_cap
 from recipe_lib.plan.result import RankPlan
-from recipe_lib.plan.simulate import FIRST, STEADY, trace_real_run
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, trace_real_run
+from recipe_lib.plan.world.planned_batches import PlannedData
 from recipe_lib.units import GIB
 
 MINUTES = 9.0

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from recipe_lib.cli.recipes import load_module, recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.lengths import Sequence
-from recipe_lib.plan.model import plannable
+from recipe_lib.plan.world.sequence_lengths import Sequence
+from recipe_lib.plan.world.shape_only_model import plannable
 
 RECIPE_CLASSES = {"full": "FullFinetune", "lora": "LoraFinetune", "qlora": "LoraFinetune"}
 TINY = "demo"

@@ -20,9 +20,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from recipe_lib.cli.main import main as tune  # noqa: E402
-from recipe_lib.memory import low_precision as lever  # noqa: E402
+from recipe_lib.memory import matmul_dtype as lever  # noqa: E402
 from recipe_lib.ops.low_precision import scaled_linear  # noqa: E402
-from recipe_lib.training.metrics import read_metrics  # noqa: E402
+from recipe_lib.training.records.metrics import read_metrics  # noqa: E402
 
 WINDOW = 20  # steps that a loss is the mean of
 TOKENS, WIDTH, MLP_WIDTH = 512, 1024, 2816

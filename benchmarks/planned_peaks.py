@@ -23,8 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from recipe_lib.config.places import configs_folder  # noqa: E402
+from recipe_lib.plan.allocation.untraced_memory import outside_torch  # noqa: E402
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
-from recipe_lib.plan.hidden import outside_torch  # noqa: E402
 from recipe_lib.units import GIB, format_bytes  # noqa: E402
 
 DEVICE = "rtx4090"
@@ -80,7 +80,7 @@ def meant_for(plans: Plans) -> tuple[int, int]:
 
 def plan_ranks(name: str, ranks: int, *words: str) -> dict[str, int]:
     """Bytes of the heaviest rank: active, reserved; and tokens of a sequence."""
-    from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.build_plan import make_plan
     from tests.plan.apart import settings
 
     plan, _ = make_plan(*settings(name, ranks, *words, device=DEVICE))
@@ -187,7 +187,7 @@ def main() -> None:
     kept = read_plans()
     chosen = arguments.names or [name for name in names() if name in kept or not arguments.headers]
     if not arguments.headers:
-        import recipe_lib.plan.make  # noqa: F401  (once, for all processes)
+        import recipe_lib.plan.build_plan  # noqa: F401  (once, for all processes)
 
         with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
             for name, plans in pool.imap_unordered(plan_config, chosen):

@@ -21,11 +21,11 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.planner_stacks import FSDP1, FSDP2, RECIPE, Stack, imitable, recipe_class  # noqa: E402
 from recipe_lib.config import FullFinetuneConfig, load_config  # noqa: E402
+from recipe_lib.plan.build_plan import PlanSettings, make_plan  # noqa: E402
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
-from recipe_lib.plan.lengths import planned_sequence  # noqa: E402
-from recipe_lib.plan.make import PlanSettings, make_plan  # noqa: E402
-from recipe_lib.plan.model import plannable  # noqa: E402
 from recipe_lib.plan.result import PhasePeak  # noqa: E402
+from recipe_lib.plan.world.sequence_lengths import planned_sequence  # noqa: E402
+from recipe_lib.plan.world.shape_only_model import plannable  # noqa: E402
 from recipe_lib.units import GIB  # noqa: E402
 
 GB = 10**9

@@ -20,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks.pp_stock import run_stock  # noqa: E402
 from benchmarks.pp_traced import boundary_bytes, config, expected, expected_held, run_ours, small_spec, work_bytes  # noqa: E402
 from recipe_lib.config.pipeline import SCHEDULES  # noqa: E402
-from recipe_lib.parallel.pipeline.theory import peak_bytes  # noqa: E402
+from recipe_lib.parallel.pipeline.schedule_memory import peak_bytes  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 RANKS, LAYERS, COUNT = 2, 8, 8
@@ -35,10 +35,10 @@ Made by `python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md`
 ours and torch {torch}'s `PipelineStage` with its schedule classes in the same run. Parameters and gradients are not
 counted. A tensor between two stages has {boundary} bytes.
 
-- **ours, torch**: the most bytes alive at any operator. **theory**: `recipe_lib.parallel.pipeline.theory`, from the
-  sizes of a stage by formula, what one action needs for itself measured on a stage alone, and the schedule's list. What
-  is held after each action is compared with theory to the byte by `tests/parallel/pipeline/test_memory.py`, and here: a
-  difference writes no page.
+- **ours, torch**: the most bytes alive at any operator. **theory**: `recipe_lib.parallel.pipeline.schedule_memory`,
+  from the sizes of a stage by formula, what one action needs for itself measured on a stage alone, and the schedule's
+  list. What is held after each action is compared with theory to the byte by
+  `tests/parallel/pipeline/test_memory.py`, and here: a difference writes no page.
 - **between steps**: bytes that are still alive after a step.
 - **forwards**: for each layer and micro-batch, recomputation included, the most of all layers. Behind it how many more
   there are in the first step, where torch's stages learn shapes by running.

@@ -24,10 +24,10 @@ from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, sp
 from recipe_lib.ops import deferred
 from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
+from recipe_lib.parallel.pipeline.balance import put_off_of_layer
+from recipe_lib.parallel.pipeline.schedule_memory import Live, StageBytes, live_bytes, taken_in
+from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders, with_transfers
-from recipe_lib.parallel.pipeline.split import put_off_of_layer
-from recipe_lib.parallel.pipeline.theory import Live, StageBytes, live_bytes, taken_in
-from recipe_lib.parallel.pipeline.timeline import simulate
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 64, 32, 4, 2, 48
 ROWS, LENGTH = 2, 24

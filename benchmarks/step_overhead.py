@@ -25,7 +25,7 @@ from recipe_lib import training
 from recipe_lib.config import load_config
 from recipe_lib.data import StepBatches
 from recipe_lib.parallel import start_world
-from recipe_lib.training.data import prepare
+from recipe_lib.training.training_data import prepare
 from tests.recipes.runs import recipe_class, recipe_module
 
 ROOT = Path(__file__).parent.parent

@@ -38,8 +38,8 @@ from recipe_lib.models import DecoderSpec, build_meta, preset_config, spec_from_
 from recipe_lib.models.decoder import ACTIVATIONS  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
-from recipe_lib.plan.device import NAME  # noqa: E402
-from recipe_lib.plan.fake import simulated_world, tensors_without_bytes  # noqa: E402
+from recipe_lib.plan.world.simulated_device import NAME  # noqa: E402
+from recipe_lib.plan.world.simulated_world import simulated_world, tensors_without_bytes  # noqa: E402
 from recipe_lib.units import MIB  # noqa: E402
 
 TOKENS, LAYERS = 8192, 4

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.quantised import QuantisedLinear
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.layers import layer_names
+from recipe_lib.models.find_layers import layer_names
 
 _NAMED = 3  # kinds of matrices that a line names
 _SMALL = 0.005  # share of the layers' weights below which what is left out is not worth a word

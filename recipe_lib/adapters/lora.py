@@ -26,11 +26,11 @@ from recipe_lib.adapters.layers import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.build import fill_random
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.foreign import ForeignSpec
-from recipe_lib.models.layers import layer_names
-from recipe_lib.models.parts import local_part, own_parts
+from recipe_lib.models.meta_init import fill_random
+from recipe_lib.ops.dtensor_shards import local_part, own_parts
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters import nf4
-from recipe_lib.models.parts import gathered, local_part
+from recipe_lib.ops.dtensor_shards import gathered, local_part
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point

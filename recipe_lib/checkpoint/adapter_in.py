@@ -20,9 +20,9 @@ from recipe_lib.adapters.peft_names import (
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
 from recipe_lib.checkpoint.weights_in import FileTensor, extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.extra import extra_tensors
-from recipe_lib.models.parts import local_part, own_parts
+from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.spec import ModelSpec
+from recipe_lib.ops.dtensor_shards import local_part, own_parts
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe_lib import files
 from recipe_lib.adapters.foreign import AdaptedForeign
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
@@ -26,12 +27,12 @@ from recipe_lib.adapters.peft_names import (
     tensor_name,
 )
 from recipe_lib.adapters.quantised import QuantisedLinear
-from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
-from recipe_lib.checkpoint.holders import Holders, find_holders
-from recipe_lib.checkpoint.ranks import Ranks, decide, together
+from recipe_lib.checkpoint.ownership import Holders, find_holders
+from recipe_lib.checkpoint.rank_agreement import Ranks, decide, together
+from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
@@ -41,14 +42,13 @@ from recipe_lib.checkpoint.weights_out import (
     tokenizer_files,
     whole,
 )
-from recipe_lib.checkpoint.written import publish
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.build import stored_weights
-from recipe_lib.models.extra import extra_modules, extra_tensors
+from recipe_lib.models.extra_parameters import extra_modules, extra_tensors
 from recipe_lib.models.foreign import ForeignSpec
-from recipe_lib.models.parts import in_file_order
+from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.ops.dtensor_shards import in_file_order
 
 
 def export_adapter(

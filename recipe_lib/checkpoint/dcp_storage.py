@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from recipe_lib.checkpoint.files import FileRecord
 from recipe_lib.checkpoint.tensor_files import DTYPES, PlannedTensor, read_header, write_tensor_file
+from recipe_lib.files import FileRecord
 
 SHARDING = "DCP_SHARDING_INFO"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from recipe_lib.checkpoint.files import FileRecord, sha256_of, write_json
 from recipe_lib.config.suggest import show
+from recipe_lib.files import FileRecord, sha256_of, write_json
 from recipe_lib.reading import read_json
 
 FORMAT = 1

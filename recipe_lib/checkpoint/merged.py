@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from recipe_lib import files
 from recipe_lib.adapters.merging import Update, merge_rows
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
@@ -23,9 +24,8 @@ from recipe_lib.adapters.peft_names import (
     target_of,
 )
 from recipe_lib.adapters.quantised import can_quantise, dequantised
-from recipe_lib.checkpoint import files
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
-from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.rank_agreement import Ranks, check_shared, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import check_weights, read_headers, unknown_extras
 from recipe_lib.checkpoint.weights_out import (

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.holders import TRAINED, Holders
-from recipe_lib.checkpoint.ranks import Ranks, together
+from recipe_lib.checkpoint.ownership import TRAINED, Holders
+from recipe_lib.checkpoint.rank_agreement import Ranks, together
 from recipe_lib.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from recipe_lib.checkpoint.files import FileRecord
 from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
+from recipe_lib.files import FileRecord
 
 
 def file_name(rank: int) -> str:

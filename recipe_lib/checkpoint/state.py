@@ -26,11 +26,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint import files, rng
+from recipe_lib import files
+from recipe_lib.checkpoint import rng
 from recipe_lib.checkpoint.dcp_storage import ShardReader, ShardWriter, read_shards
-from recipe_lib.checkpoint.files import FileRecord
-from recipe_lib.checkpoint.frozen import adapter_use, check_mark, check_use, frozen_mark
-from recipe_lib.checkpoint.holders import Holders, find_holders
+from recipe_lib.checkpoint.frozen_weights import adapter_use, check_mark, check_use, frozen_mark
 from recipe_lib.checkpoint.manifest import (
     DamagedState,
     Manifest,
@@ -50,13 +49,15 @@ from recipe_lib.checkpoint.optimizer_state import (
     optimizer_tensors,
     restore_settings,
 )
-from recipe_lib.checkpoint.ranks import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.ownership import Holders, find_holders
+from recipe_lib.checkpoint.rank_agreement import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.run_files import STATE_NAME, foreign_in_state
 from recipe_lib.checkpoint.weights_out import whole
-from recipe_lib.checkpoint.written import STATE_NAME, foreign_in_state
 from recipe_lib.config.output_folder import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
+from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
-from recipe_lib.models.parts import ordered, own_parts, runs_of
+from recipe_lib.ops.dtensor_shards import ordered, own_parts, runs_of
 from recipe_lib.units import MIB
 
 STATE = "state.json"

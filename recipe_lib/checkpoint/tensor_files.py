@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from recipe_lib.checkpoint.files import CHUNK_BYTES, FileRecord, HashedFile
 from recipe_lib.errors import CheckpointError
+from recipe_lib.files import CHUNK_BYTES, FileRecord, HashedFile
 from recipe_lib.reading import check_regular, open_regular
 from recipe_lib.units import format_bytes
 

@@ -15,10 +15,9 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
-from recipe_lib.models.build import persistent_buffers, stored_weights
-from recipe_lib.models.extra import extra_tensors, reset_extra
+from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
+from recipe_lib.models.meta_init import persistent_buffers, stored_weights
 from recipe_lib.models.other_formats import other_weights
-from recipe_lib.models.parts import own_parts
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import (
     OTHER_PARTS,
@@ -30,6 +29,7 @@ from recipe_lib.models.weight_names import (
     weight_map,
 )
 from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.dtensor_shards import own_parts
 from recipe_lib.reading import read_json
 from recipe_lib.units import MIB, format_bytes
 

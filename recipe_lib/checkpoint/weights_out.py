@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint import files
-from recipe_lib.checkpoint.holders import Holders, find_holders
-from recipe_lib.checkpoint.ranks import Ranks, decide, together
+from recipe_lib import files
+from recipe_lib.checkpoint.ownership import Holders, find_holders
+from recipe_lib.checkpoint.rank_agreement import Ranks, decide, together
+from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
-from recipe_lib.checkpoint.written import publish
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.build import persistent_buffers
 from recipe_lib.models.families import text_config
 from recipe_lib.models.foreign import ForeignSpec
-from recipe_lib.models.parts import gathered, in_file_order
+from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
+from recipe_lib.ops.dtensor_shards import gathered, in_file_order
 from recipe_lib.units import MIB
 
 if TYPE_CHECKING:

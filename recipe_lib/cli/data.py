@@ -80,8 +80,8 @@ def read(words: list[str]) -> argparse.Namespace:
 def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]:
     """(tokenizer, training rows, validation rows or None, source of the model). tolerant: bad rows are counted."""
     from recipe_lib.data import build_dataset, build_validation_dataset
-    from recipe_lib.training.data import load_tokenizer_of
-    from recipe_lib.training.source import find_model
+    from recipe_lib.training.resolve_model import find_model
+    from recipe_lib.training.training_data import load_tokenizer_of
 
     if tolerant:
         data = dataclasses.replace(cfg.data, bad_rows="skip", trained_share="any", cache=False)

@@ -172,7 +172,7 @@ def link_steps(ranks: int, on_gpu: bool, environment: dict[str, str], rank: int,
     import torch
 
     from recipe_lib.cli.launch import cores
-    from recipe_lib.plan.links import CPU_SIZES, GPU_SIZES, collective_steps
+    from recipe_lib.plan.timing.links import CPU_SIZES, GPU_SIZES, collective_steps
 
     os.environ.update(environment)
     os.environ.setdefault("NCCL_DEBUG", "WARN")
@@ -188,8 +188,8 @@ def usable(links: dict[str, Any] | None) -> bool:
 
 def write(path: str, facts: dict[str, Any]) -> str:
     """Writes the rates as a calibration of the planner's, if they were measured; returns a line about it."""
-    from recipe_lib.checkpoint.files import replace_text
-    from recipe_lib.plan.calibrate import with_links
+    from recipe_lib.files import replace_text
+    from recipe_lib.plan.timing.calibrate import with_links
 
     measured = facts["steps"].get("calibration")
     if measured is None:

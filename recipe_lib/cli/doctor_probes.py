@@ -21,7 +21,7 @@ LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}  # from which compute capability
 
 def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """What torch says of itself and the GPUs; then the rates of each GPU, and of a CPU where there is none."""
-    from recipe_lib.plan.calibrate import calibrate, copy_rates, matmul_rate
+    from recipe_lib.plan.timing.calibrate import calibrate, copy_rates, matmul_rate
 
     found: dict[str, Any] = {}
 

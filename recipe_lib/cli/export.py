@@ -112,7 +112,7 @@ def _tell_of_newer_state(states: Path, adapter: Path) -> None:
 
 def _owner(folder: Path) -> Path:
     """Where the config of the run is that made `folder/adapter`: a run that replaces it may be under way."""
-    from recipe_lib.checkpoint.written import read_record
+    from recipe_lib.checkpoint.run_files import read_record
 
     record = read_record(folder)
     if record is None or "adapter" not in record.earlier or not record.kept:
@@ -133,7 +133,7 @@ def _run_at(folder: Path, arguments: argparse.Namespace, adapter: bool = False) 
 
 
 def _state(root: Path, which: str) -> Path | None:
-    from recipe_lib.checkpoint.ranks import SingleRank
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import find_state
 
     return find_state(root, which, SingleRank())
@@ -155,7 +155,7 @@ def _target(found: Found, kind: str, arguments: argparse.Namespace) -> Path:
 
 def export_hf(found: Found, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
-    from recipe_lib.checkpoint.ranks import SingleRank
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import holds_adapters, load_trained
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.checkpoint.weights_out import export_model
@@ -271,7 +271,7 @@ def _trained_model(
     import torch
 
     from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, check_base, check_fits, read_adapter
-    from recipe_lib.checkpoint.ranks import SingleRank
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import load_trained
     from recipe_lib.checkpoint.verify import model_of_adapter, model_with_adapters
     from recipe_lib.cli.generate import choose_dtype
@@ -304,7 +304,7 @@ def _write_adapter(
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
     from recipe_lib.checkpoint.adapters import export_adapter
-    from recipe_lib.checkpoint.ranks import SingleRank
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.verify import adapter_settings_of
 
     if found.state is not None:
@@ -362,7 +362,7 @@ def _check_merged(
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, read_adapter
     from recipe_lib.checkpoint.adapters import merge_adapter
-    from recipe_lib.checkpoint.ranks import SingleRank
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.models import read_config, spec_from_config
     from recipe_lib.parallel import DTYPES

@@ -24,10 +24,10 @@ from recipe_lib.errors import DONE, ConfigError, UserError, lines_in
 from recipe_lib.units import GIB
 
 if TYPE_CHECKING:
+    from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import Hardware
-    from recipe_lib.plan.make import PlanSettings
     from recipe_lib.plan.result import Plan
-    from recipe_lib.plan.search import Search
+    from recipe_lib.plan.search.fastest_settings import Search
     from recipe_lib.plan.trace import Trace
 
 NO_ROOM = 3  # exit code
@@ -225,16 +225,16 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
 
 def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
     """What a plan needs beside recipe and config, and what was assumed for it."""
-    from recipe_lib.plan.lengths import check_choice, planned_sequence
+    from recipe_lib.plan.world.sequence_lengths import check_choice, planned_sequence
 
     check_choice(arguments.sequence)
     ranks, hardware, assumed = device_for(arguments)
     traced = read_ranks(arguments.rank, ranks) if arguments.rank else ()
-    from recipe_lib.plan.make import PlanSettings  # torch from here on
+    from recipe_lib.plan.build_plan import PlanSettings  # torch from here on
 
     calibration = None
     if arguments.calibration:
-        from recipe_lib.plan.calibrate import read_calibration
+        from recipe_lib.plan.timing.calibrate import read_calibration
 
         calibration = read_calibration(arguments.calibration, hardware)
     different = max(1, ranks // (cfg.parallel.pipeline * cfg.parallel.tensor))
@@ -271,20 +271,20 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", r
     }
     if not given:
         return None
-    from recipe_lib.plan.hidden import outside_torch
-    from recipe_lib.plan.levers import communicator_sizes
+    from recipe_lib.plan.allocation.untraced_memory import outside_torch
+    from recipe_lib.plan.search.trials import communicator_sizes
 
     return dataclasses.replace(outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given)
 
 
 def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
     """The plan of a recipe with a config, and the trace behind it."""
-    from recipe_lib.plan.model import plannable
+    from recipe_lib.plan.world.shape_only_model import plannable
 
     shaped, more = plannable(cfg)
     planned = recipe_class(recipe)
     settings, assumed = settings_for(recipe, cfg, arguments)
-    from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.build_plan import make_plan
 
     with explained(recipe, cfg):
         if shaped.parallel.strategy == "auto":
@@ -294,7 +294,7 @@ def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan
             more = [*more, said]
         settings = dataclasses.replace(settings, assumptions=(*assumed, *more, *arguments.notes))
         if arguments.advice:
-            from recipe_lib.plan.advice import advice_from, try_levers
+            from recipe_lib.plan.search.advice import advice_from, try_levers
 
             tried = try_levers(planned, shaped, settings)  # before the plan: from here it can use all cores
         plan, trace = make_plan(planned, shaped, settings)
@@ -358,11 +358,11 @@ def other_plan(recipe: Recipe, arguments: argparse.Namespace) -> "Plan":
 
 def search(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> "Search":
     """The fastest settings that fit; false if none does."""
-    from recipe_lib.plan.model import plannable
+    from recipe_lib.plan.world.shape_only_model import plannable
 
     shaped, _ = plannable(cfg)
     settings, _ = settings_for(recipe, cfg, arguments)
-    from recipe_lib.plan.search import search as find_settings
+    from recipe_lib.plan.search.fastest_settings import search as find_settings
 
     with explained(recipe, cfg):
         keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}  # what was asked for stays

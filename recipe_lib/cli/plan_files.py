@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def calibrate(path: Path) -> str:
     """Measures this machine's device and writes its rates; says so in a line."""
-    from recipe_lib.checkpoint.files import replace_text
-    from recipe_lib.plan.calibrate import calibrate as measure
+    from recipe_lib.files import replace_text
+    from recipe_lib.plan.timing.calibrate import calibrate as measure
 
     found = measure()
     replace_text(path, json.dumps(found, indent=2) + "\n")
@@ -25,7 +25,7 @@ def calibrate(path: Path) -> str:
 
 def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
     """The files that were asked for, each whole or not at all."""
-    from recipe_lib.checkpoint.files import discard, rename, replace_text, storage_faults, temporary_path
+    from recipe_lib.files import discard, rename, replace_text, storage_faults, temporary_path
 
     if arguments.json:
         text = json.dumps(plan.to_json(), indent=2) + "\n"
@@ -38,8 +38,8 @@ def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
 
         replace_text(Path(arguments.html), render_html(plan, trace))
     if arguments.snapshot:
-        from recipe_lib.plan.allocator import AllocatorSettings
-        from recipe_lib.plan.snapshot import write_snapshot
+        from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
+        from recipe_lib.plan.allocation.snapshot import write_snapshot
 
         path = Path(arguments.snapshot)
         temporary = temporary_path(path)

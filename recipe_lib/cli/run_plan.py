@@ -26,9 +26,9 @@ from recipe_lib.logs import get_logger
 from recipe_lib.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from recipe_lib.plan.make import PlanSettings
-    from recipe_lib.plan.quick import Quick
+    from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.result import Plan, RankPlan
+    from recipe_lib.plan.search.estimate import Quick
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
@@ -228,11 +228,11 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
     settings, _ = settings_for(recipe, cfg, arguments)
     settings = dataclasses.replace(settings, phases=())
-    from recipe_lib.plan.levers import usable_bytes
-    from recipe_lib.plan.make import make_plan
-    from recipe_lib.plan.micro_batches import fewest_to_simulate
-    from recipe_lib.plan.model import layer_count, plannable
-    from recipe_lib.plan.quick import quick
+    from recipe_lib.plan.build_plan import make_plan
+    from recipe_lib.plan.search.estimate import quick
+    from recipe_lib.plan.search.trials import usable_bytes
+    from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
+    from recipe_lib.plan.world.shape_only_model import layer_count, plannable
 
     shaped, _ = plannable(cfg)
     with explained(recipe, cfg):

@@ -20,7 +20,7 @@ from recipe_lib.errors import DONE, UserError
 from recipe_lib.logs import get_logger
 
 if TYPE_CHECKING:
-    from recipe_lib.plan.make import PlanSettings
+    from recipe_lib.plan.build_plan import PlanSettings
 
 KEY = "parallel.strategy"
 SECONDS = 180
@@ -98,8 +98,8 @@ def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
 def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str]:
     """(a plannable config with the strategy that `tune run` would choose for `auto`, the line that says so)."""
     from recipe_lib.cli.run_plan import is_expandable
-    from recipe_lib.plan.levers import changed
-    from recipe_lib.plan.strategy import choose
+    from recipe_lib.plan.search.choose_strategy import choose
+    from recipe_lib.plan.search.trials import changed
 
     choice = choose(planned, cfg, settings, expandable=is_expandable())
     return changed(cfg, choice.changes), str(choice)
@@ -131,8 +131,8 @@ def _choose(arguments: Any) -> Any:
     if rank_count(arguments.flags)[1] > 1:
         arguments.sequence = "max"  # which rows are at hand may differ between machines
     settings, _ = settings_for(recipe, cfg, arguments)
-    from recipe_lib.plan.model import plannable
-    from recipe_lib.plan.strategy import choose
+    from recipe_lib.plan.search.choose_strategy import choose
+    from recipe_lib.plan.world.shape_only_model import plannable
 
     shaped, _ = plannable(cfg)
     return choose(recipe_class(recipe), shaped, settings, expandable=is_expandable())

@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
         whole, plans, illegal = plans_for(config, arguments.tensor)
         proofs = certificates(config, plans) if arguments.certify else []
     if arguments.json:
-        from recipe_lib.checkpoint.files import replace_text
+        from recipe_lib.files import replace_text
 
         text = json.dumps(as_json(arguments, whole, plans, illegal, proofs), indent=2) + "\n"
         if arguments.json == "-":

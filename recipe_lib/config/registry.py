@@ -25,9 +25,9 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
         "recipe_lib.data.formats",
         ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"),
     ),
-    "optimizer.name": ("recipe_lib.training.optimizers", ("adamw", "sgd", "muon")),
+    "optimizer.name": ("recipe_lib.optim.optimizers", ("adamw", "sgd", "muon")),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
-    "log.trackers": ("recipe_lib.training.trackers", ("tensorboard", "wandb", "trackio")),
+    "log.trackers": ("recipe_lib.training.records.trackers", ("tensorboard", "wandb", "trackio")),
     "model": ("recipe_lib.models.foreign_build", ("native", "transformers")),
 }
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recipe_lib.data.habits import Habits
 from recipe_lib.data.samples import Message, RowFault, Wanted
 from recipe_lib.data.spans import Span, check_written, first_difference
+from recipe_lib.data.template_behavior import Habits
 from recipe_lib.data.thoughts import CLOSED, OPENED, behind_opening, thought_of, without_thought
 from recipe_lib.errors import DataError
 

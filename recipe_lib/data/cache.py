@@ -21,7 +21,7 @@ import numpy as np
 
 from recipe_lib import errors
 from recipe_lib.data.dataset import ARRAYS
-from recipe_lib.data.report import DataReport
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.store import ArrayWriter, difference, map_arrays
 from recipe_lib.errors import UserError
 from recipe_lib.logs import get_logger

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.report import DataReport
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.sources import RowFile
 from recipe_lib.ops.cross_entropy import IGNORED
 

@@ -9,7 +9,7 @@ from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
-from recipe_lib.data.report import DataReport
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.samples import Completion, Conversation, Document, Preference, RowFault, Sample
 from recipe_lib.data.sources import RowFile
 from recipe_lib.data.templates import Encoded, Encoder

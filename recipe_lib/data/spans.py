@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.habits import THOUGHT_KEYS, Habits
 from recipe_lib.data.samples import Message, RowFault, Wanted
+from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits
 from recipe_lib.data.thoughts import under_its_name
 from recipe_lib.errors import DataError
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from recipe_lib.data.habits import THOUGHT_KEYS, Habits
 from recipe_lib.data.samples import Message
+from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits
 
 # A prompt for an answer may end with a thought that is begun, or with one that is over.
 OPENED = re.compile(r"<think>\s*\Z")

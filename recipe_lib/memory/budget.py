@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.operators import ATTENTION, INTEGER_MATMUL, MATMUL, SUM
+from recipe_lib.memory.aten_names import ATTENTION, INTEGER_MATMUL, MATMUL, SUM
 from recipe_lib.units import GIB, format_bytes
 
 FLOPS, BANDWIDTH, LINK = 2e14, 1.5e12, 2e10  # a second, of no card in particular: 130 operations a byte is common

@@ -27,11 +27,11 @@ from torch.utils.checkpoint import (
 from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
 from recipe_lib.memory.budget import Choice, Chosen, choose
 from recipe_lib.memory.layer_costs import layer_costs
-from recipe_lib.memory.mlp_chunks import computes_pieces
-from recipe_lib.memory.operators import ATTENTION, MATMUL, SUM, kind_of
-from recipe_lib.models.layers import layer_names
+from recipe_lib.memory.mlp_tiles import computes_pieces
+from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.device import kernels_of
 
 MODES = ("none", "full", "selective", "budget")

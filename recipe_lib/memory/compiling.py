@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.models.layers import layer_names
+from recipe_lib.models.find_layers import layer_names
 
 _COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and without gradients
 

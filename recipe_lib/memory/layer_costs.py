@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from recipe_lib.memory.aten_names import ATTENTION, SUM, kind_of
 from recipe_lib.memory.budget import BANDWIDTH, FLOPS, LINK, LayerCost, Operator
-from recipe_lib.memory.mlp_chunks import computes_pieces
-from recipe_lib.memory.operators import ATTENTION, SUM, kind_of
+from recipe_lib.memory.mlp_tiles import computes_pieces
 
 _RANDOM_STATE = 128  # bytes at most that a GPU's kernel of attention keeps of random numbers
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.models.spec import DecoderSpec, preset_config, preset_names, read_config, spec_from_config
 
 if TYPE_CHECKING:
-    from recipe_lib.models.build import build_meta, init_weights
     from recipe_lib.models.decoder import Decoder
     from recipe_lib.models.kv_cache import KVCache
+    from recipe_lib.models.meta_init import build_meta, init_weights
 
 __all__ = [
     "Decoder",
@@ -22,7 +22,7 @@ __all__ = [
     "spec_from_config",
 ]
 
-_NEED_TORCH = {"Decoder": "decoder", "KVCache": "kv_cache", "build_meta": "build", "init_weights": "build"}
+_NEED_TORCH = {"Decoder": "decoder", "KVCache": "kv_cache", "build_meta": "meta_init", "init_weights": "meta_init"}
 
 
 def __getattr__(name: str) -> Any:

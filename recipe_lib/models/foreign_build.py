@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import CheckpointError, SetupError
-from recipe_lib.models.build import persistent_buffers
+from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, looks_ahead, transformers_config
 from recipe_lib.models.foreign_linears import layer_linears, linear_shape, other_parts, uncalled_linears
-from recipe_lib.models.layers import layer_names
+from recipe_lib.models.meta_init import persistent_buffers
 
 _MANY_POSITIONS = 2**24  # of a model whose config names no limit
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
@@ -86,7 +86,7 @@ def parameters_on_meta() -> Iterator[None]:
 @register("model", "native")
 def native_module(config: dict[str, Any]) -> nn.Module:
     """Our own decoder of a config.json, on meta."""
-    from recipe_lib.models.build import build_meta
+    from recipe_lib.models.meta_init import build_meta
     from recipe_lib.models.spec import spec_from_config
 
     return build_meta(spec_from_config(config, "config.json"), torch.float32)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipe_lib.models.build import build_meta
 from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 if TYPE_CHECKING:

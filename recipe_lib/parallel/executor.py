@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from recipe_lib.models.layers import layer_names
+from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.parallel.inference.calls import CallKey, tensors_in
 from recipe_lib.parallel.inference.certificate import rewritten

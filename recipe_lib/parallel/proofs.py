@@ -25,9 +25,9 @@ from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.data.cache import cache_root
 from recipe_lib.errors import SetupError
 from recipe_lib.models import build_meta
+from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, foreign_spec, transformers_config
-from recipe_lib.models.layers import layer_names
-from recipe_lib.parallel.apply import materialize
+from recipe_lib.parallel.fsdp import materialize
 from recipe_lib.parallel.inference.certificate import certify
 from recipe_lib.parallel.inference.gradients import WRONG, gradient_errors
 from recipe_lib.parallel.inference.infer import infer_plan

@@ -43,8 +43,8 @@ from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.token_log_probs import token_log_probs
 from recipe_lib.parallel.automatic import shard_foreign
-from recipe_lib.parallel.changed import refuse_for_tensor
-from recipe_lib.parallel.replicate import sum_gradients_of_replicas
+from recipe_lib.parallel.ddp import sum_gradients_of_replicas
+from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
 

@@ -18,8 +18,8 @@ from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.heartbeat import Heartbeat, outlast_heartbeat, start_heartbeat
-from recipe_lib.parallel.peers import PeerFailedError, node_name
+from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, outlast_heartbeat, start_heartbeat
+from recipe_lib.parallel.hang_detection.peers import PeerFailedError, node_name
 
 # Outermost first: neighbours share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.plan.allocator import AllocatorSettings, CachingAllocator, OutOfMemory
-from recipe_lib.plan.blocks import Block, round_size, segment_size
+from recipe_lib.plan.allocation.blocks import Block, round_size, segment_size
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 
 _TAKEN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _GIVEN_BACK = ("segment_free", "segment_unmap")

@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 
-from recipe_lib.plan.allocator import AllocatorSettings
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
+from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.replay import replay
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, RankPlan
-from recipe_lib.plan.simulate import Simulated
 from recipe_lib.plan.trace import Storage, Trace
+from recipe_lib.plan.tracing.simulate import Simulated
 from recipe_lib.units import format_bytes
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.pipeline import micro_batches, stages_per_rank
-from recipe_lib.parallel.pipeline.theory import counted_in_flight
-from recipe_lib.parallel.pipeline.timeline import theoretical_bubble
-from recipe_lib.plan.actions import orders_of, traced_micro_batches
-from recipe_lib.plan.cost import Calibration
+from recipe_lib.parallel.pipeline.schedule_memory import counted_in_flight
+from recipe_lib.parallel.pipeline.schedule_time import theoretical_bubble
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.pipeline_time import PipelineTime, Sums, pipeline_time, whole_step
 from recipe_lib.plan.result import ActionSpan, LayerRow, PipelinePlan, StagePlan
-from recipe_lib.plan.schedule import StepTime, is_transfer
-from recipe_lib.plan.simulate import STEADY, Simulated
 from recipe_lib.plan.tables import outermost
+from recipe_lib.plan.timing.cost import Calibration
+from recipe_lib.plan.timing.pipeline_time import PipelineTime, Sums, pipeline_time, whole_step
+from recipe_lib.plan.timing.stream_schedule import StepTime, is_transfer
 from recipe_lib.plan.trace import ACTION, OP, Trace
+from recipe_lib.plan.tracing.pipeline_actions import orders_of, traced_micro_batches
+from recipe_lib.plan.tracing.simulate import STEADY, Simulated
 
 
 @dataclass(frozen=True)

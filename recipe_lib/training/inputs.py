@@ -11,7 +11,7 @@ from recipe_lib.config.plugins import loaded_plugins
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
-from recipe_lib.training.earlier import EARLIER_FOLDER, FILES, PUBLISHED, STATE_FOLDER, TRACKERS_FOLDER
+from recipe_lib.training.previous_run import EARLIER_FOLDER, FILES, PUBLISHED, STATE_FOLDER, TRACKERS_FOLDER
 
 _NOT_READ = ("output_dir", "resume", "data.cache_dir")
 

@@ -15,19 +15,19 @@ from recipe_lib.data import StepBatches
 from recipe_lib.errors import DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
-from recipe_lib.parallel import beats
-from recipe_lib.training.communication import CommunicationProbe, describe
-from recipe_lib.training.data import TrainingData
-from recipe_lib.training.metrics import step_metrics
-from recipe_lib.training.optimizers import set_learning_rate
-from recipe_lib.training.places import peaks_of_places
+from recipe_lib.optim.in_backward import check_arranged
+from recipe_lib.optim.lr_scheduler import learning_rate
+from recipe_lib.optim.optimizers import set_learning_rate
+from recipe_lib.optim.state_layout import local_of
+from recipe_lib.parallel.hang_detection import beats
+from recipe_lib.training.pipeline_peaks import peaks_of_places
+from recipe_lib.training.records.communication import CommunicationProbe, describe
+from recipe_lib.training.records.metrics import step_metrics
+from recipe_lib.training.records.run_log import RunLog
 from recipe_lib.training.resume import save_run
-from recipe_lib.training.run_log import RunLog
 from recipe_lib.training.same_rows import check_same_rows
-from recipe_lib.training.schedules import learning_rate
-from recipe_lib.training.stepping import check_arranged
 from recipe_lib.training.stop import StopSignal
-from recipe_lib.training.stored import local_of
+from recipe_lib.training.training_data import TrainingData
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

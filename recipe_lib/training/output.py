@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.checkpoint import files
+from recipe_lib import files
 from recipe_lib.config.describe import to_yaml
 from recipe_lib.config.output_folder import (
     ADAPTER_FOLDER,
@@ -27,9 +27,9 @@ from recipe_lib.config.output_folder import (
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.secret_values import check_no_secrets
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.training import earlier
-from recipe_lib.training.earlier import CONFIG_FILE
+from recipe_lib.training import previous_run
 from recipe_lib.training.inputs import check_inputs
+from recipe_lib.training.previous_run import CONFIG_FILE
 
 __all__ = [
     "ADAPTER_FOLDER",
@@ -60,7 +60,7 @@ def check_output(cfg: FullFinetuneConfig) -> None:
 
 
 def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
-    foreign = earlier.first_foreign(folder, replaced=cfg.overwrite)
+    foreign = previous_run.first_foreign(folder, replaced=cfg.overwrite)
     if foreign is not None:
         raise ConfigError(
             f"output_dir: {foreign} is not, or no longer, what a run wrote, and would be replaced; move it away, or "
@@ -106,16 +106,16 @@ def _lock(folder: Path, kind: int) -> int | None:
 def open_output(cfg: FullFinetuneConfig) -> None:
     """Makes the folder, clears what killed runs left, and writes config.yaml. On one rank. ConfigError, StorageError.
 
-    The run that `overwrite` replaces stays, out of the way, until `earlier.drop_earlier`.
+    The run that `overwrite` replaces stays, out of the way, until `previous_run.drop_earlier`.
     """
     folder = Path(cfg.output_dir)
     with files.storage_faults():
         folder.mkdir(parents=True, exist_ok=True)
         _check_ours(cfg, folder)  # again, now that nobody else is in the folder
-        earlier.remove_leftovers(folder)
-        earlier.begin_record(folder)
+        previous_run.remove_leftovers(folder)
+        previous_run.begin_record(folder)
         if cfg.overwrite:
-            earlier.keep_earlier(folder)
+            previous_run.keep_earlier(folder)
         text = to_yaml(dataclasses.replace(cfg, overwrite=False, resume=None))  # those are of this start only
         files.replace_text(folder / CONFIG_FILE, text)
 

@@ -24,9 +24,9 @@ from recipe_lib.config.schema import DpoConfig
 from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.cross_entropy import IGNORED
-from recipe_lib.training.data import TrainingData
+from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.training.micro_batches import result_of_each
-from recipe_lib.training.optimizers import local_bytes
+from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import validation_groups
 from recipe_lib.units import format_bytes
 

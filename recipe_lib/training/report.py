@@ -10,10 +10,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from recipe_lib.checkpoint.files import replace_text
+from recipe_lib.files import replace_text
 from recipe_lib.redaction import redact
 from recipe_lib.training.curves import Curve, draw_chart
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
+from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.units import format_count, format_seconds
 
 REPORT_FILE = "report.html"

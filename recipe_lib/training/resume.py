@@ -12,9 +12,9 @@ from recipe_lib.config.output_folder import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
-from recipe_lib.training.data import TrainingData
-from recipe_lib.training.optimizers import set_numbers
+from recipe_lib.optim.optimizers import set_numbers
 from recipe_lib.training.output import check_same_data
+from recipe_lib.training.training_data import TrainingData
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

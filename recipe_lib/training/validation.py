@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from recipe_lib.data import Batch, StepBatches
-from recipe_lib.training.data import TrainingData
 from recipe_lib.training.micro_batches import result_of_each
+from recipe_lib.training.training_data import TrainingData
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

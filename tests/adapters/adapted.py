@@ -11,9 +11,9 @@ from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
-from recipe_lib.models.build import fill_random
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.parts import local_part
+from recipe_lib.models.meta_init import fill_random
+from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from tests.parallel.small_models import ROWS, small_batch
 

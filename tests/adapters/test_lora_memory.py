@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.adapters import adapter_parameters, add_adapters, is_adapter
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.models import build_meta
+from recipe_lib.optim.optimizers import build_optimizer, local_bytes
 from recipe_lib.parallel import resolve_wrapping
-from recipe_lib.training.optimizers import build_optimizer, local_bytes
 from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted, mean_loss
 from tests.distributed.ranks import run_ranks
 from tests.parallel.gathered import GatheredPeak, gathered_bytes

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from recipe_lib.adapters.peft_names import PREFIX, file_modules
 from recipe_lib.checkpoint.adapter_config import AdapterConfig
 from recipe_lib.checkpoint.adapters import check_adapter, export_adapter, load_adapter
-from recipe_lib.checkpoint.ranks import SingleRank
+from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.models import read_config, spec_from_config
 from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.checkpoint.ranks import Ranks
+from recipe_lib.checkpoint.rank_agreement import Ranks
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.models.build import fill_random
-from recipe_lib.models.parts import in_file_order, own_parts
+from recipe_lib.models.meta_init import fill_random
+from recipe_lib.ops.dtensor_shards import in_file_order, own_parts
 from recipe_lib.parallel import World, materialize, shard_model, shard_tensors, split_pipeline, start_world
 
 # Four layers for as many ranks, and what a tensor-parallel group of two can share; a vocabulary that 4 do not divide.

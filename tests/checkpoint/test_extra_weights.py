@@ -12,7 +12,7 @@ from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_
 from recipe_lib.checkpoint.weights_in import INDEX, read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta
-from recipe_lib.models.extra import extra_tensors
+from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.parallel import World
 from tests.checkpoint import staged
 from tests.checkpoint.staged import CONFIG, WORLDS, build, spec_of, world_of

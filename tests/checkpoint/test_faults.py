@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe_lib.checkpoint import files
+from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
+from recipe_lib.checkpoint.run_files import Record, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
-from recipe_lib.checkpoint.written import Record, write_record
 from recipe_lib.errors import StorageError
 from recipe_lib.parallel.world import World
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train, tree

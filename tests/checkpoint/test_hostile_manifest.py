@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.checkpoint import manifest
-from recipe_lib.checkpoint.files import FileRecord, sha256_of
 from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, check_presence, write_manifest
+from recipe_lib.files import FileRecord, sha256_of
 
 
 def state(folder: Path, **changes: Any) -> Path:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from recipe_lib.checkpoint import files
+from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
+from recipe_lib.checkpoint.run_files import RECORD, Record, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
-from recipe_lib.checkpoint.written import RECORD, Record, write_record
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train
 
 STEPS, KILLS = 12, 50

@@ -10,7 +10,7 @@ import torch
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.training.optimizers import build_optimizer
+from recipe_lib.optim.optimizers import build_optimizer
 from tests.checkpoint.tiny import fingerprint, tiny_model, tiny_spec, tiny_world, train
 from tests.distributed.ranks import run_ranks
 
@@ -34,7 +34,7 @@ def model_and_optimizer(world: Any, case: str, seed: int | None) -> tuple[Any, A
 
 def step_at_random(model: Any, optimizer: Any, step: int) -> None:
     """A step with gradients that are the same on any number of ranks, to the bit."""
-    from recipe_lib.models.parts import local_part
+    from recipe_lib.ops.dtensor_shards import local_part
 
     for number, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(1000 * step + number)

@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_lib.checkpoint import files, holders, tensor_files, weights_out
+from recipe_lib import files
+from recipe_lib.checkpoint import ownership as holders
+from recipe_lib.checkpoint import tensor_files, weights_out
 from recipe_lib.checkpoint.adapters import export_adapter, load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, export_model, load_weights
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import Decoder
-from recipe_lib.models.parts import local_part
+from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World
 from tests.checkpoint.staged import CONFIG, WORLDS, build, held, optimizer_of, spec_of, staged, step, world_of
 from tests.checkpoint.test_weights_in import count_reads

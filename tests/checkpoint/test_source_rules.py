@@ -39,7 +39,7 @@ def test_no_source_does() -> None:
     assert len(files) > 20
     found = {str(path.relative_to(ROOT)): lines for path in files if (lines := faults(path.read_text()))}
     # PyTorch's memory viewer reads nothing but a pickle; that file writes one, and calls `dumps` alone.
-    written = found.pop("recipe_lib/plan/snapshot.py")
+    written = found.pop("recipe_lib/plan/allocation/snapshot.py")
     assert [line.partition(": ")[2] for line in written] == ["pickle"]
     assert found == {}
 

@@ -14,9 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from recipe_lib.checkpoint import files, weights_out
+from recipe_lib import files
+from recipe_lib.checkpoint import weights_out
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
-from recipe_lib.checkpoint.written import Record, write_record
+from recipe_lib.checkpoint.run_files import Record, write_record
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.units import format_bytes

@@ -13,7 +13,7 @@ from recipe_lib.cli import doctor, doctor_findings, doctor_machine, doctor_probe
 from recipe_lib.cli.doctor_findings import advice, findings
 from recipe_lib.cli.doctor_report import report
 from recipe_lib.cli.main import main
-from recipe_lib.plan import calibrate, links
+from recipe_lib.plan.timing import calibrate, links
 from recipe_lib.units import GIB, MIB
 from tests.cli.commands import ROOT
 from tests.cli.machines import gpu, healthy, put, ways

@@ -15,7 +15,7 @@ from recipe_lib.cli import doctor_probes
 from recipe_lib.cli.doctor_apart import Step, run_apart
 from recipe_lib.cli.doctor_machine import file_system, folder, host_memory, in_range, machine
 from recipe_lib.cli.doctor_probes import describe_torch, has_kernels, verify_copies
-from recipe_lib.plan import calibrate
+from recipe_lib.plan.timing import calibrate
 from recipe_lib.units import GIB, MIB
 
 SIZES = (4, 4100)
@@ -266,7 +266,7 @@ def test_secrets_of_the_environment_are_not_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_free_memory_is_what_offloading_counts_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe_lib.memory import host
+    from recipe_lib.memory import host_limits as host
 
     monkeypatch.setattr(host, "free_host_memory", lambda: (3 * GIB, "left in this process's control group"))
     found = host_memory()

@@ -13,8 +13,8 @@ from recipe_lib.cli.recipes import Recipe, load_module
 from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.cost import collective_seconds
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.timing.cost import collective_seconds
 from recipe_lib.plan.trace import Collective
 
 CONFIG = ["--config", "llama3/8B_full"]

@@ -9,11 +9,11 @@ import pytest
 
 from recipe_lib.cli import run_plan
 from recipe_lib.cli.recipes import Recipe
+from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.lengths import Sequence
-from recipe_lib.plan.make import PlanSettings
-from recipe_lib.plan.quick import Quick
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, PhasePeak
+from recipe_lib.plan.search.estimate import Quick
+from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.units import GIB
 from tests.plan.plans import hand_made
 

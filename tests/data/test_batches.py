@@ -8,7 +8,7 @@ import torch
 
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import DataPlan, Dataset, build_dataset, make_step, validation_steps
-from recipe_lib.data.report import DataReport
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.models import build_meta, init_weights
 from tests.data.plans import global_rows
 from tests.parallel.small_models import small_spec

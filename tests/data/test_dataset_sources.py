@@ -6,7 +6,7 @@ import pytest
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data.dataset import Dataset, copies
-from recipe_lib.data.report import DataReport
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.errors import DataError
 
 

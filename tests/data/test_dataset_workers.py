@@ -10,8 +10,8 @@ import pytest
 
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import DataConfig
-from recipe_lib.data import build as building
 from recipe_lib.data import build_dataset
+from recipe_lib.data import tokenize_dataset as building
 from recipe_lib.data.samples import Completion, Document
 from recipe_lib.data.workers import Progress, in_order, worker_count
 from recipe_lib.errors import DataError, SetupError

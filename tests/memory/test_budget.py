@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.memory.test_mlp_chunks import LORA, assert_close, backward, filled
 from torch import nn
 
 from recipe_lib.adapters import add_adapters
@@ -18,11 +19,10 @@ from recipe_lib.memory.layer_costs import layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.parallel import materialize, shard_tensors, start_world
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.theory import in_flight
+from recipe_lib.parallel.pipeline.schedule_memory import in_flight
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
-from tests.memory.test_mlp_chunks import LORA, assert_close, backward, filled
 from tests.parallel.small_models import LENGTH, ROWS, gradients, small_batch, small_spec
 from tests.parallel.test_tensor import BIASES, GEMMA
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.memory import offload
+from recipe_lib.memory import activation_offload
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, arguments, done, run_here, steps
 
@@ -25,17 +25,17 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def losses_of_each(folder: Path) -> dict[str, Any]:
     """By case the steps without and with it; and how many bytes it sent in the last forward of each layer."""
-    offload.has_host = lambda device: True  # type: ignore[assignment]
+    activation_offload.has_host = lambda device: True  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for number, (name, (recipe, *overrides)) in enumerate(CASES.items()):
         windows: list[Any] = []
-        make = offload.Window
+        make = activation_offload.Window
 
         def made(*args: Any, make: Any = make, windows: list[Any] = windows) -> Any:
             windows.append(make(*args))
             return windows[-1]
 
-        offload.Window = made  # type: ignore[misc, assignment]
+        activation_offload.Window = made  # type: ignore[misc, assignment]
         for lever in ("false", "true"):
             output = folder / f"{number}{lever}"
             argv = arguments(output, "demo/lora" if recipe == LORA else "demo/full")
@@ -49,7 +49,7 @@ def losses_of_each(folder: Path) -> dict[str, Any]:
             argv += [] if lever == "true" else ["~memory.activation_offload_ahead"]
             done(run_here(argv, recipe=recipe))
             found[f"{name} {lever}"] = steps(output)
-        offload.Window = make  # type: ignore[misc]
+        activation_offload.Window = make  # type: ignore[misc]
         found[f"{name} sent"] = [sum(window.host_bytes.values()) for window in windows]
     return found
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from recipe_lib.models.parts import gathered, local_part
+from recipe_lib.ops.dtensor_shards import gathered, local_part
 from tests.distributed.ranks import run_ranks
 
 PLACEMENTS = (Shard(0), Shard(1), Replicate())

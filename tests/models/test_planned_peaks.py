@@ -37,7 +37,7 @@ def estimate(name):
 
     Of a steady step, but for the smallest models, where the workspaces matter that a first step leaves.
     """
-    from recipe_lib.plan.quick import quick
+    from recipe_lib.plan.search.estimate import quick
 
     text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     try:
@@ -62,7 +62,7 @@ def smallest() -> list[str]:
 @pytest.fixture(scope="module")
 def estimates():
     """All of them, made in a process of their own: the simulated device stays in a process."""
-    import recipe_lib.plan.quick  # noqa: F401  (its imports last, and the parent keeps them)
+    import recipe_lib.plan.search.estimate  # noqa: F401  (its imports last, and the parent keeps them)
 
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return dict(pool.imap(estimate, smallest(), chunksize=20))

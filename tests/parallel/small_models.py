@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.models.parts import local_part
+from recipe_lib.ops.dtensor_shards import local_part
 
 VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
 ROWS, LENGTH = 8, 12

@@ -18,13 +18,13 @@ from recipe_lib.errors import SetupError
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
 from recipe_lib.models.foreign import foreign_spec
-from recipe_lib.models.parts import own_parts
 from recipe_lib.ops.attention import make_attention_info
+from recipe_lib.ops.dtensor_shards import own_parts
+from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import World, materialize, proofs, shard_model, start_world
 from recipe_lib.parallel.inference.plan import TensorPlan
 from recipe_lib.parallel.proofs import plan_of_model
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
-from recipe_lib.training.clipping import clip_grad_norm
 from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("transformers")

@@ -16,7 +16,8 @@ import torch
 
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.parallel import beats, heartbeat, start_world
+from recipe_lib.parallel import start_world
+from recipe_lib.parallel.hang_detection import beats, heartbeat
 from tests.distributed.ranks import free_port
 
 TIMEOUT = 2.0

@@ -16,7 +16,7 @@ from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfi
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.models.parts import local_part
+from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World, check_tensor, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from tests.distributed.ranks import import_compiler, run_ranks

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.plan.simulate import STEADY, simulate
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
+from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plan.test_snapshot import snapshot_of
 
-from recipe_lib.plan.allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, replay_events, write_fixture
-from recipe_lib.plan.replay import replay
 from recipe_lib.units import MIB
 from tests.plan.made_traces import steps_of_training
-from tests.plan.test_snapshot import snapshot_of
 
 RECORDED = sorted((Path(__file__).parent / "fixtures").glob("*.json.gz"))
 MISSING = pytest.param(

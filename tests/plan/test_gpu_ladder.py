@@ -13,7 +13,7 @@ from benchmarks.fit import Line
 from benchmarks.gpu_ladder_cases import EVERYTHING, LEVERS, PLAIN, SHIPPED, TINY, ConfigCase, Rung, ladder
 from benchmarks.gpu_ladder_report import ladder_markdown
 from recipe_lib.config.schema import MemoryConfig
-from recipe_lib.plan.simulate import FIRST, STEADY
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY
 from recipe_lib.units import GIB
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")

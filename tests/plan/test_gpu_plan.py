@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.plan.test_snapshot import snapshot_of
 
 from benchmarks import gpu_check, gpu_plan, planner_replications
 from benchmarks.gpu_plan import Job
@@ -16,14 +17,13 @@ from benchmarks.planner_stacks import FSDP1, FSDP2, Stack, imitable, recipe_clas
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.parallel import start_world
-from recipe_lib.plan.allocator import AllocatorSettings
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
+from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, write_fixture
-from recipe_lib.plan.lengths import Sequence
-from recipe_lib.plan.replay import replay
-from recipe_lib.plan.simulate import FIRST, STEADY, simulate
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
+from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.units import GIB
 from tests.plan.made_traces import steps_of_training
-from tests.plan.test_snapshot import snapshot_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
 TINY = PlanCase("full", "demo", 4, 64)

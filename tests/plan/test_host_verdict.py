@@ -9,7 +9,7 @@ from tests.plan.apart import apart, settings
 
 def planned(allowed: float) -> tuple[str, int, str]:
     """Verdict, bytes that are left on the device, and the reason."""
-    from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.verdict import reason_text
 
     overrides = ("device=auto", "memory.optimizer_offload=true", f"memory.host_memory={allowed}")
@@ -32,7 +32,7 @@ def test_what_the_config_allows_decides(allowed: float, verdict: str):
 
 def peaks(*overrides: str) -> tuple[int, int]:
     """Most bytes on a CPU that is planned for, and beside it."""
-    from recipe_lib.plan.make import make_plan
+    from recipe_lib.plan.build_plan import make_plan
 
     kind, cfg, wanted = settings("demo/full", 1, "device=auto", *overrides, device="cpu")
     plan: Any = make_plan(kind, cfg, wanted)[0]
@@ -48,8 +48,8 @@ def offloaded() -> tuple[int, int, list[int]]:
     import torch
 
     from recipe_lib.models import build_meta, preset_config, spec_from_config
-    from recipe_lib.plan.make import make_plan
-    from recipe_lib.training.host_needs import offloaded_bytes
+    from recipe_lib.plan.build_plan import make_plan
+    from recipe_lib.training.host_memory import offloaded_bytes
 
     kind, cfg, wanted = settings("demo/full", 1, "device=auto", "memory.cpu_offload=true")
     plan: Any = make_plan(kind, cfg, wanted)[0]

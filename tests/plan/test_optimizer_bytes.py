@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.plan.simulate import STEADY
+from recipe_lib.optim.state_layout import PIECE
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
-from recipe_lib.training.stored import PIECE
+from recipe_lib.plan.tracing.simulate import STEADY
 from tests.distributed.ranks import run_ranks
 from tests.plan import test_closed_forms
 from tests.plan.test_closed_forms import ADAPTERS, BF16, LAYER, LINEARS, WIDTH, Shapes

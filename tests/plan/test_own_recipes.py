@@ -11,8 +11,8 @@ import torch._dynamo  # noqa: F401  (so that no process pays for the import)
 from recipe_lib.cli.recipes import load_module
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
-from recipe_lib.plan import micro_batches
-from recipe_lib.plan.simulate import FIRST, STEADY, simulate, trace_real_run
+from recipe_lib.plan.tracing import simulated_micro_batches
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import STEPS, made
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
@@ -73,7 +73,7 @@ def test_peaks_of_two_ranks_are_those_of_the_real_run() -> None:
 def looked_at(recipe_file: Path) -> dict[str, Any]:
     """What is said of steps that there is no time to simulate whole, and of a copy of the shipped file."""
     found = {}
-    micro_batches.MOST_EVENTS = 1
+    simulated_micro_batches.MOST_EVENTS = 1
     for name in ("keeps_each", "alike", "sums_losses"):
         one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
         found[name] = [one.traced, one.untraced, one.estimate, one.trace.active_peaks()[STEADY]]

@@ -10,8 +10,8 @@ import pytest
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import compute_orders, with_transfers
-from recipe_lib.plan.actions import enough_micro_batches, orders_of, peers_of, stand_ins
 from recipe_lib.plan.result import Plan
+from recipe_lib.plan.tracing.pipeline_actions import enough_micro_batches, orders_of, peers_of, stand_ins
 from tests.plan.apart import apart, settings
 
 LAYERS, WIDTH, MLP, VOCABULARY, ROWS, TOKENS, COUNT, PLACES = 10, 64, 96, 320, 2, 32, 9, 4
@@ -34,10 +34,10 @@ def typed(folder: Path, *more: str) -> tuple[str, ...]:
 
 def measure(folder: Path) -> dict[str, Any]:
     """Plans of both schedules, of one rank; and of each place the peaks and operators with all micro-batches traced."""
-    from recipe_lib.plan.cost import model_flops
-    from recipe_lib.plan.make import make_plan, simulate_rank
-    from recipe_lib.plan.simulate import STEADY
+    from recipe_lib.plan.build_plan import make_plan, simulate_rank
+    from recipe_lib.plan.timing.cost import model_flops
     from recipe_lib.plan.trace import OP
+    from recipe_lib.plan.tracing.simulate import STEADY
 
     def counted(trace: Any) -> Counter[tuple[str, str]]:
         ops = [trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from recipe_lib.config.schema import DataConfig, DpoFinetuneConfig, SourceConfig
-from recipe_lib.plan.data import PlannedData
-from recipe_lib.plan.simulate import STEADY, stand_for_all
 from recipe_lib.plan.trace import OP, PHASE, Op, Trace
+from recipe_lib.plan.tracing.simulate import STEADY, stand_for_all
+from recipe_lib.plan.world.planned_batches import PlannedData
 
 WORLD = SimpleNamespace(device=torch.device("cpu"), data_ranks=2)
 SHAPE = SimpleNamespace(tokens=8, documents=1)

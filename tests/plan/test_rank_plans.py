@@ -3,8 +3,8 @@
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan
 from recipe_lib.plan.report import render
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
-from recipe_lib.plan.simulate import Simulated
 from recipe_lib.plan.trace import ALLOC, PHASE, Storage, Trace
+from recipe_lib.plan.tracing.simulate import Simulated
 from tests.plan.plans import hand_made
 
 

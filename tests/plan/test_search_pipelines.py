@@ -31,11 +31,11 @@ def typed(folder: Path, *more: str) -> tuple[str, ...]:
 
 def searched(folder: Path) -> dict[str, Any]:
     """What is found for four cards on which the model does not fit whole, what is typed for it; and an estimate."""
-    from recipe_lib.plan.levers import override_text
-    from recipe_lib.plan.make import make_plan
-    from recipe_lib.plan.quick import quick
+    from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.result import OutsideTorch
-    from recipe_lib.plan.search import search
+    from recipe_lib.plan.search.estimate import quick
+    from recipe_lib.plan.search.fastest_settings import search
+    from recipe_lib.plan.search.trials import override_text
 
     recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *typed(folder), device="rtx4090")
     hardware = dataclasses.replace(plain.hardware, memory=int(1.6 * 2**30))
@@ -79,11 +79,11 @@ def test_the_estimate_of_a_pipeline(found: dict[str, Any]):
 def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (), **more: bool) -> list[dict[str, Any]]:
     """The pipelines that are looked at, each checked to keep the rows of a step with every size of micro-batch."""
     from recipe_lib.config.mesh import mesh_shape
+    from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.lengths import Sequence
-    from recipe_lib.plan.levers import changed
-    from recipe_lib.plan.make import PlanSettings
-    from recipe_lib.plan.search_space import data_ranks, micro_batch, pipelines, rows_of, sizes
+    from recipe_lib.plan.search.search_space import data_ranks, micro_batch, pipelines, rows_of, sizes
+    from recipe_lib.plan.search.trials import changed
+    from recipe_lib.plan.world.sequence_lengths import Sequence
 
     cfg = load("demo/full", "device=auto", *overrides)
     wanted = PlanSettings(hardware=find_hardware(device), sequence=Sequence(8, ""), ranks=ranks)

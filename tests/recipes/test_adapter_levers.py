@@ -16,7 +16,7 @@ import torch
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import LoraFinetuneConfig
 from recipe_lib.errors import STORAGE
-from recipe_lib.memory import levers
+from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import LORA, ROOT, furthest, metrics, offload_on_a_cpu, run_here
 from tests.recipes.watched import Watch
@@ -165,7 +165,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any
     write_wide_model(folder)
 
     def train_all(ranks: int) -> list[dict[str, Any]]:
-        levers.compile_layers = functools.partial(levers.compile_layers, backend="eager")
+        apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
         offload_on_a_cpu()
         if ranks == 1:
             return [train(folder, kind, basis, 1) for kind, basis in BASES]

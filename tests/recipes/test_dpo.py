@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import DpoFinetuneConfig
-from recipe_lib.memory import levers
+from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import DPO, ROOT, metrics, run_here
 
@@ -106,7 +106,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str
     write_pairs(folder)
 
     def train_all(cases: list[tuple[str, tuple[str, ...]]], ranks: int) -> list[list[dict[str, Any]]]:
-        levers.compile_layers = functools.partial(levers.compile_layers, backend="eager")
+        apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
         return [train(folder, kind, lever, ranks) for kind, lever in cases]
 
     import_compiler()

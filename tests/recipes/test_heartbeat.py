@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipe_lib.errors import DataError
-from recipe_lib.parallel import heartbeat
+from recipe_lib.parallel.hang_detection import heartbeat
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.recipes.runs import FULL, arguments, recipe_class, recipe_module, run_here
 

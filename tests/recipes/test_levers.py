@@ -20,7 +20,7 @@ from benchmarks.levers import report
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.registry import BUILT_IN, register
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.memory import levers
+from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.levers import (
     BF16,
@@ -122,7 +122,7 @@ def write_models(folder: Path) -> None:
 
 def train_each(folder: Path, settings: list[tuple[tuple[str, ...], bool]], ranks: int) -> list[dict[str, Any]]:
     # Which operators run compiled or not is the same for every backend; inductor has a test of its own.
-    levers.compile_layers = functools.partial(levers.compile_layers, backend="eager")
+    apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
     offload_on_a_cpu()
     return [train(folder, overrides, ranks, observed) for overrides, observed in settings]
 
@@ -212,7 +212,7 @@ def test_settings_that_change_results_do(results: dict[Any, dict[str, Any]]):
 
 def test_the_page_is_made_from_the_table():
     page = (ROOT / "docs" / "levers.md").read_text(encoding="utf-8")
-    assert page == report(), "run `python -m benchmarks.levers --output docs/levers.md`"
+    assert page == report(), "run `python -m benchmarks.levers --output docs/apply_levers.md`"
 
 
 def test_every_key_is_a_lever_or_said_not_to_be():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.checkpoint import files
+from recipe_lib import files
 from tests.checkpoint.test_faults import in_child
 from tests.recipes.runs import arguments, run_here, tree
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from recipe_lib.models.parts import local_part
+from recipe_lib.ops.dtensor_shards import local_part
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from recipe_lib.config.schema import DpoConfig
 from recipe_lib.data import Dataset
-from recipe_lib.data.report import DataReport
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.models.decoder import Decoder
 
 # Tokens of the prompt, of the chosen and of the rejected answer.

@@ -13,9 +13,9 @@ from torch import nn
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.training import row_steps, stepping
-from recipe_lib.training.optimizers import build_optimizer, set_learning_rate
-from recipe_lib.training.stepping import arrange_steps
+from recipe_lib.optim import in_backward, row_steps
+from recipe_lib.optim.in_backward import arrange_steps
+from recipe_lib.optim.optimizers import build_optimizer, set_learning_rate
 from tests.distributed.ranks import run_ranks
 from tests.training.formulas import Formula
 
@@ -137,7 +137,7 @@ def test_however_steps_are_arranged(arranged: str) -> None:
     """In a process of its own, in which a CPU is said to have a host and small parameters are stepped by rows."""
 
     def work() -> dict[str, float]:
-        stepping.has_host = lambda device: True
+        in_backward.has_host = lambda device: True
         row_steps.PIECE_BYTES = 4_000
         bad = {}
         for settings, dtype in CASES:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.training import stored
-from recipe_lib.training.optimizers import build_optimizer, optimizer_state_bytes, set_learning_rate
+from recipe_lib.optim import state_layout
+from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_learning_rate
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, own_part, placed
 
@@ -195,7 +195,7 @@ def test_pieces_and_single_parameters_make_no_difference(
     """A step in pieces of a few rows, for one parameter after the other, backwards, is the step."""
     cfg = replace(CFG, **options)
     _, expected = trained(cfg, torch.bfloat16)
-    monkeypatch.setattr(stored, "PIECE", 1100)
+    monkeypatch.setattr(state_layout, "PIECE", 1100)
     params = weights(torch.bfloat16)
     optimizer = build_optimizer(cfg, params.items(), CPU)
     (group,) = optimizer.param_groups

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.cross_entropy import linear_cross_entropy
-from recipe_lib.training.clipping import clip_grad_norm
-from recipe_lib.training.optimizers import build_optimizer
+from recipe_lib.optim.clipping import clip_grad_norm
+from recipe_lib.optim.optimizers import build_optimizer
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -26,12 +26,12 @@ from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import Later, put_off, splittable
 from recipe_lib.ops.device import holds_values
 from recipe_lib.parallel.pipeline import schedules as kinds
+from recipe_lib.parallel.pipeline.deferred_reduce import HeldBack
+from recipe_lib.parallel.pipeline.schedule_memory import taken_in
+from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, with_transfers
-from recipe_lib.parallel.pipeline.theory import taken_in
-from recipe_lib.parallel.pipeline.timeline import simulate
 from recipe_lib.parallel.pipeline.transport import OnItsWay, Transport
-from recipe_lib.parallel.pipeline.units import HeldBack
-from recipe_lib.parallel.pipeline.watch import watch_over
+from recipe_lib.parallel.pipeline.watchdog import watch_over
 
 if TYPE_CHECKING:
     from recipe_lib.models.decoder import Decoder

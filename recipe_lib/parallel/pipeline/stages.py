@@ -13,9 +13,9 @@ from recipe_lib.config.pipeline import SCHEDULES, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.deferred import linear
-from recipe_lib.parallel.changed import refuse_for_pipeline
+from recipe_lib.parallel.modified_model import refuse_for_pipeline
+from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.split import split_layers
 from recipe_lib.parallel.world import World
 
 

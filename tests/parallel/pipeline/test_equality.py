@@ -17,8 +17,9 @@ from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
-from recipe_lib.models.parts import local_part
 from recipe_lib.ops.attention import document_positions, make_attention_info
+from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import (
     World,
     materialize,
@@ -28,7 +29,6 @@ from recipe_lib.parallel import (
     start_world,
     sum_replicated_gradients,
 )
-from recipe_lib.training.clipping import clip_grad_norm
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.small_models import VOCABULARY, small_spec
 

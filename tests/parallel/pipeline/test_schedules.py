@@ -16,6 +16,8 @@ from recipe_lib.config.pipeline import (
 )
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline import schedules
+from recipe_lib.parallel.pipeline.schedule_memory import counted_in_flight
+from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import (
     UNITS,
     Action,
@@ -27,8 +29,6 @@ from recipe_lib.parallel.pipeline.schedules import (
     started,
     with_transfers,
 )
-from recipe_lib.parallel.pipeline.theory import counted_in_flight
-from recipe_lib.parallel.pipeline.timeline import simulate
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 KINDS_OF_BACKWARD = {False: {"FB"}, True: {"FIW", "FB"}}

@@ -1,0 +1,187 @@
+"""What runs have written into an output folder, so that nothing else in it is ever removed.
+
+`written.json` lists the files of each published folder (`model`, `adapter`) with size and a hash. A file is ours as
+long as it is what was written; states carry a manifest of their own. A new model is put together beside the old one,
+checked, and exchanged with it in one operation: whenever a process ends, one of the two is there, whole.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe_lib import files
+from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, read_manifest
+from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.errors import CheckpointError
+from recipe_lib.logs import get_logger
+from recipe_lib.units import MIB
+
+RECORD = "written.json"
+FORMAT = 1
+STATE_NAME = re.compile(r"step_\d+(-\d+)?")
+_STATE_FILE = re.compile(r"shard-\d+-of-\d+\.safetensors|rng-\d+\.safetensors|state\.json|manifest\.json")
+_MAX_RECORD_BYTES = 64 * MIB
+_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 4 * MIB, 64, 2**16
+
+Listing = dict[str, str]  # file name -> "size:hash"
+
+
+@dataclass
+class Record:
+    """What is in an output folder.
+
+    folders: name -> listings of what was published under it, one of which it holds (two only around an exchange).
+    earlier: those of them that are of a run which another one replaces. kept: folders with that run's states and
+    records. trackers: files that trackers have written, from `trackers/`.
+    """
+
+    folders: dict[str, list[Listing]] = field(default_factory=dict)
+    earlier: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    trackers: list[str] = field(default_factory=list)
+
+
+def read_record(root: Path) -> Record | None:
+    """The record of an output folder; an empty one if it cannot be used (then nothing is ours), None without one."""
+    path = root / RECORD
+    if not path.is_file():
+        return None
+    try:
+        fields: Any = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_RECORD_BYTES else None
+        record = Record(**{name: fields[name] for name in Record.__dataclass_fields__})
+        listings = [listing for listings in record.folders.values() for listing in listings]
+        names = [*record.folders, *record.earlier, *record.kept, *(name for listing in listings for name in listing)]
+        if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(_is_plain, names)):
+            return record
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    return Record()
+
+
+def _is_plain(name: str) -> bool:
+    return Path(name).name == name and name not in ("", "..")
+
+
+def write_record(root: Path, record: Record) -> None:
+    """Replaces the record. StorageError."""
+    text = json.dumps({"format": FORMAT, **asdict(record)}, indent=1, ensure_ascii=False)
+    files.replace_text(root / RECORD, text + "\n")
+
+
+def list_files(folder: Path) -> Listing:
+    """What is in a folder that holds plain files alone."""
+    return {path.name: describe(path) for path in sorted(folder.iterdir())}
+
+
+def describe(path: Path) -> str:
+    """Size and SHA-256 of a file; of one above 4 MiB that of 64 blocks of 64 KiB, spread evenly over it."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size <= _WHOLE_BYTES:
+            return f"{size}:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        hashed = hashlib.sha256()
+        for block in range(_BLOCKS):
+            file.seek((size - _BLOCK_BYTES) * block // (_BLOCKS - 1))
+            hashed.update(file.read(_BLOCK_BYTES))
+    return f"{size}:{_BLOCKS}x{_BLOCK_BYTES}:{hashed.hexdigest()}"
+
+
+def foreign_file(folder: Path, listings: list[Listing]) -> Path | None:
+    """The first file in a folder that is not as one of the listings has it; the folder itself, if it is a link."""
+    if folder.is_symlink() or not folder.is_dir():
+        return folder if folder.is_symlink() or folder.exists() else None
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or not path.is_file():
+            return path
+        known = [listing[path.name] for listing in listings if path.name in listing]
+        if not known or describe(path) not in known:
+            return path
+    return None
+
+
+def foreign_in(root: Path, name: str) -> Path | None:
+    """The first file of the published folder `root/name` that no run wrote, or that was changed since."""
+    record = read_record(root)
+    return foreign_file(root / name, record.folders.get(name, []) if record else [])
+
+
+def foreign_states(states: Path) -> Path | None:
+    """The first file in a folder of states that is none of theirs."""
+    if states.is_symlink() or (states.exists() and not states.is_dir()):
+        return states
+    for path in sorted(states.iterdir()) if states.is_dir() else []:
+        if path.is_symlink() or not path.is_dir():
+            return path
+        if files.is_temporary(path, "step_*"):
+            continue
+        found = foreign_in_state(path) if STATE_NAME.fullmatch(path.name) else path
+        if found is not None:
+            return found
+    return None
+
+
+def foreign_in_state(state: Path) -> Path | None:
+    """The first file of a state that its manifest does not name; without one that can be read, by the names alone."""
+    try:
+        named = {MANIFEST, *(record.name for record in read_manifest(state).files)}
+    except DamagedState:
+        named = {path.name for path in state.iterdir() if _STATE_FILE.fullmatch(path.name)}
+    for path in sorted(state.iterdir()):
+        if path.name not in named or path.is_symlink() or not path.is_file():
+            return path
+    return None
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Gives a finished temporary folder its name; what runs have published under it goes afterwards.
+
+    Where the name is taken by anything else the new folder gets the next free one. CheckpointError then: which one.
+    The output folder's record knows what runs have published; a folder without a record knows nothing.
+    """
+    for path in temporary.glob("*.safetensors"):
+        read_header(path)  # what ranks have written elsewhere is seen, whole, from here
+    files.flush_folder(temporary)
+    root, name, new = final.parent, final.name, list_files(temporary)
+    files.restore_replaced(root, name)
+    files.remove_leftovers(root, RECORD)
+    taken = final.exists() or final.is_symlink()
+    foreign = foreign_in(root, name) if taken else None
+    if foreign is not None:
+        free = next(path for path in free_names(final) if not path.exists() and not path.is_symlink())
+        files.rename(temporary, free)
+        raise CheckpointError(f"{foreign}: was not written by a run, and stays; what was to replace it is {free}")
+    record = read_record(root)
+    former = record.folders.get(name, []) if record and taken else []
+    if record is not None:  # before the exchange, so that the folder is known as ours on both sides of it
+        record.folders[name] = [new, *(listing for listing in former if listing != new)]
+        write_record(root, record)
+    if taken:
+        _remove_replaced(files.exchange(temporary, final), former, final)
+    else:
+        files.rename(temporary, final)
+    if record is not None:
+        record.folders[name] = [new]
+        record.earlier = [folder for folder in record.earlier if folder != name]
+        write_record(root, record)
+
+
+def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
+    """Removes what was exchanged, unless something came into it at the last moment."""
+    if foreign_file(old, listings) is None:
+        files.remove_temporary(old)
+        return
+    kept = next(path for path in free_names(final) if not path.exists() and not path.is_symlink())
+    files.rename(old, kept)
+    get_logger().warning("warning: %s holds files that no run wrote; it is now %s", final, kept)
+
+
+def free_names(final: Path) -> Iterator[Path]:
+    """`model-2`, `model-3` and so on."""
+    number = 1
+    while True:
+        number += 1
+        yield final.with_name(f"{final.name}-{number}")

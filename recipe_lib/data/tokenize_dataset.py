@@ -1,0 +1,265 @@
+"""From a config to a dataset: tokenises its sources in parallel, or maps what the cache has of them."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
+from recipe_lib.config.sources import resolved_sources
+from recipe_lib.data.cache import cache_root, load_or_make, make_in_memory
+from recipe_lib.data.cache_key import cache_key
+from recipe_lib.data.dataset import Dataset, Origin, copies
+from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
+from recipe_lib.data.samples import TextTokenizer
+from recipe_lib.data.sources import RowFile, open_sources
+from recipe_lib.data.store import ArrayWriter
+from recipe_lib.data.templates import Encoder
+from recipe_lib.data.workers import Progress, in_order, worker_count
+from recipe_lib.errors import DataError
+from recipe_lib.units import MIB
+
+ROWS_PER_TASK = 256
+BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
+
+_prepared: dict[str, Dataset] = {}  # what `prepare_data` has made and nobody has taken yet
+
+
+def build_dataset(
+    cfg: DataConfig,
+    tokenizer: TextTokenizer,
+    max_seq_len: int,
+    *,
+    source: str | None = None,
+    format: str | None = None,
+    max_rows: int | None = None,
+) -> Dataset:
+    """All rows of all sources, tokenised; out of the cache if they are there.
+
+    source, format: in place of those in `cfg` (for validation; then `max_rows` holds, not `cfg.max_rows`).
+    Raises DataError: nothing there, a bad or too long row where those are errors, no row that trains anything, or a
+    source of which no token or every token is trained.
+    """
+    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_rows))
+    dataset = _prepared.pop(build.name, None)
+    return build.dataset() if dataset is None else dataset
+
+
+def build_validation_dataset(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) -> Dataset | None:
+    """The rows of `validation.source`; None: no validation."""
+    validation = cfg.validation
+    if validation.source is None:
+        return None
+    return build_dataset(
+        cfg.data,
+        tokenizer,
+        cfg.max_seq_len,
+        source=validation.source,
+        format=validation.format,
+        max_rows=validation.max_rows,
+    )
+
+
+def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> None:
+    """Tokenises training and validation rows with `data.workers` processes, or finds them in the cache.
+
+    To be called before there is a process group or a device context: it forks, and nobody waits for it in a collective.
+    On a machine with several ranks one of them does the work and the others map its files. What it has made is taken
+    by `build_dataset` and `build_validation_dataset` in the same process. load: gives the tokenizer.
+    Raises what these raise.
+    """
+    _prepared.clear()
+    tokenizer, validation = load(), cfg.validation
+    wanted = [_sources(cfg.data, None, None, None)]
+    if validation.source is not None:
+        wanted.append(_sources(cfg.data, validation.source, validation.format, validation.max_rows))
+    for sources in wanted:
+        build = _Build(cfg.data, tokenizer, cfg.max_seq_len, sources)
+        _prepared[build.name] = build.dataset()
+
+
+def _sources(cfg: DataConfig, source: str | None, format: str | None, max_rows: int | None) -> dict[str, SourceConfig]:
+    """The sources with nothing left null but max_rows, by the section of the config that they are from.
+
+    Raises DataError."""
+    if source is not None:
+        return {"data": SourceConfig(source, 1.0, format or cfg.format, cfg.split, dict(cfg.columns), max_rows)}
+    sources = resolved_sources(cfg)
+    if not sources:
+        raise DataError("data.source: is not set; set it to a file or folder of rows, or to hub:OWNER/NAME")
+    if not cfg.sources:
+        return {"data": sources[0]}
+    return {f"data.sources[{number}]": filled for number, filled in enumerate(sources)}
+
+
+class _Build:
+    """One dataset, before it is made. name: tells apart what is to be made and the state of the files, in text."""
+
+    def __init__(
+        self, cfg: DataConfig, tokenizer: TextTokenizer, max_seq_len: int, sources: Mapping[str, SourceConfig]
+    ) -> None:
+        """Looks the files up and reads none of them. Raises DataError."""
+        self.cfg, self.tokenizer, self.max_seq_len, self.sources = cfg, tokenizer, max_seq_len, list(sources.values())
+        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos, cfg.history)
+        self.add_bos, self.template = encoder.add_bos, encoder.template
+        self.encoders = [
+            SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
+        ]
+        opened = [open_sources(source, int(cfg.max_row_mib * MIB)) for source in self.sources]
+        self.files: list[RowFile] = [file for files in opened for file in files]
+        self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
+        wanted = {section: asdict(source) for section, source in sources.items()}
+        states = [_state(file) for file in self.files]
+        self.name = json.dumps(
+            [asdict(cfg), wanted, max_seq_len, tokenizer.place, tokenizer.chat_template, states], default=str
+        )
+
+    def dataset(self) -> Dataset:
+        """Out of the cache, or made. Raises DataError."""
+        key = cache_key(self.read_with(), self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
+        stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
+        if stored is None:
+            stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
+        arrays, report = stored.arrays, stored.report
+        if self.cfg.trained_share == "check":
+            report.check_share()
+        return Dataset(
+            arrays["ids"],
+            arrays["offsets"],
+            arrays["trained"],
+            report,
+            self._decides(),
+            group=2 if report.pairs else 1,
+            source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
+            weights=[source.weight for source in self.sources],
+            origin=Origin(self.files, arrays["file_of"], arrays["row_of"], arrays["digests"]),
+            checksums=stored.checksums,
+        )
+
+    def _decides(self) -> dict[str, Any]:
+        """The settings that decide what the rows become."""
+        cfg = self.cfg
+        return {
+            "formats": [encoder.format for encoder in self.encoders],
+            "template": self.template,
+            "train_on": cfg.train_on,
+            "add_bos": self.add_bos,
+            "max_seq_len": self.max_seq_len,
+            "max_rows": [source.max_rows for source in self.sources],
+            "bad_rows": cfg.bad_rows,
+            "long_rows": cfg.long_rows,
+            "vocab_size": self.tokenizer.vocab_size,
+        }
+
+    def read_with(self) -> dict[str, Any]:
+        """What the cache's files depend on: also what decides which rows can be read, and is not said of those."""
+        return self._decides() | {"max_row_mib": self.cfg.max_row_mib, "history": self.cfg.history}
+
+    def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
+        """Tokenises everything. Raises DataError: of several faults the first in the order of the rows."""
+        reports = [encoder.report() for encoder in self.encoders]
+        tasks = self._tasks()
+        rows = sum((task.stop or 0) - task.start for task in tasks)
+        workers = min(worker_count(self.cfg.workers, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
+        with (
+            Progress("data: tokenising", rows, "rows") as progress,
+            closing(in_order(self._encode, tasks, workers)) as chunks,
+        ):
+            for task, chunk in zip(tasks, chunks, strict=True):
+                if chunk.fault is not None:
+                    raise chunk.fault
+                reports[task.source].add(chunk.report)
+                writer.append(chunk, task.file)
+                progress.advance(chunk.report.rows_read)
+        for part in reports:
+            if not part.rows:
+                raise DataError(_nothing_left(part))
+        report = self._summed(reports)
+        if report.pairs not in (0, writer.items):
+            raise DataError(
+                f"{report.source}: found {report.pairs} preference pairs among {writer.items} rows, expected pairs "
+                "alone or none; give all sources the same kind of format"
+            )
+        self._count_copies(report, writer)
+        return report
+
+    def _tasks(self) -> list[Task]:
+        """All rows in order, in pieces that are the same for any number of workers."""
+        tasks: list[Task] = []
+        left = [source.max_rows for source in self.sources]
+        for number, file in enumerate(self.files):
+            source = self.source_of_file[number]
+            room = left[source]
+            if room == 0:
+                continue
+            try:
+                rows = len(file) if room is None else min(len(file), room)
+            except DataError:  # its place among the faults is behind those of the rows before it
+                return [*tasks, Task(source, number, 0, None)]
+            left[source] = None if room is None else room - rows
+            starts = range(0, rows, ROWS_PER_TASK)
+            tasks += [Task(source, number, start, min(start + ROWS_PER_TASK, rows)) for start in starts]
+        return tasks
+
+    def _encode(self, task: Task) -> Chunk:
+        return self.encoders[task.source].encode(self.files[task.file], task.start, task.stop)
+
+    def _summed(self, reports: Sequence[DataReport]) -> DataReport:
+        if len(reports) == 1:
+            return reports[0]
+        total = self.encoders[0].report()
+        total.source = ", ".join(report.source for report in reports)
+        total.format = ", ".join(dict.fromkeys(report.format for report in reports))
+        total.parts = list(reports)
+        for report in reports:
+            total.add(report)
+        return total
+
+    def _count_copies(self, report: DataReport, writer: ArrayWriter) -> None:
+        writer.sync()
+        arrays = writer.arrays()
+        found, earlier = copies(arrays["digests"])
+        report.duplicate_rows = len(found)
+        if len(found):
+            origin = Origin(self.files, arrays["file_of"], arrays["row_of"], arrays["digests"])
+            report.first_duplicate = f"{origin.place(int(found[0]))}, the same as {origin.place(int(earlier[0]))}"
+
+
+def _nothing_left(report: DataReport) -> str:
+    if not report.rows_read:
+        return f"{report.source}: found no rows, expected at least one"
+    reasons, limit = [], f"max_seq_len={report.max_seq_len}"
+    if report.bad_rows:
+        reasons.append(f"{sum(report.bad_rows.values())} bad ({next(iter(report.first_bad.values()))})")
+    if report.emptied_rows:
+        reasons.append(f"{report.emptied_rows} with the whole answer behind {limit}")
+    if report.skipped_long_rows:
+        reasons.append(f"{report.skipped_long_rows} longer than {limit}")
+    remedy = "raise max_seq_len" if report.emptied_rows or report.skipped_long_rows else "correct the rows"
+    return f"{report.source}: found no row to train on among {report.rows_read}: {', '.join(reasons)}; {remedy}"
+
+
+def _state(file: RowFile) -> list[Any]:
+    """What changes when a local file is written again."""
+    try:
+        found = os.stat(file.place)
+    except OSError:
+        return [file.place]
+    return [file.place, found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _size(file: RowFile) -> int:
+    """Bytes of a local file; of a hub dataset, enough for several workers."""
+    path = Path(file.place)
+    return path.stat().st_size if path.is_file() else 2**40
+
+
+def _ranks_here() -> int:
+    """Ranks of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

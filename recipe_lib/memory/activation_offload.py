@@ -1,0 +1,346 @@
+"""What layers keep for backward, in pinned host memory in the meantime.
+
+When a layer's forward has ended, what autograd kept of it is copied to the host on a stream of its own, beside the next
+layer's work; when a layer's backward begins, what the layers before it kept is copied back on another stream. On the
+device there are then, beside what other levers leave there, at most `ahead` + 1 layers' kept bytes, where there were
+those of all layers: the one that runs, and `ahead` on their way out (forward) or back already (backward). The last
+`ahead` layers are not sent: backward begins with them. It is the virtual memory of vDNN (arXiv 1602.08124), by layers.
+
+A tensor's memory on the device is let go when the stream that computes waits for its copy, so that whoever has it next
+is behind the copy; the allocator needs to know no more (no `record_stream`, whose memory comes back at times that
+nobody can foretell). Copies are of whole storages, bit for bit: losses and gradients are those without the lever.
+
+None of this has run on CUDA so far: streams and events are torch's documented ones, the order of copies and waits is
+checked on the simulated device, and the values on a CPU.
+"""
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.memory.host_limits import pinned_bytes
+from recipe_lib.models.find_layers import layer_names
+from recipe_lib.ops.device import has_host
+
+SMALLEST = 1024  # bytes; less is not worth a copy
+
+
+def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.device) -> "Window | None":
+    """Sends what each layer keeps for backward to the host, and fetches it before it is needed, in place.
+
+    Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing what a layer keeps is
+    its input. Parameters, buffers, what is gathered of them, and what all layers are given alike (rotations, masks)
+    stay where they are. Without gradients nothing is kept, and nothing happens. On a CPU the model is left as it is.
+    Returns what moves the tensors. ConfigError where `ahead` leaves no layer to be sent.
+    """
+    if not memory.activation_offload or not has_host(device):
+        return None
+    modules = dict(model.named_modules())
+    names = layer_names(model)
+    # In a pipeline other micro-batches come between the last layer's forward and its backward.
+    resident = 0 if hasattr(model, "pipeline") else memory.activation_offload_ahead
+    if resident >= len(names):
+        raise ConfigError(
+            f"memory.activation_offload_ahead: found {resident} for a model of {len(names)} layers, of which so many "
+            f"at the end are not sent, expected fewer than {len(names)}; set it lower, or remove "
+            "memory.activation_offload"
+        )
+    window = Window(device, memory.activation_offload_ahead, len(names) - resident)
+    for number, name in enumerate(names):
+        modules[name].forward = _sent(modules[name], number, window)
+    model.activation_window = window  # type: ignore[assignment]
+    return window
+
+
+def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
+    """The layer's forward, of which the window keeps what autograd would."""
+    forward, own = layer.forward, _OwnStorages(layer)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        try:
+            tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
+            with window.keeping(number, own.of_call((args[1:], kwargs)), tokens):
+                return forward(*args, **kwargs)
+        finally:
+            own.forget()
+
+    return run
+
+
+class Kept:
+    """One storage that a layer keeps, as a flat tensor: on the device, on the host, or on its way.
+
+    `moved` is behind the copy to the host while there is one there, and behind the copy back afterwards. Autograd alone
+    holds these objects: what it drops is gone, after a copy that still reads or writes it.
+    """
+
+    __slots__ = ("__weakref__", "moved", "on_device", "on_host", "stream")
+
+    def __init__(self, whole: Tensor, stream: Any) -> None:
+        self.on_device: Tensor | None = whole
+        self.on_host: Tensor | None = None
+        self.moved: Any = None
+        self.stream = stream  # the one that computes, which the device's memory belongs to
+
+    def let_go(self) -> None:
+        """Gives the device's memory back, when the host has all of it."""
+        if self.on_host is not None and self.on_device is not None:
+            self.stream.wait_event(self.moved)
+            self.on_device = None
+
+    def await_copy(self) -> None:
+        """What is issued from here on finds the values on the device."""
+        if self.on_host is None and self.moved is not None:
+            self.stream.wait_event(self.moved)
+            self.moved = None
+
+    def __del__(self) -> None:
+        if self.on_device is not None and self.moved is not None and not sys.is_finalizing():
+            self.stream.wait_event(self.moved)
+
+
+class Call:
+    """One forward of a layer: what it keeps (known weakly), and the forward of the layer before it, if that came
+    directly before."""
+
+    __slots__ = ("kept", "number", "previous", "staying")
+
+    def __init__(self, number: int, staying: Callable[[int], bool], previous: "Call | None") -> None:
+        self.number, self.staying = number, staying
+        self.previous = previous if previous is not None and previous.number == number - 1 else None
+        self.kept: list[weakref.ref[Kept]] = []
+
+    def alive(self) -> list[Kept]:
+        """What of it autograd still holds."""
+        return [kept for reference in self.kept if (kept := reference()) is not None]
+
+    def before(self, count: int) -> "Iterator[Call]":
+        """It and the `count` before it, last first."""
+        call: Call | None = self
+        for _ in range(count + 1):
+            if call is None:
+                return
+            yield call
+            call = call.previous
+
+
+@dataclass(slots=True)
+class Packed:
+    """What autograd holds in place of a tensor: where it lies in which storage."""
+
+    call: Call
+    kept: Kept
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Window:
+    """Moves what layers keep between device and host.
+
+    device: where the layers compute. ahead: layers that may be on their way, or back, beside the present one. sent:
+    layers with this number or a higher one are not sent. host_bytes: sent by the last forward of each layer.
+    """
+
+    def __init__(self, device: torch.device, ahead: int, sent: int) -> None:
+        self.device, self.ahead, self.sent = device, ahead, sent
+        self.host_bytes: dict[int, int] = {}
+        self._module = torch.get_device_module(device)
+        self._streams: tuple[Any, Any] | None = None
+        self._leaving: deque[Call] = deque()  # calls whose tensors may still be on the device
+        self._last: Call | None = None
+        self._present: Call | None = None  # whose backward runs
+        self._judge: Callable[[int, int], None] | None = None
+        self._known: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+
+    def judge_first(self, judge: Callable[[int, int], None]) -> None:
+        """Before the first layer's tensors are sent, `judge(bytes of the host that they take, tokens)` may refuse."""
+        self._judge = judge
+
+    @contextmanager
+    def keeping(self, number: int, staying: Callable[[int], bool], tokens: int = 0) -> Iterator[None]:
+        """Around a layer's forward. staying: whether a storage (by its address) is none of the layer's to send. tokens:
+        that the layer is given; 0: not known."""
+        call = Call(number, staying, self._last)
+        self._present = None
+        with saved_tensors_hooks(lambda tensor: self._pack(call, tensor), self._unpack):
+            yield
+        self._last = call
+        if number < self.sent:
+            self._send(call, tokens)
+        self._leaving.append(call)
+        while len(self._leaving) > self.ahead:
+            self._let_go(self._leaving.popleft())
+
+    def _pack(self, call: Call, tensor: Tensor) -> Any:
+        if (
+            tensor.device.type != self.device.type
+            or tensor.layout != torch.strided
+            or is_traceable_wrapper_subclass(tensor)
+        ):
+            return tensor.detach()  # itself, if it is a result, would hold the graph that holds it
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if size < SMALLEST or size % tensor.element_size() or call.staying(key):
+            return tensor.detach()
+        kept = self._known.get(key)
+        if kept is None or kept.on_device is None or kept.on_device.untyped_storage()._cdata != key:
+            whole = tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0)
+            self._known[key] = kept = Kept(whole, self._module.current_stream(self.device))
+        if not any(reference() is kept for reference in call.kept):
+            call.kept.append(weakref.ref(kept))
+        return Packed(call, kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, Packed):
+            return packed
+        if packed.call is not self._present:
+            self._begin_backward(packed.call)
+        kept = packed.kept
+        if kept.on_device is None:  # let go again since backward of the layer began
+            self._fetch(packed.call)
+        kept.await_copy()
+        assert kept.on_device is not None
+        flat = kept.on_device if kept.on_device.dtype == packed.dtype else kept.on_device.view(packed.dtype)
+        return flat.as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _begin_backward(self, call: Call) -> None:
+        """Fetches what this layer and the next ones in backward need, and lets go of everything else."""
+        self._present = call
+        wanted = list(call.before(self.ahead))
+        for other in self._leaving:
+            if not any(other is one for one in wanted):
+                self._let_go(other)
+        for one in wanted:
+            self._fetch(one)
+
+    def _send(self, call: Call, tokens: int) -> None:
+        """Copies what a call keeps to the host, once; the copies begin when all of the layer's work so far is done."""
+        leaving = [kept for kept in call.alive() if kept.on_host is None and kept.moved is None]
+        sizes = [kept.on_device.nbytes for kept in leaving if kept.on_device is not None]
+        self.host_bytes[call.number] = sum(sizes)
+        if not leaving:
+            return
+        if self._judge is not None:
+            judge, self._judge = self._judge, None
+            judge(sum(map(pinned_bytes, sizes)), tokens)
+        out, _ = self._own_streams()
+        self._follow(out)
+        with self._module.stream(out):
+            for kept in leaving:
+                assert kept.on_device is not None
+                kept.on_host = self._host_memory(kept.on_device)
+                kept.on_host.copy_(kept.on_device, non_blocking=True)
+        self._mark(out, leaving)
+
+    def _fetch(self, call: Call) -> None:
+        """Copies what of a call is on the host alone back. The memory is the computing stream's, from here on."""
+        away = [kept for kept in call.alive() if kept.on_device is None]
+        if not away:
+            return
+        _, back = self._own_streams()
+        for kept in away:
+            assert kept.on_host is not None
+            kept.on_device = torch.empty(kept.on_host.shape, dtype=kept.on_host.dtype, device=self.device)
+        self._follow(back)
+        with self._module.stream(back):
+            for kept in away:
+                assert kept.on_device is not None and kept.on_host is not None
+                back.wait_event(kept.moved)
+                kept.on_device.copy_(kept.on_host, non_blocking=True)
+                kept.on_host = None  # torch's pinned memory is not given to others before the copy is done
+        self._mark(back, away)
+
+    def _let_go(self, call: Call) -> None:
+        for kept in call.alive():
+            kept.let_go()
+
+    def _follow(self, stream: Any) -> None:
+        """What the stream is given next begins when all that the computing one has so far is done."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self.device))
+        stream.wait_event(event)
+
+    def _mark(self, stream: Any, copied: Iterable[Kept]) -> None:
+        event = self._module.Event()
+        event.record(stream)
+        for kept in copied:
+            kept.moved = event
+
+    def _own_streams(self) -> tuple[Any, Any]:
+        """The streams of copies to the host and back, made when the first is needed."""
+        if self._streams is None:
+            self._streams = (self._module.Stream(), self._module.Stream())
+        return self._streams
+
+    def _host_memory(self, whole: Tensor) -> Tensor:
+        return torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=self.device.type != "cpu")
+
+
+class _OwnStorages:
+    """Addresses of the storages that a layer's parameters and buffers have at the moment: FSDP gathers them, and
+    compiled layers see their own parts of them, between the begin of a forward and what is saved in it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._places = [
+            (places, name)
+            for module in layer.modules()
+            for places in (module._parameters, module._buffers)
+            for name, tensor in places.items()
+            if tensor is not None
+        ]
+        self._tensors: list[Any] = []
+        self._addresses: set[int] = set()
+
+    def of_call(self, given: Any) -> Callable[[int], bool]:
+        """Whether an address is that of a parameter, a buffer, or of a tensor among `given`."""
+        shared = {address for tensor in _tensors_in(given) for address in _addresses(tensor)}
+        return lambda address: address in shared or self._has(address)
+
+    def forget(self) -> None:
+        """The call has ended."""
+        self._tensors = []
+
+    def _has(self, address: int) -> bool:
+        tensors = [places.get(name) for places, name in self._places]
+        if len(self._tensors) != len(tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
+            self._tensors = tensors
+            self._addresses = {one for tensor in tensors if tensor is not None for one in _addresses(tensor)}
+        return address in self._addresses
+
+
+def _addresses(tensor: Tensor) -> list[int]:
+    """Of the storages that a tensor consists of; a wrapper, such as a sharded parameter, has those of what it holds."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        held = [getattr(tensor, name) for name in names]
+        return [address for part in held if isinstance(part, Tensor) for address in _addresses(part)]
+    return [tensor.untyped_storage()._cdata]
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments: in sequences, mappings, and objects that hold them as attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from _tensors_in(vars(value))

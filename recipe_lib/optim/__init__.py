@@ -1,0 +1,1 @@
+"""Optimizers, where their states lie, when they step, clipping and the learning rate."""

@@ -1,0 +1,140 @@
+"""When parameters are stepped, and where the optimizer's states are in the meantime.
+
+Of AdamW's memory gradients and states are three times the parameters. A gradient can go as soon as it is there, if its
+parameter is stepped at once (as LOMO does, arXiv 2306.09782), and states can wait in host memory, if each parameter's
+visit the device for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host instead, and steps there).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.models.decoder import Decoder, OutputHead
+from recipe_lib.ops.cross_entropy import cross_entropy_by_rows, linear_cross_entropy
+from recipe_lib.ops.device import has_host
+from recipe_lib.ops.row_gradients import RowGradients, embedding_by_rows
+from recipe_lib.optim.clipping import EarlierNorms
+from recipe_lib.optim.offloaded_states import StateVisits
+from recipe_lib.optim.row_steps import RowSteps, step_only
+
+
+def arrange_steps(
+    optimizer: Optimizer, model: nn.Module, memory: MemoryConfig, device: torch.device
+) -> EarlierNorms | None:
+    """Says when the optimizer steps each parameter, and where its states wait; call it once, behind `build_optimizer`.
+
+    `memory.optimizer_offload`: states are in pinned host memory, and `optimizer.step()` takes the parameters one after
+    the other, large ones some rows at a time, each with its states on the device. On a CPU nothing changes.
+
+    `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient, which is freed. A
+    sharded parameter's is there when FSDP has summed it. Parameters whose gradients are not whole at that moment are
+    left for `optimizer.step()` behind backward: a tied embedding's come twice, and those that every rank of a
+    tensor-parallel group has are summed once a step. There may be one backward a step. Of an embedding and an output
+    projection that one rank has whole, backward makes the gradient some rows at a time, and steps these.
+
+    Returns the norms of gradients that are gone when `clip_grad_norm` is called, for that; None without the lever.
+    """
+    by_rows = RowSteps(optimizer)
+    visits = StateVisits(optimizer, device) if memory.optimizer_offload and has_host(device) else None
+    optimizer.steps_in_backward = memory.optimizer_in_backward  # type: ignore[attr-defined]
+    if not memory.optimizer_in_backward:
+        return None
+    norms = EarlierNorms()
+    step_one: Callable[[nn.Parameter], Any] = visits.step_one if visits else lambda one: step_only(optimizer, one)
+
+    def step(parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:  # torch calls hooks also where backward has given none
+            return
+        if parameter.grad.device.type != device.type:  # offloaded by FSDP: torch 2.11 does not wait for the copy
+            torch.get_device_module(device).current_stream().synchronize()
+        if parameter in norms.by_rows:
+            raise ValueError(
+                "memory.optimizer_in_backward: an embedding or output projection is used beside its loss, such as by a "
+                "penalty on its weights, and would be stepped twice; set it to false for this recipe"
+            )
+        norms.add(parameter)
+        step_one(parameter)
+        parameter.grad = None
+
+    chosen = _made_at_once(optimizer, model)
+    for parameter in chosen:
+        parameter.register_post_accumulate_grad_hook(step)
+    _make_by_rows(model, chosen, visits or by_rows, norms)
+    return norms
+
+
+def check_arranged(optimizer: Optimizer, memory: MemoryConfig) -> None:
+    """ValueError for a recipe, such as an older copy, that never called `arrange_steps` though its config asks."""
+    if (memory.optimizer_in_backward or memory.optimizer_offload) and not hasattr(optimizer, "steps_in_backward"):
+        raise ValueError("a recipe with these levers calls training.arrange_steps behind training.build_optimizer")
+
+
+def _made_at_once(optimizer: Optimizer, model: nn.Module) -> Sequence[nn.Parameter]:
+    """The optimizer's parameters whose gradient is whole when backward gives it, once."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    kinds: dict[str, str] = getattr(model, "tensor_gradients", {})
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if len(names[id(parameter)]) == 1 and kinds.get(names[id(parameter)][0]) != "partial"
+    ]
+
+
+def _make_by_rows(
+    model: nn.Module, chosen: Sequence[nn.Parameter], steps: StateVisits | RowSteps, norms: EarlierNorms
+) -> None:
+    """Backward makes the gradients of embedding and output projection by rows, where these are plain and large."""
+    if not isinstance(model, Decoder):
+        return
+
+    def rows_of(weight: nn.Parameter) -> RowGradients | None:
+        plain = any(one is weight for one in chosen) and not isinstance(weight, DTensor)
+        pieces = steps.pieces(weight) if plain else []
+
+        @torch.no_grad()
+        def take(number: int, gradient: Tensor) -> None:
+            norms.add(weight, gradient)
+            steps.step_rows(weight, number, gradient)
+
+        if not pieces:
+            return None
+        weight.gradient_pieces = len(pieces)  # type: ignore[attr-defined]  # for what a run says of itself
+        return RowGradients(pieces, take)
+
+    embedding, head = model.model.embed_tokens, model.lm_head
+    if type(embedding) is nn.Embedding and (rows := rows_of(embedding.weight)) is not None:
+        embedding.forward = partial(_embed, embedding, rows)  # type: ignore[method-assign]
+    if type(head) is OutputHead and head.summed_loss is linear_cross_entropy:
+        if (rows := rows_of(head.weight)) is not None:
+            head.summed_loss = partial(cross_entropy_by_rows, rows=rows)
+            head.forward = partial(_project, head.forward, rows)  # type: ignore[method-assign]
+
+
+def _project(
+    forward: Callable[..., Tensor],
+    rows: RowGradients,
+    hidden: Tensor,
+    labels: Tensor | None = None,
+    chunks: int = 1,
+    loss: Any = None,
+    per_token: bool = False,
+) -> Tensor:
+    """The head's forward, of which logits and log-probabilities of tokens are uses without pieces."""
+    found = forward(hidden, labels, chunks, loss, per_token)
+    if (labels is None or per_token) and found.requires_grad:
+        rows.note_whole(found)
+    return found
+
+
+def _embed(embedding: nn.Embedding, rows: RowGradients, tokens: Tensor) -> Tensor:
+    return embedding_by_rows(tokens, embedding.weight, rows)

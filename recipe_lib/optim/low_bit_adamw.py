@@ -1,0 +1,195 @@
+"""AdamW whose states are kept in 4, 8, 16 or 32 bits, with master weights or rounding by chance, a piece at a time.
+
+A step computes in fp32 (fp64 for fp64 parameters) on runs of rows of a bounded number of elements, in place, so that
+its temporaries have a fixed size whatever that of the model; each element's numbers depend on nothing but its own
+block, so that they are the same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's
+time for them is has not been measured.
+
+torchao's optimizers keep the same numbers in tensors whose layout depends on the rank's part, which cannot be resumed
+on another number of ranks, and need torch.compile.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recipe_lib.config.schema import OptimizerConfig
+from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.low_bit import chance_key, element_places, round_by_chance
+from recipe_lib.optim.state_layout import (
+    MASTER,
+    Codes,
+    Numbers,
+    check_blocks,
+    layouts,
+    local_of,
+    new_tensor,
+    pieces,
+    stored_sizes,
+    wide,
+)
+
+ADAMW_STATES = ("exp_avg", "exp_avg_sq")
+
+
+class Trained(list[nn.Parameter]):
+    """The parameters that are trained, and what a builder may need to know besides.
+
+    names: a parameter's name, where it has one. device: the one that computes. seed: of what is drawn by chance.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], names: dict[nn.Parameter, str], device: torch.device, seed: int):
+        super().__init__(parameters)
+        self.names, self.device, self.seed = names, device, seed
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter's own part on this rank, in a step: with its gradient and states, their parts too.
+
+    start, whole: where the part begins in the parameter, and that one's shape. key: of what is drawn by chance in this
+    step; None: nothing is.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+    key: tuple[int, int] | None
+
+    def take(self, rows: slice) -> Tensor:
+        """Rows of the weights in the type that is computed in, to be changed in place and then put back."""
+        master = self.state.get(MASTER)
+        return self.weights[rows].to(wide(self.weights.dtype)) if master is None else master[rows]
+
+    def put(self, rows: slice, values: Tensor) -> None:
+        """Rounds rows that were taken to the weights' type."""
+        stored = self.weights[rows]
+        if MASTER not in self.state and values.dtype == stored.dtype:
+            return  # they are the weights themselves
+        if self.key is None:
+            stored.copy_(values)
+            return
+        start = (self.start[0] + rows.start, *self.start[1:])
+        places = element_places(tuple(stored.shape), start, self.whole, stored.device)
+        stored.copy_(round_by_chance(values, places, self.key))
+
+
+class SteppedInPieces(Optimizer):
+    """An optimizer whose step goes through a rank's part of each parameter piece by piece.
+
+    `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for any of the parameters
+    alone is as good as one for all. So is one for some rows of a parameter after the other, each as a parameter of its
+    own whose attribute `rows_of` says of which, and which rows.
+    """
+
+    def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
+        # The last two say of a saved state what it is made of; what counts is the config.
+        made_of = {"state_bits": cfg.state_bits, "master_weights": cfg.master_weights}
+        self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
+        self._codes = Codes(cfg.state_bits)
+        super().__init__(
+            list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
+        )
+        for parameter in params:
+            check_blocks(parameter, self.names.get(parameter, ""), cfg.state_bits)
+        chosen = [parameter for parameter in params if cfg.stochastic_rounding and parameter.dtype == torch.bfloat16]
+        self._starts = {parameter: local_part(parameter)[1] for parameter in chosen}  # torch takes long to find them
+
+    def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The names of the states that the rule keeps of a parameter."""
+        return ADAMW_STATES
+
+    def is_elementwise(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter may be stepped by rows."""
+        return True
+
+    def bytes_of(self, parameter: nn.Parameter) -> int:
+        """Bytes of a parameter's states on this rank."""
+        return sum(stored_sizes(parameter, self.states_of(parameter), self.cfg))
+
+    def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Zeros for every state tensor of a parameter, or of some rows of one, by their keys; sharded as it is."""
+        whole, _ = _whole_of(parameter)
+        found = layouts(whole, self.states_of(whole), self.cfg.state_bits, master=self.cfg.master_weights)
+        return {key: new_tensor(parameter, layout) for key, layout in found.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+        return loss
+
+    def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
+
+    def _begin(self, parameter: nn.Parameter) -> Part:
+        """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state |= self.new_states(parameter)
+            if MASTER in state:
+                local_of(state[MASTER]).copy_(local_of(parameter))
+        state["step"] += 1
+        whole, first = _whole_of(parameter)
+        start = self._starts.get(whole)
+        key = None if start is None else chance_key(self.seed, state["step"], self.names.get(whole, ""))
+        tensors = {name: _rows(local_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
+        gradient = parameter.grad
+        assert gradient is not None
+        start = (start[0] + first, *start[1:]) if start else (0,)
+        shape = tuple(whole.shape) or (1,)
+        return Part(_rows(local_of(parameter)), _rows(local_of(gradient)), tensors, start, shape, key)
+
+
+def _whole_of(parameter: nn.Parameter) -> tuple[nn.Parameter, int]:
+    """The parameter that some rows, stepped as if they were one, are of, and the first of them on this rank."""
+    whole, rows = getattr(parameter, "rows_of", (parameter, slice(0, None)))
+    return whole, rows.start
+
+
+def _rows(local: Tensor) -> Tensor:
+    """A number alone as a row."""
+    return local if local.dim() else local.view(1)
+
+
+def step_adamw(part: Part, group: dict[str, Any], step: int, codes: Codes, parameter: nn.Parameter) -> None:
+    """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
+
+    The update is made of the means before they are rounded to their bits, as torchao's is.
+    """
+    beta1, beta2 = group["betas"]
+    rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
+    first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
+    dtype = wide(parameter.dtype)
+    whole, _ = _whole_of(parameter)
+    signed, unsigned = codes.of(whole, signed=True), codes.of(whole, signed=False)
+    for rows in pieces(part.weights):
+        gradient = part.gradient[rows].to(dtype)
+        mean = Numbers(part.state, "exp_avg", rows, dtype, signed)
+        mean.values.lerp_(gradient, 1 - beta1)
+        mean.keep()
+        square = Numbers(part.state, "exp_avg_sq", rows, dtype, unsigned)
+        square.values.lerp_(gradient.square(), 1 - beta2)
+        del gradient
+        square.keep()
+        width = square.values.sqrt_() if square.is_copy else square.values.sqrt()
+        width.div_(second).add_(epsilon)
+        weights = part.take(rows)
+        weights.add_(weights, alpha=-rate * decay).addcdiv_(mean.values, width, value=-rate / first)
+        del mean, square, width  # so that they are gone when the next piece begins
+        part.put(rows, weights)
+        del weights

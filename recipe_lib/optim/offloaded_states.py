@@ -1,0 +1,171 @@
+"""Optimizer states that wait in pinned host memory and visit the device, those of a parameter or of some rows at a
+time."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from recipe_lib.optim.row_steps import RowSteps, is_cut, step_only
+from recipe_lib.optim.state_layout import local_of
+
+_SMALL = 1024  # bytes: step counters and the like stay where the optimizer put them
+Visit = tuple[nn.Parameter, int]  # a parameter, and which piece of it
+
+
+class StateVisits:
+    """Takes over `optimizer.step`: the states of a piece come before its step, beside the step of the one before, and
+    go back after it. A piece is a parameter, or, of a large one that can be stepped by rows, a run of rows.
+
+    Two more streams copy; what has been sent back is freed when the step after the next begins, so that the states of
+    three pieces are on the device at most: one leaving, one stepped, one arriving. In the first step, in which states
+    are made, nothing arrives; and which parameter comes behind which is known from the second one on. Never run on a
+    GPU so far; on a simulated device it is.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        """device: the one that computes; states that are elsewhere are on the host."""
+        self._optimizer, self._device = optimizer, device
+        self._step = optimizer.step
+        self._rows = RowSteps(optimizer, lambda piece, shape: _pinned(shape, piece))
+        self._module = torch.get_device_module(device)
+        self._inbound, self._outbound = self._module.Stream(), self._module.Stream()
+        self._arrived: dict[Visit, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
+        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
+        self._sent: dict[Visit, Any] = {}  # event, of states that are where they wait again
+        self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came behind whose
+        self._last: nn.Parameter | None = None
+        optimizer.step = self.step  # type: ignore[method-assign]
+        optimizer.place_state = self.placed  # type: ignore[attr-defined]
+
+    def placed(self, value: Tensor) -> Tensor:
+        """A state's memory where it waits, without values: of one that is being read from a checkpoint."""
+        return _with_local(value, _pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
+
+    def pieces(self, parameter: nn.Parameter) -> list[slice]:
+        """The runs of rows that a parameter visits the device by; none: it does so whole."""
+        return self._rows.pieces(parameter)
+
+    def step(self, closure: None = None) -> None:
+        """A step of every parameter that has a gradient; then nothing is on its way, and nothing on the device."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.step_one(parameter)
+        self._last = None
+        self._free_all_but(0)
+        for arrived, here in self._arrived.values():  # of parameters that had no gradient in this step
+            self._module.current_stream().wait_event(arrived)
+            here.clear()
+        self._arrived.clear()
+
+    @torch.no_grad()
+    def step_one(self, parameter: nn.Parameter) -> None:
+        """A step of one parameter, with its whole gradient."""
+        rows = self.pieces(parameter)
+        if not rows:
+            self._visit_whole(parameter)
+            return
+        gradient = local_of(parameter.grad)
+        for number, part in enumerate(rows):
+            self.step_rows(parameter, number, gradient[part])
+
+    @torch.no_grad()
+    def step_rows(self, parameter: nn.Parameter, number: int, gradient: Tensor) -> None:
+        """A step of one of a parameter's pieces, with the gradient of its rows. They come in order."""
+        here = self._arrive(parameter, number)
+        here = self._rows.step_with(parameter, number, gradient, here)
+        rows = self.pieces(parameter)[number]
+        places = {key: local_of(self._rows.whole(parameter, key, value))[rows] for key, value in here.items()}
+        self._send((parameter, number), here, places)
+        self._rows.finish(parameter, number)
+
+    def _visit_whole(self, parameter: nn.Parameter) -> None:
+        """The states change places with those on the device for as long as the step takes."""
+        states = self._optimizer.state
+        here = self._arrive(parameter, 0)
+        hosts = {key: states[parameter][key] for key in here}
+        for key, value in here.items():
+            states[parameter][key] = _with_local(hosts[key], value)
+        step_only(self._optimizer, parameter, self._step)
+        here = {key: local_of(value) for key, value in states.get(parameter, {}).items() if _is_large(value)}
+        for key, value in here.items():
+            if key not in hosts:
+                hosts[key] = _with_local(states[parameter][key], _pinned(value.shape, value))
+            states[parameter][key] = hosts[key]
+        self._send((parameter, 0), here, {key: local_of(hosts[key]) for key in here})
+
+    def _arrive(self, parameter: nn.Parameter, number: int) -> dict[str, Tensor]:
+        """The states of a piece, on the device; those of the next one are on their way then."""
+        if number == 0:
+            if self._last is not None:
+                self._next[self._last] = parameter
+            self._last = parameter
+        self._fetch((parameter, number))
+        self._free_all_but(1)
+        if number + 1 < len(self.pieces(parameter)):
+            self._fetch((parameter, number + 1))
+        elif (following := self._next.get(parameter)) is not None:
+            self._fetch((following, 0))
+        if (found := self._arrived.pop((parameter, number), None)) is None:
+            return {}
+        arrived, here = found
+        self._module.current_stream().wait_event(arrived)
+        return here
+
+    def _fetch(self, visit: Visit) -> None:
+        """Puts the states of a piece on the device, if there are any and they are not there already."""
+        if visit in self._arrived:
+            return
+        parameter, number = visit
+        states = self._optimizer.state.get(parameter, {})
+        if pieces := self.pieces(parameter):
+            hosts = {key: local_of(value)[pieces[number]] for key, value in states.items() if is_cut(value)}
+        else:
+            hosts = {key: local_of(value) for key, value in states.items() if _is_large(value)}
+        if not hosts:
+            return
+        # Memory of the stream that steps, not of the one that copies: the allocator keeps them apart.
+        here = {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()}
+        self._inbound.wait_stream(self._module.current_stream())  # which may still use that memory
+        if visit in self._sent:  # a step ago, unless parameters change their order
+            self._inbound.wait_event(self._sent[visit])
+        with self._module.stream(self._inbound):
+            for key, host in hosts.items():
+                here[key].copy_(host, non_blocking=True)
+            self._arrived[visit] = self._inbound.record_event(), here
+
+    def _send(self, visit: Visit, here: dict[str, Tensor], places: dict[str, Tensor]) -> None:
+        """Copies states back to their places, and lets go of those on the device when that is done."""
+        self._outbound.wait_stream(self._module.current_stream())
+        with self._module.stream(self._outbound):
+            for key, place in places.items():
+                place.copy_(here[key], non_blocking=True)
+        self._sent[visit] = self._outbound.record_event()
+        self._leaving.append((self._sent[visit], list(here.values())))
+
+    def _free_all_but(self, count: int) -> None:
+        """Frees what was sent back before the last `count` pieces; streams wait for it, the host does not."""
+        while len(self._leaving) > count:
+            sent, held = self._leaving.popleft()
+            self._module.current_stream().wait_event(sent)
+            held.clear()
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() * value.element_size() >= _SMALL
+
+
+def _with_local(value: Tensor, local: Tensor) -> Tensor:
+    """The tensor with this as its memory, or this rank's part of it; `DTensor.from_local` would move it to the mesh."""
+    if not isinstance(value, DTensor):
+        return local
+    return DTensor(local, value._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _pinned(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Host memory, pinned where `like` is on a device that has a host."""
+    return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")

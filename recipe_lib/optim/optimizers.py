@@ -1,0 +1,199 @@
+"""Optimizers by registered name, and the bytes their states take."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from recipe_lib.config.registry import register, registered
+from recipe_lib.config.schema import OptimizerConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, SteppedInPieces, Trained
+from recipe_lib.optim.muon import Muon, momentum_of
+from recipe_lib.optim.muon import states_of as muon_states
+from recipe_lib.optim.state_layout import stored_sizes
+from recipe_lib.parallel.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
+_NOTHING: list[Any] = [{"params": []}]  # torch's optimizers want a group even then
+# Of parameters that are trained (`Trained` knows their names too), and torch's arguments for its kernels.
+Builder = Callable[[OptimizerConfig, list[nn.Parameter], dict[str, bool]], Optimizer]
+Parameters = Iterable[nn.Parameter | tuple[str, nn.Parameter]]
+
+
+def build_optimizer(
+    cfg: OptimizerConfig, params: Parameters, device: torch.device, world: "World | None" = None, seed: int = 0
+) -> Optimizer:
+    """The optimizer `cfg.name` over the parameters that require a gradient, in one group.
+
+    params: plain or sharded (DTensor); the states will be where they are, under CPU offload on the host. Alone, or with
+    their names, by which Muon chooses and which tell apart what is drawn by chance. seed: the root of that.
+    device: the device that computes; `implementation: auto` takes fused kernels where torch has right ones.
+    The implementations agree to rounding and differ in time and in the temporary memory of a step (`foreach` takes
+    up to one more copy of the parameters, `fused` and `single` next to nothing).
+    ConfigError when there is nothing to train, for Muon without names, for a fused SGD that torch lacks or has wrong,
+    and where ranks share a matrix so that blocks of `state_bits` would be cut. world: in a pipeline a rank may have
+    nothing, if others do.
+    """
+    found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    named = {parameter: name for name, parameter in found if parameter.requires_grad}
+    if not named and (world is None or world.pipeline is None):
+        raise ConfigError("optimizer: found no parameter that requires a gradient; leave at least one unfrozen")
+    drawn = derive_seed(seed, "rounding")
+    trained = Trained(list(named), {parameter: name for parameter, name in named.items() if name}, device, drawn)
+    build: Builder = registered("optimizer.name", cfg.name)
+    optimizer = build(cfg, trained, _kernels(cfg.implementation, device))
+    _leave_fused_sgd(optimizer, cfg)
+    return optimizer
+
+
+@register("optimizer.name", "adamw")
+def adamw(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101): two states of each parameter's shape and dtype.
+
+    torch's own, unless `state_bits` asks for another type or rounding is to be other than to the nearest.
+    """
+    beta1, beta2 = cfg.betas
+    if isinstance(params, Trained) and _has_own_step(cfg, params):
+        return SteppedInPieces(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
+    return torch.optim.AdamW(
+        params or _NOTHING, lr=cfg.lr, betas=(beta1, beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, **kernels
+    )
+
+
+@register("optimizer.name", "muon")
+def muon(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
+    """Muon for the layers' matrices, AdamW for the rest: see `recipe_lib.optim.muon`."""
+    if not isinstance(params, Trained) or len(params.names) < len(params):
+        raise ConfigError(
+            "optimizer.name: found muon for parameters without names, by which it knows the layers' matrices; give "
+            "build_optimizer model.named_parameters(), or use adamw"
+        )
+    return Muon(params, cfg)
+
+
+@register("optimizer.name", "sgd")
+def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
+    """Gradient descent; with `momentum` one state of each parameter's shape and dtype.
+
+    torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is decoupled, as it is in AdamW.
+    """
+    optimizer = torch.optim.SGD(params or _NOTHING, lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels)
+    if cfg.weight_decay > 0:
+
+        def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for group in optimizer.param_groups:
+                stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+                if not stepped:
+                    continue
+                with torch.no_grad():
+                    torch._foreach_mul_(stepped, 1 - group["lr"] * cfg.weight_decay)
+
+        optimizer.register_step_pre_hook(decay)
+    return optimizer
+
+
+def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
+    """Puts the config's numbers in every group, over those that a saved state has brought back.
+
+    The learning rate is set before every step. Of an optimizer that a plugin registered nothing is touched: what its
+    groups hold may be what it has learnt.
+    """
+    shared = {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+    numbers: dict[str, dict[str, Any]] = {
+        "adamw": shared,
+        "muon": shared | {"momentum": momentum_of(cfg)},
+        "sgd": {"momentum": cfg.momentum or 0.0},  # its weight decay is read from the config, by our hook
+    }
+    for group in optimizer.param_groups:
+        group.update(numbers.get(cfg.name, {}))
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Sets the rate that the next step trains with, in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | None:
+    """Bytes that the states will take on this rank, known before the first step makes them; see
+    `optimizer_state_sizes`."""
+    sizes = optimizer_state_sizes(cfg, params)
+    return None if sizes is None else sum(sizes)
+
+
+def optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int] | None:
+    """Bytes of each state tensor on this rank.
+
+    params: alone or, as Muon needs them, with their names; those that are not trained have none. Two states for AdamW,
+    one for SGD with momentum and for matrices of Muon; of the parameter's dtype or, in `state_bits`, codes and scales;
+    and master weights. None: not known, as for an optimizer that a plugin registered.
+    """
+    found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    trained = {parameter: name for name, parameter in found if parameter.requires_grad}
+    if cfg.name == "sgd":
+        return [local_bytes([parameter]) for parameter in trained] if cfg.momentum else []
+    if cfg.name == "adamw":
+        return [size for parameter in trained for size in stored_sizes(parameter, ADAMW_STATES, cfg)]
+    if cfg.name == "muon":
+        kept = {parameter: muon_states(parameter, name) for parameter, name in trained.items()}
+        return [size for parameter, names in kept.items() for size in stored_sizes(parameter, names, cfg)]
+    return None
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors on this rank: of a sharded one (DTensor) its own part. The same tensor counts once."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in distinct.values())
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _has_own_step(cfg: OptimizerConfig, params: list[nn.Parameter]) -> bool:
+    """Whether the states, or the rounding, are others than those of torch's AdamW."""
+    bits = {parameter.dtype.itemsize * 8 for parameter in params}
+    same = cfg.state_bits is None or bits <= {cfg.state_bits}
+    return cfg.master_weights or cfg.stochastic_rounding or not same
+
+
+def _leave_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
+    """Takes torch's SGD, also a plugin's, off the fused kernel where that is missing or wrong: ConfigError if the
+    config asks for it by name."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        fault = _fault_of_fused_sgd(group["params"]) if group.get("fused") else None
+        if fault and cfg.implementation == "fused":
+            raise ConfigError(
+                f"optimizer.implementation: found fused with optimizer.name={cfg.name} and {fault}; use auto or foreach"
+            )
+        if fault:
+            for settings in (group, optimizer.defaults):
+                settings.update(fused=False, foreach=True)
+
+
+def _fault_of_fused_sgd(params: Iterable[torch.Tensor]) -> str | None:
+    """The parameters that torch's fused SGD cannot step, and why; None: it is right for all of them.
+
+    On a CPU torch 2.13 and before compute the update of 16-bit parameters in vectors and never store it, so that only
+    what is left over of the last vector moves (docs/upstream/sgd_fused_cpu_bf16.md).
+    """
+    for parameter in params:
+        if isinstance(parameter, DTensor):
+            return "sharded parameters, for which torch has no such kernel"
+        if parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+            kind = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
+            return f"{kind} parameters on a CPU, of which torch's kernel leaves most elements as they are"
+    return None
+
+
+def _kernels(implementation: str, device: torch.device) -> dict[str, bool]:
+    """The arguments by which torch's optimizers choose their kernels."""
+    if implementation == "auto":
+        implementation = "fused" if device.type in _get_fused_kernels_supported_devices() else "foreach"
+    return {"fused": implementation == "fused", "foreach": implementation == "foreach"}

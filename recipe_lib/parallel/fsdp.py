@@ -1,0 +1,261 @@
+"""Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model
+that is cut down to its pipeline stage, has its adapters and is divided by tensor parallel already.
+
+apply_layer_levers(model, cfg, device)       # wraps each layer's forward: checkpointing, offload, compilation and more
+shard_model(model, parallel, memory, world)  # FSDP's hooks go around it
+materialize(model, memory, device)           # memory for this rank's shards
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from recipe_lib.adapters import is_adapter
+from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
+from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
+from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.uninitialized import note_unwritten
+from recipe_lib.ops.device import holds_values
+from recipe_lib.parallel.ddp import Replicas, is_replicated
+from recipe_lib.parallel.fsdp_wrap_policy import Unit, resolve_wrapping
+from recipe_lib.parallel.world import World
+
+# Not classes derived from them, whose backward might read what was freed: a crash.
+_EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # modules whose backward reads tokens, not the weight
+_HEADS = (OutputHead, AdaptedHead)  # with labels they make their gradients in forward
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> list[Unit]:
+    """Shards the parameters over `data_shard`, copies them over `data_replicate`; returns the units it made.
+
+    Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
+    over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch.
+    Where there is one batch at a time, and no `memory.cpu_offload`, the model is left as it is and has no units. With
+    `parallel.strategy: ddp` it is so too, and marked: `sum_replicated_gradients` then sums what its parameters got.
+
+    Raises ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a pipeline.
+    """
+    if world.pipeline is not None and not hasattr(model, "pipeline"):
+        raise ConfigError(
+            f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
+            "that divides it; call split_pipeline(model, cfg, world) behind build_meta, or set parallel.pipeline=1"
+        )
+    units = resolve_wrapping(model, parallel.wrapping)
+    if world.data_ranks == 1 and not memory.cpu_offload:
+        return []
+    reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
+    if is_replicated(parallel):
+        model.replicas = Replicas(world.data_ranks, reduce_dtype)  # type: ignore[assignment]  # no submodule
+        return []
+    offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
+    replicated = world.mesh["data_replicate"].size() > 1
+    options: dict[str, Any] = {
+        "mesh": world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"],
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        "offload_policy": offload,
+    }
+    modules = dict(model.named_modules())
+    embeddings = [module for module in modules.values() if type(module) in _EMBEDDINGS]
+    retie: list[Callable[[], None]] = []
+    for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):  # innermost first
+        members = [modules[name] for name in unit.names]
+        if _is_tied_pair(members):
+            retie.append(_shard_tied_pair(members, parallel.reshard_after_forward, options))
+        elif len(members) > 1:
+            fully_shard(members, reshard_after_forward=parallel.reshard_after_forward, **options)
+        else:
+            _shard_module(members[0], parallel.reshard_after_forward, options)
+    fully_shard(model, **options)
+    model.register_forward_hook(_free_after_evaluation)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        model.register_forward_hook(_forget_order)
+    for tie in retie:
+        tie()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum: what every backend has, and exact
+    for module in embeddings:
+        if isinstance(module, FSDPModule):
+            module.set_unshard_in_backward(False)  # its gradient needs the tokens alone
+    return units
+
+
+def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
+    """Gives a meta model uninitialised memory on `device`; with `memory.cpu_offload` its parameters on the host.
+
+    Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them, those of modules that
+    a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values would
+    differ from rank to rank.
+    """
+    _refuse_values(model)
+    ties = _shared_parameters(model)
+    first: dict[str, Tensor] = {**getattr(model, "first_buffers", {}), **_computed_buffers(model)}
+    model.first_buffers = first
+    model.to_empty(device="cpu" if memory.cpu_offload else device)
+    for (owner, name), *others in ties:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(owner, name))
+    if memory.cpu_offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+    if holds_values(device):
+        note_unwritten(model)
+        for name, buffer in model.named_buffers():
+            if name in first:
+                buffer.copy_(first[name])
+
+
+def _refuse_values(model: nn.Module) -> None:
+    extras = extra_tensors(model)
+    for name, parameter in model.named_parameters():
+        if name in extras and parameter.device.type != "meta":
+            raise SetupError(
+                f"{name}: found values on {parameter.device.type} before load_weights, expected none; make the module "
+                "on the meta device (with torch.device('meta')), and give it its values in reset_parameters"
+            )
+
+
+def _computed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    extras = extra_tensors(model)
+    found = {name: buffer for name, buffer in model.named_buffers() if name in extras}
+    return {name: buffer.detach().clone() for name, buffer in found.items() if buffer.device.type != "meta"}
+
+
+def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
+    """Makes one module a unit; the embedding and the output projection get what their size deserves."""
+    is_head, is_embedding = _is_head(module), type(module) in _EMBEDDINGS
+    fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
+    if is_head:
+        module.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
+    if is_head or is_embedding:
+        module.register_forward_pre_hook(_gather_now, prepend=True)
+
+
+def _is_head(module: nn.Module) -> bool:
+    """Whether a module is called as an output head is; the linear of a foreign model says so itself."""
+    return type(module) in _HEADS or getattr(module, "is_output_head", False)
+
+
+def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """For a sum of losses the head makes its gradients in its forward, and its weight is not gathered for backward.
+
+    It is for logits, and for the log-probabilities of single tokens.
+    """
+    labels = kwargs.get("labels", args[1] if len(args) > 1 else None)
+    per_token = kwargs.get("per_token", args[4] if len(args) > 4 else False)
+    unit.set_unshard_in_backward(labels is None or per_token)
+
+
+def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
+    """Gathers before FSDP would, on the stream that computes, where the gather's buffer is free when it returns.
+
+    FSDP gathers on a stream of its own and keeps the buffer until the next unit has gathered: for the output
+    projection that is a third tensor of the size of its weight beside the weight and its gradient.
+    """
+    module.unshard()
+
+
+def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Without gradients no backward comes that would free what is gathered still, the root's parameters at least."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """FSDP notes every unit that runs, for backward to gather by; in a frozen model, such as a reference that another
+    one is compared with, no backward comes that takes the notes off, and they would grow with every forward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            if state._fsdp_param_group is not None:
+                state._fsdp_param_group._post_forward_indices.clear()
+
+
+def _is_tied_pair(members: list[nn.Module]) -> bool:
+    """An embedding and the output head that uses the same matrix, and nothing else but adapters."""
+    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or not _is_head(members[1]):
+        return False
+    named = [pair for member in members for pair in member.named_parameters()]
+    return {id(parameter) for name, parameter in named if not is_adapter(name)} == {id(members[0].weight)}
+
+
+def _shard_tied_pair(
+    members: list[nn.Module], reshard_after_forward: bool, options: dict[str, Any]
+) -> Callable[[], None]:
+    """Makes the shared matrix a unit that runs twice a forward: as the embedding, and as the output projection.
+
+    FSDP's own way, one unit of both modules, keeps the matrix gathered from the embedding to the head, from the head
+    to the end of backward, and its gradient whole meanwhile: no better than the root. Gemma 3 27B in bf16: 2.6 GiB
+    each. Here the head's forward is a second forward method of the embedding's unit, so the matrix is gathered for
+    each use and freed in between; and the head's gradient is handed over when it is made, so that it is reduced at
+    once, where autograd would hold it until the embedding's gradient is there. It costs one gather and one reduction
+    of the matrix more. An adapter of the embedding is in its unit, one of the head in the root.
+
+    Returns what makes the head's parameter the embedding's sharded one again, to be called when the root is sharded.
+    """
+    embedding: Any = members[0]
+    head: Any = members[1]
+    del head.weight
+    project = head.forward
+
+    def project_with_embedding(*args: Any, **kwargs: Any) -> Tensor:
+        gathered = embedding.weight
+        weight = nn.Parameter(gathered.detach(), requires_grad=gathered.requires_grad)
+        if torch.is_grad_enabled() and gathered.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda weight: _hand_over(weight, gathered))
+        sharded = head.weight
+        head.weight = weight
+        try:
+            return project(*args, **kwargs)
+        finally:
+            head.weight = sharded
+
+    fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
+    embedding.register_forward_pre_hook(_gather_now, prepend=True)
+    embedding.run_as_output = project_with_embedding
+    register_fsdp_forward_method(embedding, "run_as_output")
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        _plan_backward_gather(embedding, args, kwargs)
+        embedding.unshard()
+        return embedding.run_as_output(*args, **kwargs)
+
+    head.forward = forward
+
+    def tie() -> None:
+        head.weight = embedding.weight
+
+    return tie
+
+
+def _hand_over(weight: Tensor, gathered: Tensor) -> None:
+    """Moves the head's gradient to the parameter that FSDP reduces, before it does so at the end of the head."""
+    gathered.grad = weight.grad if gathered.grad is None else gathered.grad + weight.grad
+    weight.grad = None
+
+
+def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that several modules own."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [shared for shared in places.values() if len(shared) > 1]

@@ -1,0 +1,1 @@
+"""One heartbeat ends all ranks of a run that hangs, with a line that names the rank."""

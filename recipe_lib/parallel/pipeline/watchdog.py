@@ -1,0 +1,130 @@
+"""What a rank of a pipeline is at: which action of which micro-batch, and which stage it waits for.
+
+The heartbeat of the run ends it when ranks fail or stand still; of a pipeline, whose ranks do different things, it asks
+here who waits for whom. On a GPU the host is ahead of the work that it has queued: there the work itself marks how far
+it is, by events, which a thread of this module's own looks at.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from recipe_lib.config.pipeline import rank_of_stage
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import UserError
+from recipe_lib.ops.device import holds_values
+from recipe_lib.parallel.pipeline.hang_report import BETWEEN, COMPUTES, WAITS, Ranks, Stand, culprits, to_json, words
+from recipe_lib.parallel.pipeline.schedules import COMPUTE, Action
+from recipe_lib.parallel.world import World
+
+EVERY = 0.5  # seconds between two looks at a device's marks
+_FROM_BEFORE = ("F", "RF", "SB")  # kinds of actions that take from the stage before, or send to it
+
+
+def watch_over(world: World, parallel: ParallelConfig) -> "Watch":
+    """The watch of a world, one for all its pipelines, which its heartbeat asks. In a simulation it only notes."""
+    found = world.heartbeat.detail
+    if not isinstance(found, Watch) or found.parallel != parallel:
+        found = Watch(world, parallel)
+        world.heartbeat.detail = found
+    return found
+
+
+class Watch:
+    """What a rank is at. A `Detail` of the heartbeat."""
+
+    def __init__(self, world: World, parallel: ParallelConfig) -> None:
+        self.parallel = parallel
+        self._rank, self._ranks, self._heartbeat = world.rank, Ranks(parallel, world.size), world.heartbeat
+        self._members = world.pipeline.ranks if world.pipeline is not None else (world.rank,)
+        self._device, self._on_device = world.device, world.device.type == "cuda" and holds_values(world.device)
+        self._done = 0
+        self._host = self._reached = (Stand(), time.monotonic())  # of the host, and of the work that it has queued
+        self._marks: deque[tuple[Any, Stand]] = deque()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A run of a rank's actions. What is raised inside says which one it was."""
+        if self._on_device and self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="pipeline marks", daemon=True)
+            self._thread.start()
+        try:
+            yield
+        except Exception as error:
+            stand = self._host[0]
+            if stand.kind:
+                where = f"{self._ranks.name(self._rank, stand.stage)}, {stand.action}"
+                if isinstance(error, UserError):
+                    error.faults = [f"{fault} ({where})" for fault in error.faults]
+                else:
+                    error.add_note(where)
+            raise
+        finally:
+            self._note(Stand())
+            self._heartbeat.count_anew()
+
+    def at(self, action: Action) -> None:
+        """Notes what comes now. An exchange counts as waiting for the other rank: what is sent until it is taken."""
+        self._note(Stand(COMPUTES, action.stage, action.kind, action.micro_batch))
+        if action.kind not in COMPUTE:
+            self.waits()
+
+    def waits(self) -> None:
+        """Notes that the action waits for the rank that has the stage before it, or after it."""
+        stand = self._host[0]
+        stage = stand.stage + (-1 if stand.kind in _FROM_BEFORE else 1)
+        other = self._members[rank_of_stage(self.parallel, stage)]
+        self._note(replace(stand, what=WAITS, other=other))
+
+    def computes(self) -> None:
+        """Notes that what the action has waited for is there."""
+        self._note(replace(self._host[0], what=COMPUTES, other=-1))
+
+    def name(self, rank: int) -> str:
+        """`rank 2 (stage 2)`."""
+        return self._ranks.name(rank)
+
+    def stand(self) -> dict[str, Any]:
+        """What the work is at, and since when; on a GPU as far as it has been seen."""
+        stand, since = self._reached if self._on_device else self._host
+        return to_json(replace(stand, seconds=time.monotonic() - since))
+
+    def culprits(self, stands: dict[int, dict[str, Any]]) -> list[int] | None:
+        """The ranks that the others wait for; None: this rank is between two steps."""
+        known = {rank: Stand(**stand) for rank, stand in stands.items()}
+        if known[self._rank].what == BETWEEN:
+            return None
+        return culprits(known, self._ranks, self.parallel.heartbeat_timeout_seconds)
+
+    def words(self, rank: int, stand: dict[str, Any]) -> str:
+        """`rank 2 (stage 2) has stood still for 62 s in the forward of micro-batch 3`; "" between two steps."""
+        return words(self._ranks, rank, Stand(**stand))
+
+    def _note(self, stand: Stand) -> None:
+        self._done += 1
+        stand = replace(stand, done=self._done)
+        self._host = stand, time.monotonic()
+        if self._on_device:
+            with suppress(RuntimeError):  # a device that has failed takes no more marks, and says so by itself
+                event = torch.cuda.Event()
+                event.record()
+                self._marks.append((event, stand))
+
+    def _follow(self) -> None:
+        """The thread that looks how far the work is, apart from the heartbeat, which waits for no call to a device."""
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self._device)  # else it takes something of the first GPU
+        while True:
+            try:
+                while self._marks and self._marks[0][0].query():
+                    self._reached = self._marks.popleft()[1], time.monotonic()
+            except RuntimeError:  # the device has failed: its error comes to the host by itself
+                return
+            time.sleep(EVERY)

@@ -1,0 +1,1 @@
+"""A trace replayed through a model of CUDA's caching allocator."""

@@ -1,0 +1,388 @@
+"""A model of CUDA's caching allocator (torch's native backend): which segments a run's allocations make it take.
+
+Rules from pytorch c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, as torch 2.11 to 2.13 have them.
+Not modelled: CUDA graphs' private pools, several threads, and address space that runs out in expandable mode.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from recipe_lib.plan.allocation.blocks import (
+    LARGE_SEGMENT,
+    ROUNDING,
+    SMALL_SIZE,
+    UNSPLIT_EXCESS,
+    Block,
+    Pool,
+    check_blocks,
+    growable_size,
+    join_neighbours,
+    round_size,
+    segment_size,
+)
+from recipe_lib.units import format_bytes
+
+# Like a device's: above 32 bits, so that viewers read every address as one type.
+_FIRST_ADDRESS = 0x7000_0000_0000 // LARGE_SEGMENT * LARGE_SEGMENT
+_ADDRESS_SPACE = 1024**4 // LARGE_SEGMENT * LARGE_SEGMENT  # of an expandable segment: more than any device has
+
+
+@dataclass
+class AllocatorSettings:
+    """How the allocator is set, as by PYTORCH_CUDA_ALLOC_CONF. Bytes.
+
+    cap: that the segments may take in all; None: no end. by_fraction: the cap is one that
+    `torch.cuda.set_per_process_memory_fraction` set, below the device's memory: a request is refused by the size of its
+    own segment, and `garbage_collection_threshold` (a share of the cap) works; an expandable segment may then grow past
+    the cap by less than a page. Else it is the device's own end. max_split_size: larger blocks are not split.
+    roundup_power2_divisions: sizes are rounded up to a power of two or to one of this many steps to the next; 0: not.
+    """
+
+    expandable: bool = False
+    cap: int | None = None
+    max_split_size: int | None = None
+    roundup_power2_divisions: int = 0
+    garbage_collection_threshold: float = 0
+    by_fraction: bool = False
+
+
+class OutOfMemory(Exception):  # noqa: N818 - what it is called everywhere
+    """No segment can be had, even after all unused ones were given back.
+
+    requested: bytes asked for. segment: bytes the device would have had to give. reserved, allocated: bytes held when
+    it failed. cap: the most that may be held.
+    """
+
+    def __init__(self, requested: int, segment: int, reserved: int, allocated: int, cap: int):
+        self.requested, self.segment = requested, segment
+        self.reserved, self.allocated, self.cap = reserved, allocated, cap
+        super().__init__(
+            f"{format_bytes(requested)} requested, {format_bytes(reserved)} of {format_bytes(cap)} reserved, "
+            f"{format_bytes(allocated)} of it allocated"
+        )
+
+
+class CachingAllocator:
+    """One device's allocator. Its numbers are those of `torch.cuda.memory_stats`, each with its peak since the last
+    `reset_peaks`: `requested`; `allocated`, the blocks handed out; `active`, those and the freed ones that another
+    stream may still use; `reserved`, all segments.
+    """
+
+    def __init__(
+        self, settings: AllocatorSettings | None = None, place: Callable[[int, int], int | None] | None = None
+    ):
+        """place: says where the device puts a segment of so many bytes for a stream (None: it does not know; they then
+        ascend). Of two free blocks of one size the one with the lower address is taken, so it can matter."""
+        self.settings = settings or AllocatorSettings()
+        self.requested = self.allocated = self.active = self.reserved = 0
+        self.peak_requested = self.peak_allocated = self.peak_active = self.peak_reserved = 0
+        self.num_alloc_retries = self.num_ooms = 0
+        self.log: list[tuple[str, int, int, int]] | None = None  # (action, address, bytes, stream) if it is a list
+        self._max_split = self.settings.max_split_size
+        self._collects = self.settings.by_fraction and self.settings.garbage_collection_threshold > 0
+        self._searches = 0  # of the large pool: a free block's age is how many there were since
+        self._pools: dict[tuple[bool, int], Pool] = {}
+        self._active: set[Block] = set()
+        self._pending: dict[int, deque[Block]] = {}
+        self._place = place
+        self._next_address = _FIRST_ADDRESS
+
+    def malloc(self, num_bytes: int, stream: int = 0) -> Block:
+        """A block for `num_bytes` > 0, to be used on `stream`; OutOfMemory if the cap leaves no room for it."""
+        size = round_size(num_bytes, self.settings.roundup_power2_divisions)
+        pool = self._pools.get((size <= SMALL_SIZE, stream)) or self._new_pool(size, stream)
+        block = self._reuse(pool, size) or self._grow(pool, size, num_bytes)
+        excess = block.size - size
+        if pool.small or self.settings.expandable:
+            split = excess >= ROUNDING
+        else:
+            split = excess > SMALL_SIZE and (self._max_split is None or size < self._max_split)
+        if split:
+            rest, block = block, Block(block.address, size, pool)
+            block.previous, block.next = rest.previous, rest
+            if rest.previous:
+                rest.previous.next = block
+            rest.previous, rest.address, rest.size = block, rest.address + size, excess
+            self._insert(rest)
+        block.allocated, block.requested = True, num_bytes
+        self._active.add(block)
+        self.requested += num_bytes
+        self.allocated += block.size
+        self.active += block.size
+        self.peak_requested = max(self.peak_requested, self.requested)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_active = max(self.peak_active, self.active)
+        if self.log is not None:
+            self.log.append(("alloc", block.address, num_bytes, stream))
+        return block
+
+    def free(self, block: Block) -> None:
+        """Takes the block back; it can be reused at once by its own stream, if `record_stream` did not name another."""
+        if not block.allocated:
+            raise ValueError(f"the block at {block.address:#x} is not allocated")
+        block.allocated = False
+        self.allocated -= block.size
+        if self.log is not None:
+            self.log.append(("free_requested", block.address, block.requested, block.pool.stream))
+        if not block.streams:
+            self._complete_free(block)
+            return
+        for stream in block.streams:
+            self._pending.setdefault(stream, deque()).append(block)
+        block.pending, block.streams = len(block.streams), None
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """The block is used on `stream` too: once freed, it is not reused before `finish(stream)`."""
+        if stream != block.pool.stream:
+            block.streams = (block.streams or set()) | {stream}
+
+    def finish(self, stream: int) -> None:
+        """All work that was issued on `stream` so far is done."""
+        for block in self._pending.pop(stream, ()):
+            block.pending -= 1
+            if not block.pending:
+                self._complete_free(block)
+
+    def empty_cache(self) -> None:
+        """Waits for all streams and gives every segment, or page of one, that holds nothing back to the device."""
+        for stream in list(self._pending):
+            self.finish(stream)
+        for pool in sorted(self._pools.values(), key=lambda pool: (pool.small, pool.stream)):
+            for block in [pool.blocks[address] for _, address in pool.free]:
+                if self.settings.expandable:
+                    self._unmap(block)
+                elif not block.previous and not block.next:
+                    self._give_back(block)
+
+    def reset_peaks(self) -> None:
+        """Peaks are counted from what is held now."""
+        self.peak_requested, self.peak_allocated = self.requested, self.allocated
+        self.peak_active, self.peak_reserved = self.active, self.reserved
+
+    def blocks(self) -> list[Block]:
+        """Every block with memory, by address."""
+        found = [block for pool in self._pools.values() for block in pool.blocks.values() if block.mapped]
+        return sorted([*found, *self._active], key=lambda block: block.address)
+
+    def check(self) -> None:
+        """AssertionError if the books are wrong: overlaps, unmerged neighbours, numbers that do not add up."""
+        blocks, pools = self.blocks(), list(self._pools.values())
+        assert sum(block.size for block in blocks) == self.reserved <= self.peak_reserved
+        assert sum(block.size for block in self._active) == self.active <= self.peak_active
+        assert sum(block.requested for block in self._active) == self.requested <= self.peak_requested
+        assert sum(block.size for block in blocks if block.allocated) == self.allocated <= self.peak_allocated
+        if self.settings.cap is not None and not (self.settings.by_fraction and self.settings.expandable):
+            assert self.reserved <= self.settings.cap
+        assert not any(block.idle for block in self._active)
+        unmapped = [pool.blocks[address] for pool in pools for address in pool.unmapped]
+        check_blocks(sorted([*blocks, *unmapped], key=lambda block: block.address), pools)
+
+    def _new_pool(self, size: int, stream: int) -> Pool:
+        small = size <= SMALL_SIZE
+        return self._pools.setdefault((small, stream), Pool(small, stream))
+
+    def _insert(self, block: Block) -> None:
+        block.born = self._searches
+        block.pool.insert(block)
+
+    def _reuse(self, pool: Pool, size: int) -> Block | None:
+        """The smallest free block that is large enough, taken from the pool (`get_free_block`)."""
+        if self._collects and not pool.small:
+            self._searches += 1
+        at = bisect_left(pool.free, (size, 0))
+        if at == len(pool.free):
+            return None
+        block = pool.blocks[pool.free[at][1]]
+        if self.settings.expandable:
+            # A block that ends at unmapped addresses counts as large as it can grow, so that it is taken last.
+            while at + 1 < len(pool.free):
+                other = pool.blocks[pool.free[at + 1][1]]
+                if growable_size(other) >= growable_size(block):
+                    break
+                block, at = other, at + 1
+        if self._max_split is not None and (
+            block.size >= (self._max_split if size < self._max_split else size + UNSPLIT_EXCESS)
+        ):
+            return None
+        del pool.free[at], pool.blocks[block.address]
+        return block
+
+    def _grow(self, pool: Pool, size: int, requested: int) -> Block:
+        """A block of a new segment; under a cap, after others were given back (`malloc`, where no block was found)."""
+        if self._collects:
+            self._collect_garbage()
+        block = self._new_segment(pool, size)
+        if not block and self._give_back_oversize(pool, size):
+            block = self._new_segment(pool, size)
+        if not block:
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            block = self._new_segment(pool, size)
+        if block:
+            return block
+        self.num_ooms += 1
+        if self.log is not None:
+            self.log.append(("oom", 0, size, pool.stream))
+        raise OutOfMemory(requested, segment_size(size), self.reserved, self.allocated, self.settings.cap or 0)
+
+    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+        """A block of at least `size` from the device, or None if the cap does not allow it (`alloc_block`)."""
+        settings, segment = self.settings, segment_size(size)
+        if (settings.by_fraction or not settings.expandable) and self._exceeds(segment):
+            return None
+        if settings.expandable:
+            return self._expand(pool, size)
+        address = self._place(segment, pool.stream) if self._place else None
+        if address is None:
+            address = self._next_address
+            self._next_address += segment
+        self._count_reserved("segment_alloc", address, segment, pool.stream)
+        return Block(address, segment, pool)
+
+    def _exceeds(self, more: int) -> bool:
+        return self.settings.cap is not None and self.reserved + more > self.settings.cap
+
+    def _count_reserved(self, action: str, address: int, change: int, stream: int) -> None:
+        self.reserved += change
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        if self.log is not None:
+            self.log.append((action, address, abs(change), stream))
+
+    def _complete_free(self, block: Block) -> None:
+        """The block can be reused: it joins its free neighbours (`free_block`)."""
+        if self.log is not None:
+            self.log.append(("free_completed", block.address, block.requested, block.pool.stream))
+        self._active.remove(block)
+        self.active -= block.size
+        self.requested -= block.requested
+        join_neighbours(block)
+        self._insert(block)
+
+    def _give_back(self, block: Block) -> None:
+        """A free block that is a whole segment goes back to the device (`release_block`)."""
+        block.pool.remove(block)
+        self._count_reserved("segment_free", block.address, -block.size, block.pool.stream)
+
+    def _give_back_oversize(self, pool: Pool, size: int) -> bool:
+        """With max_split_size: gives back a free block as large as needed, else several from the largest on
+        (`release_available_cached_blocks`); False if they are not enough."""
+        if self._max_split is None or self.settings.expandable:
+            return False
+        needed = max(size, self._max_split)
+        at = bisect_left(pool.free, (needed, 0))
+        if at < len(pool.free):
+            self._give_back(pool.blocks[pool.free[at][1]])
+            return True
+        released = 0
+        while released < needed and pool.free and pool.free[-1][0] >= self._max_split:
+            released += pool.free[-1][0]
+            self._give_back(pool.blocks[pool.free[-1][1]])
+        return released >= needed
+
+    def _collect_garbage(self) -> None:
+        """Gives back whole large segments that were long unused, until less than the threshold of the cap is reserved
+        (`garbage_collect_cached_blocks`)."""
+        target = self.reserved - int(self.settings.garbage_collection_threshold * (self.settings.cap or 0))
+        free = [
+            pool.blocks[address]
+            for key, pool in sorted(self._pools.items())
+            for _, address in pool.free
+            if not key[0] and not pool.blocks[address].previous and not pool.blocks[address].next
+        ]
+        reclaimed, found = 0, True
+        total_age = sum(self._searches - block.born for block in free)
+        while reclaimed < target and found and free:
+            threshold, kept, found = total_age / len(free), [], False
+            for block in free:
+                age = self._searches - block.born
+                if age < threshold:
+                    kept.append(block)
+                    continue
+                found, reclaimed, total_age = True, reclaimed + block.size, total_age - age
+                self._give_back(block)
+            free = kept
+
+    def _expand(self, pool: Pool, size: int) -> Block | None:
+        """A block at the lowest addresses of the stream's expandable segment that are free or without memory and
+        `size` long, given memory where it has none (`try_allocate_expandable_block`); None if there is no more."""
+        block = self._room(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None, "the room found is long enough"
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following  # which has taken in the block before it
+        pool.remove(block)
+        return block
+
+    def _room(self, pool: Pool, size: int) -> Block:
+        """The first block of that room; a new segment's, if there is none (`find_expandable_block`)."""
+        for address in pool.unmapped:
+            start = pool.blocks[address]
+            if start.previous and start.previous.idle:
+                start = start.previous
+            length, block = 0, start
+            while length < size and block.idle:
+                length += block.size
+                if not block.next:
+                    break
+                block = block.next
+            if length >= size:
+                return start
+        room = Block(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
+        self._next_address += _ADDRESS_SPACE
+        pool.insert(room)
+        return room
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Gives the first `size` bytes of an unmapped block memory, whole pages of it, and joins it to free neighbours
+        (`map_block`); False if the device has no more."""
+        pool = block.pool
+        size = -(-size // pool.page) * pool.page
+        if not self.settings.by_fraction and self._exceeds(size):
+            return False
+        self._count_reserved("segment_map", block.address, size, pool.stream)
+        pool.remove(block)
+        if size < block.size:
+            rest = Block(block.address + size, block.size - size, pool, mapped=False)
+            rest.previous, rest.next = block, block.next
+            if block.next:
+                block.next.previous = rest
+            block.next, block.size = rest, size
+            pool.insert(rest)
+        block.mapped = True
+        join_neighbours(block)
+        self._insert(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Gives the whole pages inside a free block back to the device (`unmap_block`)."""
+        pool = block.pool
+        begin = -(-block.address // pool.page) * pool.page
+        end = (block.address + block.size) // pool.page * pool.page
+        if begin >= end:
+            return
+        pool.remove(block)
+        if block.address < begin:
+            before = Block(block.address, begin - block.address, pool)
+            before.previous, before.next = block.previous, block
+            if block.previous:
+                block.previous.next = before
+            block.previous = before
+            self._insert(before)
+        if end < block.address + block.size:
+            after = Block(end, block.address + block.size - end, pool)
+            after.previous, after.next = block, block.next
+            if block.next:
+                block.next.previous = after
+            block.next = after
+            self._insert(after)
+        block.address, block.size, block.mapped = begin, end - begin, False
+        join_neighbours(block)
+        if block.previous or block.next:
+            pool.insert(block)  # else the segment is empty, and goes with its addresses
+        self._count_reserved("segment_unmap", begin, begin - end, pool.stream)

@@ -1,0 +1,125 @@
+"""A trace replayed through the caching allocator: what is reserved in each phase, and how little memory is enough."""
+
+from dataclasses import dataclass, field
+
+from recipe_lib.plan.allocation.blocks import SEGMENT_ROUNDING, Block
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
+
+
+@dataclass
+class PhaseReplay:
+    """The most bytes held at a time in one phase, each for itself.
+
+    requested: asked for and not given back. allocated: in the blocks handed out for it. active: those and freed
+    blocks that another stream may still use. reserved: taken from the device, with what earlier phases left there.
+    Each is the peak that torch counts as `requested_bytes.all.peak` and so on.
+    """
+
+    requested: int = 0
+    allocated: int = 0
+    active: int = 0
+    reserved: int = 0
+
+
+@dataclass
+class Failure:
+    """Where memory ran out. event, storage: their numbers in the trace. requested: bytes. message: what was held."""
+
+    phase: str
+    module: str
+    op: str
+    part: str
+    requested: int
+    event: int
+    storage: int
+    message: str
+
+
+@dataclass
+class Replay:
+    """phases: by name, in order. retries: how often everything unused was given back to make room. events: allocations
+    and frees replayed. failed: where memory ran out; the phases after that are missing."""
+
+    phases: dict[str, PhaseReplay] = field(default_factory=dict)
+    retries: int = 0
+    events: int = 0
+    failed: Failure | None = None
+
+    @property
+    def survived(self) -> bool:
+        """Memory did not run out."""
+        return self.failed is None
+
+    @property
+    def reserved(self) -> int:
+        """The most that is reserved in any phase, bytes."""
+        return max((phase.reserved for phase in self.phases.values()), default=0)
+
+    @property
+    def active(self) -> int:
+        """The most that is active in any phase, bytes."""
+        return max((phase.active for phase in self.phases.values()), default=0)
+
+
+def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
+    """What the allocator does on the device's storages of `trace`. A freed block can be reused at once: a trace knows
+    no `record_stream`. Empty storages take no memory. What is allocated before the first phase counts from there on."""
+    result, allocator = Replay(), CachingAllocator(settings)
+    blocks: dict[int, Block] = {}
+    phase = ""
+    for index, (kind, number) in enumerate(trace.events):
+        if kind == ALLOC:
+            storage = trace.storages[number]
+            if not storage.device or not storage.bytes:
+                continue
+            result.events += 1
+            try:
+                blocks[number] = allocator.malloc(storage.bytes, storage.stream)
+            except OutOfMemory as error:
+                result.failed = Failure(
+                    phase, storage.module, storage.op, storage.part, storage.bytes, index, number, str(error)
+                )
+                break
+        elif kind == FREE:
+            if block := blocks.pop(number, None):
+                result.events += 1
+                allocator.free(block)
+        elif kind == PHASE:
+            _close(result, allocator, phase)
+            phase = trace.phases[number]
+    _close(result, allocator, phase)
+    result.retries = allocator.num_alloc_retries
+    return result
+
+
+def _close(result: Replay, allocator: CachingAllocator, phase: str) -> None:
+    """Notes the peaks of a phase that ends; one that came before keeps the larger ones."""
+    if phase:
+        peaks = result.phases.setdefault(phase, PhaseReplay())
+        peaks.requested = max(peaks.requested, allocator.peak_requested)
+        peaks.allocated = max(peaks.allocated, allocator.peak_allocated)
+        peaks.active = max(peaks.active, allocator.peak_active)
+        peaks.reserved = max(peaks.reserved, allocator.peak_reserved)
+    allocator.reset_peaks()
+
+
+def smallest_cap(trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING) -> int:
+    """The least device memory, in bytes, that the segments can be held to and the run still goes through, with retries.
+
+    Found by halving between the most that is asked for at a time, below which nothing goes through, and what is
+    reserved without a cap, which always does; a multiple of `step`, or the latter. With a little more memory the run
+    can, rarely, fail again, because blocks then come to lie differently.
+    """
+    free_run = replay(trace, AllocatorSettings(expandable=expandable))
+    enough = free_run.reserved
+    peaks = free_run.phases.values()
+    too_little = max((phase.requested for phase in peaks), default=0) // step - 1
+    steps = -(-enough // step)
+    while steps - too_little > 1:
+        middle = (steps + too_little) // 2
+        if replay(trace, AllocatorSettings(expandable=expandable, cap=middle * step)).survived:
+            steps, enough = middle, middle * step
+        else:
+            too_little = middle
+    return enough

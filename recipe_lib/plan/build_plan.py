@@ -1,0 +1,344 @@
+"""A plan from a recipe and its config: simulated, replayed through the allocator, put on a time line, summed up."""
+
+import re
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import recipe_lib
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.allocation.scratch import kernel_memory
+from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
+from recipe_lib.plan.result import (
+    DOES_NOT_FIT,
+    CommunicationRow,
+    DeviceFacts,
+    LayerRow,
+    OutsideTorch,
+    Plan,
+    TimePlan,
+)
+from recipe_lib.plan.stages import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
+from recipe_lib.plan.timing.cost import (
+    Calibration,
+    collective_seconds,
+    error_text,
+    model_flops,
+    model_flops_utilization,
+    wire_bytes,
+)
+from recipe_lib.plan.timing.pipeline_time import Sums
+from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
+from recipe_lib.plan.verdict import HOST_ALLOWS
+from recipe_lib.plan.world.sequence_lengths import Sequence
+from recipe_lib.units import GIB, format_bytes
+
+PHASES = ("load", "validation", "save")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none: the first of each
+    place in a pipeline, or rank 0. steps: of the whole run.
+
+    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced beside
+    set-up and steps. assumptions: what was assumed on the way here. timed: whether operators
+    are put on a time line.
+    """
+
+    hardware: Hardware
+    sequence: Sequence
+    ranks: int = 1
+    traced_ranks: tuple[int, ...] = ()
+    recipe: str = ""
+    config: str = ""
+    overrides: tuple[str, ...] = ()
+    steps: int | None = None
+    calibration: Calibration | None = None
+    outside: OutsideTorch | None = None
+    phases: tuple[str, ...] = PHASES
+    assumptions: tuple[str, ...] = ()
+    timed: bool = True
+
+
+def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Plan, Trace]:
+    """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
+    began = time.process_time()
+    hardware = settings.hardware
+    traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    simulated = {rank: simulate_rank(recipe_class, cfg, settings, rank) for rank in traced}
+    outside = settings.outside or max(
+        (outside_torch(hardware, _communicators(found.trace)) for found in simulated.values()),
+        key=lambda one: one.total,
+    )
+    usable = hardware.memory - outside.total
+    ranks = [rank_plan(rank, found) for rank, found in simulated.items()]
+    heaviest = max(ranks, key=lambda rank: rank.reserved)
+    found = simulated[heaviest.rank]
+    more, estimate = max(not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values())
+    verdict = lowered(verdict_of(found.trace, heaviest, usable, hardware), more, heaviest, usable)
+    if not _host_suffices(cfg, settings, found.trace):
+        verdict = DOES_NOT_FIT
+    timings = None
+    if settings.timed:
+        wanted = simulated if cfg.parallel.pipeline > 1 else {heaviest.rank: found}
+        timings = {rank: schedule(one.trace, STEADY, hardware, settings.calibration) for rank, one in wanted.items()}
+    pipeline = staged(cfg, simulated, timings, hardware, settings.calibration)
+    plan = Plan(
+        recipe=settings.recipe,
+        config=settings.config,
+        overrides=list(settings.overrides),
+        model=str(cfg.model.preset or cfg.model.path),
+        ranks=settings.ranks,
+        mesh=found.mesh,
+        device=_device_facts(hardware, usable, cfg.dtype),
+        sequence=_sequence_facts(settings.sequence),
+        verdict=verdict,
+        margin=usable - heaviest.reserved - more,
+        rank_plans=ranks,
+        outside=outside,
+        layers=rows_of_all([_layers(simulated[rank]) for rank in traced]) if pipeline else _layers(found),
+        communication=_communication(found.trace, settings),
+        time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
+        pipeline=pipeline.plan if pipeline else None,
+        assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
+        not_modelled=_not_modelled(cfg, hardware, settings.ranks, found.trace),
+        estimate=estimate,
+        versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+    )
+    plan.seconds = time.process_time() - began
+    return plan, found.trace
+
+
+def simulate_rank(
+    recipe_class: type,
+    cfg: Any,
+    settings: PlanSettings,
+    rank: int,
+    steps: tuple[str, ...] = (FIRST, STEADY),
+    traced: int | None = None,
+) -> Simulated:
+    """One rank's trace, with the kernels and the scratch of the planned device. steps, traced: as `simulate` takes
+    them. ConfigError for matmuls that the device does not have."""
+    if getattr(cfg, "matmul_dtype", None) == "fp8" and not settings.hardware.multiplies_fp8:
+        raise ConfigError(
+            f"matmul_dtype: found fp8 for {settings.hardware.name}, {settings.hardware.architecture}, expected a GPU "
+            "of compute capability 8.9 or more (Ada, Hopper and later); choose int8, or remove matmul_dtype"
+        )
+    like_cpu = settings.hardware.architecture == "cpu"
+    return simulate(
+        recipe_class,
+        cfg,
+        settings.sequence,
+        rank=rank,
+        ranks=settings.ranks,
+        phases=settings.phases,
+        steps=steps,
+        like_cpu=like_cpu,
+        kernel_memory=kernel_memory(settings.hardware.architecture),
+        traced=traced,
+    )
+
+
+def _layers(found: Simulated) -> list[LayerRow]:
+    """The table of modules; what they keep is what is there when the last backward of the steady step begins."""
+    kept: dict[str, int] = defaultdict(int)
+    for module, size in _kept_for_backward(found.trace).items():
+        pieces = module.split(".")
+        for cut in range(1, len(pieces) + 1):
+            kept[".".join(pieces[:cut])] += size
+    return [replace(row, kept=kept.get(row.module, 0)) for row in found.modules]
+
+
+def _kept_for_backward(trace: Trace) -> dict[str, int]:
+    """By module the bytes of activations that are alive when a backward of the steady step begins, where the most are;
+    of equal ones the last."""
+    alive: dict[int, None] = {}
+    before = ""
+    found: dict[str, int] = {}
+    current = ""
+    for kind, number in trace.events:
+        if kind == PHASE:
+            current = trace.phases[number]
+        elif kind == ALLOC:
+            alive[number] = None
+        elif kind == FREE:
+            alive.pop(number, None)
+        elif kind == OP and current == STEADY:
+            part = trace.ops[number].part
+            if part == "backward" and before == "forward":
+                kept: dict[str, int] = defaultdict(int)
+                for storage in map(trace.storages.__getitem__, alive):
+                    if storage.kind == "activations" and storage.device:
+                        kept[storage.module] += storage.bytes
+                found = kept if sum(kept.values()) >= sum(found.values()) else found
+            before = part if part in ("forward", "backward") else before
+    return found
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRow]:
+    """Alike collectives of the steady step as one row each; numbers of layers become `*`."""
+    rows: dict[tuple[Any, ...], CommunicationRow] = {}
+    for kind, number in trace.phase_events(STEADY):
+        op = trace.ops[number] if kind == OP else None
+        if op is None or op.collective is None:
+            continue
+        collective, module = op.collective, _NUMBER.sub("*", op.module)
+        key = (collective.operation, collective.dim, collective.ranks, op.part, module, collective.shapes, op.dtype)
+        if key in rows:
+            rows[key].count += op.repeats
+            continue
+        rows[key] = CommunicationRow(
+            operation=collective.operation,
+            dim=collective.dim,
+            ranks=list(collective.ranks),
+            where=op.part,
+            module=module,
+            shapes=[list(shape) for shape in collective.shapes],
+            dtype=collective.dtype,
+            bytes=collective.bytes,
+            wire_bytes=wire_bytes(collective.operation, collective.bytes, len(collective.ranks)),
+            count=op.repeats,
+            seconds=collective_seconds(collective, settings.hardware, settings.calibration) if settings.timed else 0.0,
+        )
+    return [row for row in rows.values() if len(row.ranks) > 1]
+
+
+def _communicators(trace: Trace) -> list[int]:
+    """The sizes of the groups that communicate in the trace."""
+    return [len(ranks) for ranks in sorted({op.collective.ranks for op in trace.ops if op.collective})]
+
+
+def _time(
+    simulated: dict[int, Simulated], timing: StepTime, pipeline: Staged | None, settings: PlanSettings, dtype: str
+) -> TimePlan | None:
+    """timing: of the heaviest rank. None where the places of a pipeline are not all known."""
+    steps = settings.steps or settings.sequence.steps
+    sums: StepTime | Sums | None = timing
+    seconds: float | None = timing.step
+    if pipeline is not None:
+        sums, seconds = pipeline.sums, pipeline.step
+    if sums is None or seconds is None:
+        return None
+    flops = [model_flops(found.trace, STEADY) for found in simulated.values()]  # each place has as many ranks
+    mfu = model_flops_utilization(sum(flops) / len(flops), seconds, settings.hardware, dtype)
+    tokens = next(iter(simulated.values())).tokens
+    return TimePlan(
+        compute=sums.compute,
+        communication=sums.communication,
+        exposed=sums.exposed,
+        launch=sums.launch,
+        step=seconds,
+        tokens_per_step=tokens,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        mfu=mfu,
+        steps=steps,
+        total=steps * seconds if steps else None,
+        calibrated=settings.calibration is not None,
+        error=error_text(settings.hardware, settings.calibration),
+        copies=sums.copies,
+        copies_exposed=sums.copies_exposed,
+    )
+
+
+def _device_facts(hardware: Hardware, usable: int, dtype: str) -> DeviceFacts:
+    return DeviceFacts(
+        name=hardware.name,
+        memory=hardware.memory,
+        usable=usable,
+        architecture=hardware.architecture,
+        flops=hardware.rate(dtype),
+        bandwidth=hardware.bandwidth,
+        link=hardware.link.kind,
+        link_bandwidth=hardware.link.bandwidth,
+    )
+
+
+def _sequence_facts(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "tokens": sequence.tokens,
+        "source": sequence.source,
+        "histogram": sequence.histogram,
+        "documents": sequence.documents,
+        "group": sequence.group,
+    }
+
+
+def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
+    """What the figures rest on."""
+    like_cpu = settings.hardware.architecture == "cpu"
+    kernels = "a CPU's" if like_cpu else "flash attention (documents of packed rows: varlen flash), fused RMSNorm"
+    if attention_backend(settings.hardware.architecture) == "cudnn":
+        kernels += "; for rows that are not packed torch may take cuDNN's attention here, whose scratch is its own"
+    multiple = cfg.data.pad_to_multiple
+    padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
+    lines = [
+        f"rows of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), batch_size {cfg.batch_size}, "
+        f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
+        f"kernels: {kernels}; torch {torch.__version__}",
+        "allocator: torch's default settings; `expandable` with PYTORCH_ALLOC_CONF=expandable_segments:True",
+    ]
+    if settings.ranks > 1:
+        traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+        found_ranks = f"rank {traced[0]}" if len(traced) == 1 else f"ranks {', '.join(map(str, traced))}"
+        lines.append(
+            f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part of uneven shards"
+        )
+    lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
+    lines += _host_memory(cfg, settings, found.trace)
+    if not found.repeats and not found.grows:
+        lines.append("the second step left less memory than the first: later steps may differ from it")
+    return lines + found.notes
+
+
+def _host_taken(settings: PlanSettings, trace: Trace) -> tuple[int, int]:
+    """(ranks of a machine, bytes of its memory that they take)."""
+    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
+    return ranks, ranks * max(trace.active_peaks(device=False).values(), default=0)
+
+
+def _host_suffices(cfg: Any, settings: PlanSettings, trace: Trace) -> bool:
+    """Whether what the ranks of a machine keep on the host is what the config allows them, if it says so."""
+    allowed = cfg.memory.host_memory
+    return allowed is None or _host_taken(settings, trace)[1] <= allowed * GIB
+
+
+def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
+    """The same in words."""
+    if cfg.memory.host_memory is None:
+        return []
+    ranks, most = _host_taken(settings, trace)
+    verdict = "enough" if _host_suffices(cfg, settings, trace) else "too little, a run is refused"
+    return [
+        f"{HOST_ALLOWS} {cfg.memory.host_memory:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which "
+        f"take {format_bytes(most)}: {verdict}"
+    ]
+
+
+def _not_modelled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
+    lines = ["memory of kernels compiled by torch.compile, and CUDA graphs", "other processes on the device"]
+    if ranks > 1:
+        lines.append("NCCL's buffers are a published figure of another machine, not a model")
+    if any(op.name == "aten::record_stream" for op in trace.ops):
+        lines.append("record_stream: memory that it keeps until another stream is done")
+    if cfg.memory.cpu_offload:
+        lines.append("cpu_offload: the time of the optimizer on the CPU; a step takes longer")
+    sends = cfg.memory.activation_offload or cfg.memory.optimizer_offload or cfg.memory.cpu_offload
+    if sends and ranks > 1:
+        lines.append(
+            "copies between host and device: that ranks of a machine may share its links and host memory's rate"
+        )
+    if getattr(getattr(cfg, "lora", None), "merge", False):
+        lines.append("lora.merge: the merged model is written layer by layer after training")
+    return lines

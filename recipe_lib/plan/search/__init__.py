@@ -1,0 +1,1 @@
+"""Estimates of changed configs: advice, search, and the choice of a strategy."""

@@ -1,0 +1,244 @@
+"""What one change of a config does to its peak and its step, each tried alone."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
+from recipe_lib.plan.search.estimate import Quick
+from recipe_lib.plan.search.search_space import data_ranks
+from recipe_lib.plan.search.trials import (
+    Changes,
+    changed,
+    checkpointing,
+    in_processes,
+    override_text,
+    try_quick,
+    usable_bytes,
+    with_ranks,
+)
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY
+
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+# A change of less than this share is none.
+SMALLEST = 0.002
+
+# From least to most memory.
+CHECKPOINTING = ("full", "selective", "none")
+QUANTIZED = ("nf4", "int8", "none")
+LONG = 8192  # tokens of a row from which on an MLP's inner width is worth cutting
+MOST_LOSS_CHUNKS = 64
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change to try. changes: of the config. text: to type before them. ranks: in place of the run's. tokens,
+    documents: of a row, where they change. timed: whether the change of the step's time is known. note: for who reads
+    the advice."""
+
+    changes: Changes = field(default_factory=dict)
+    note: str = ""
+    text: str = ""
+    ranks: int | None = None
+    tokens: int | None = None
+    documents: float | None = None
+    timed: bool = True
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A lever and what the run takes with it. usable: bytes that the allocator may then take."""
+
+    lever: Lever
+    quick: Quick
+    usable: int
+
+
+def advise(recipe_class: type, cfg: Any, settings: PlanSettings, plan: Plan) -> list[Advice]:
+    """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained.
+
+    cfg: plannable. Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some
+    percent off. Levers that the config's table of combinations or the recipe refuses are left out, and so is what
+    neither lowers the peak nor makes the step faster.
+    """
+    return advice_from(plan, *try_levers(recipe_class, cfg, settings))
+
+
+def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Quick | None, list[Tried]]:
+    """The run as it is, None where it could not be tried, and with each lever.
+
+    In several processes if nothing has been simulated in this one yet: before its own plan is made is the better time.
+    """
+    jobs = [(Lever(), cfg, settings)]
+    for lever in levers(cfg, settings):
+        other = changed(cfg, lever.changes)
+        if other is not None:
+            jobs.append((lever, other, _settings_with(settings, lever)))
+    found = in_processes(lambda job: try_quick(recipe_class, job[1], job[2]), jobs)
+    tried = [
+        Tried(lever, result, usable_bytes(other, held))
+        for (lever, other, held), result in zip(jobs[1:], found[1:], strict=True)
+        if result is not None
+    ]
+    return found[0], tried
+
+
+def advice_from(plan: Plan, base: Quick | None, tried: list[Tried]) -> list[Advice]:
+    """The advice of a plan from what was tried, in order."""
+    has_room = plan.verdict != DOES_NOT_FIT
+    rows = [(False, row) for row in _expandable(plan)]
+    for one in tried if base is not None else []:
+        assert base is not None
+        gained, saved = one.quick.active - base.active, one.quick.seconds - base.seconds
+        less, faster = gained < -SMALLEST * base.active, saved < -SMALLEST * base.seconds
+        row = Advice(
+            override=" ".join(filter(None, [one.lever.text, override_text(one.lever.changes)])),
+            bytes=gained,
+            seconds=saved if one.lever.timed else None,
+            fits=_fits(plan, base, one),
+            note=one.lever.note,
+        )
+        gives_speed = faster and has_room and row.fits and one.lever.timed
+        if less or gives_speed:
+            rows.append((gives_speed, row))
+    rows.sort(key=lambda pair: (not pair[1].fits, not pair[0], (pair[1].seconds or 0.0) if pair[0] else pair[1].bytes))
+    return [row for _, row in rows]
+
+
+def _fits(plan: Plan, base: Quick, one: Tried) -> bool:
+    """As the verdict counts it, with expandable segments: the plan's own peak, and what the lever changes of it."""
+    steps = [peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)]
+    others = [peak.active for peak in plan.heaviest.peaks if peak.phase not in (FIRST, STEADY)]
+    planned = max(steps, default=0) + one.quick.reserved_expandable - base.reserved_expandable
+    return max(planned, *others, 0) <= one.usable
+
+
+def _expandable(plan: Plan) -> list[Advice]:
+    rank = plan.heaviest
+    gained = rank.reserved_expandable - rank.reserved
+    if gained >= -SMALLEST * rank.reserved:
+        return []
+    fits = rank.reserved_expandable <= plan.device.usable
+    return [Advice(EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle")]
+
+
+def _settings_with(settings: PlanSettings, lever: Lever) -> PlanSettings:
+    sequence = settings.sequence
+    tokens = min(sequence.tokens, lever.tokens or sequence.tokens) if lever.documents is None else lever.tokens
+    pack = lever.documents or sequence.pack * (tokens or sequence.tokens) / sequence.tokens
+    settings = replace(settings, sequence=replace(sequence, tokens=tokens or sequence.tokens, pack=max(1.0, pack)))
+    return with_ranks(settings, lever.ranks) if lever.ranks else settings
+
+
+def levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
+    """Everything that could be changed, in either direction."""
+    return [*_rows(cfg), *_layers(cfg), *_sharding(cfg, settings.ranks), *_weights(cfg), *_length(cfg, settings)]
+
+
+def _rows(cfg: Any) -> list[Lever]:
+    rows, turns = cfg.batch_size, cfg.gradient_accumulation_steps
+    found = []
+    if rows > 1:
+        fewer = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
+        changes = {"batch_size": fewer, "gradient_accumulation_steps": turns * rows // fewer}
+        found.append(Lever(changes, "the same rows a step"))
+    if turns % 2 == 0:
+        changes = {"batch_size": 2 * rows, "gradient_accumulation_steps": turns // 2}
+        found.append(Lever(changes, "the same rows a step"))
+    return found
+
+
+def _layers(cfg: Any) -> list[Lever]:
+    """What is kept for backward, and logits."""
+    own = cfg.memory.activation_checkpointing
+    found = [Lever(checkpointing(cfg, kind)) for kind in CHECKPOINTING if kind != own]
+    if cfg.memory.loss_chunks < MOST_LOSS_CHUNKS:
+        found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MOST_LOSS_CHUNKS)}))
+    if cfg.max_seq_len >= LONG and cfg.memory.mlp_chunks == 1:
+        found.append(Lever({"memory.mlp_chunks": cfg.max_seq_len // (LONG // 2)}))
+    if not cfg.memory.activation_offload:
+        found.append(Lever({"memory.activation_offload": True}, "kept in host memory meanwhile"))
+    return found
+
+
+def _sharding(cfg: Any, ranks: int) -> list[Lever]:
+    """What a rank holds of the model."""
+    parallel, found = cfg.parallel, []
+    if ranks > 1:
+        if parallel.wrapping in ("auto", "layers"):
+            found.append(Lever({"parallel.wrapping": "memory_efficient"}))
+        found.append(Lever({"parallel.reshard_after_forward": not parallel.reshard_after_forward}))
+        if parallel.data_replicate > 1:
+            found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
+        if parallel.data_shard == -1 and data_ranks(cfg, ranks) % (2 * parallel.data_replicate) == 0:
+            found.append(Lever({"parallel.data_replicate": 2 * parallel.data_replicate}, "copies of the sharded model"))
+        whole = parallel.strategy == "ddp"
+        found.append(
+            Lever({"parallel.strategy": "fsdp" if whole else "ddp"}, "" if whole else "whole models, nothing gathered")
+        )
+        if parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16":
+            found.append(Lever({"parallel.reduce_dtype": None}, "gradients are summed in bf16: less exact"))
+    turns, changes, note = cfg.gradient_accumulation_steps, {}, "more rows a step"
+    if turns % 2 == 0:
+        changes, note = {"gradient_accumulation_steps": turns // 2}, "the same rows a step"
+    if parallel.data_shard == -1:
+        found.append(Lever(changes, note, text=f"--nproc_per_node {2 * ranks}", ranks=2 * ranks))
+    offload = not cfg.memory.cpu_offload
+    slow = "much slower: the optimizer runs on the CPU and parameters cross PCIe; that time is not planned"
+    found.append(Lever({"memory.cpu_offload": offload}, slow if offload else "", timed=False))
+    return found
+
+
+def _weights(cfg: Any) -> list[Lever]:
+    """What is trained, in which type, by which optimizer."""
+    found = []
+    if cfg.matmul_dtype is None:
+        found.append(Lever({"matmul_dtype": "int8"}, "products of rounded operands: compare the losses"))
+    if cfg.dtype == "fp32":
+        found.append(Lever({"dtype": "bf16"}, "other rounding: compare the losses"))
+    if cfg.optimizer.implementation not in ("auto", "fused"):
+        found.append(Lever({"optimizer.implementation": "fused"}))
+    if not cfg.memory.optimizer_offload:
+        found.append(Lever({"memory.optimizer_offload": True}, "states in host memory; they visit the device"))
+    if not cfg.memory.optimizer_in_backward:
+        changes: dict[str, Any] = {"memory.optimizer_in_backward": True, "clip_grad_norm": None}
+        note = "gradients are not clipped"
+        if cfg.gradient_accumulation_steps > 1:
+            changes["gradient_accumulation_steps"] = 1
+            note += ", and a step has fewer rows"
+        found.append(Lever(changes, note))
+    if cfg.optimizer.name == "adamw":
+        if cfg.optimizer.state_bits is None:
+            found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))
+        found.append(Lever({"optimizer.name": "sgd"}, "another optimizer, without states: needs its own optimizer.lr"))
+    adapters, preference = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
+    if preference is not None and preference.train == "full":
+        found.append(Lever({"dpo.train": "lora"}, "trains adapters in place of every parameter"))
+    elif adapters is not None:
+        note = "frozen weights are rounded"
+        found += [Lever({"lora.quantize": kind}, note) for kind in QUANTIZED if kind not in (adapters.quantize, "none")]
+        if adapters.quantize != "none":
+            found.append(Lever({"lora.quantize": "none"}, "frozen weights are not rounded"))
+        if adapters.rank > 1 and adapters.adapter is None:
+            found.append(Lever({"lora.rank": adapters.rank // 2}, "smaller adapters"))
+    return found
+
+
+def _length(cfg: Any, settings: PlanSettings) -> list[Lever]:
+    """Longer and shorter rows."""
+    sequence, found = settings.sequence, []
+    if sequence.tokens > 1:
+        half = sequence.tokens // 2
+        note = (
+            "shorter packs: more of them"
+            if cfg.data.packing
+            else f"data.long_rows={cfg.data.long_rows} for longer rows"
+        )
+        found.append(Lever({"max_seq_len": half}, note, tokens=half, timed=False))
+    histogram = sequence.histogram
+    if histogram and not cfg.data.packing and 2 * histogram["p50"] <= cfg.max_seq_len and sequence.group == 1:
+        documents = cfg.max_seq_len / histogram["p50"]
+        note = f"about {documents:.0f} documents in a row of {cfg.max_seq_len} tokens, in place of one and padding"
+        found.append(Lever({"data.packing": True}, note, tokens=cfg.max_seq_len, documents=documents, timed=False))
+    return found

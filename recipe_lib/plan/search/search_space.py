@@ -1,0 +1,152 @@
+"""What `tune plan --search` tries: ways to share a model between ranks, pipelines among them, and micro-batches."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.pipeline import SCHEDULES, fewest_micro_batches, stage_count
+from recipe_lib.errors import SetupError
+from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.search.trials import Changes, changed, value_of
+from recipe_lib.plan.world.shape_only_model import layer_count
+
+# What is looked for beside the micro-batch: key -> its values for a config and so many ranks with different batches,
+# least memory first.
+SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
+    "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks),
+    "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
+    "optimizer.implementation": lambda cfg, ranks: ("auto",),
+}
+STRATEGY_KEY = "parallel.strategy"
+# The micro-batch, with as many of them as make up the rows of a step.
+SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
+
+PIPELINE_KEY, SCHEDULE_KEY, COUNT_KEY = (
+    f"parallel.{name}" for name in ("pipeline", "pipeline_schedule", "pipeline_microbatches")
+)
+# The schedule with the least memory, and the one with the least waiting that takes as much activation memory.
+SCHEDULES_TRIED = ("1f1b", "zbv")
+# Where ranks cannot read each other's memory, gathering parameters costs more than it does elsewhere, and what a
+# pipeline exchanges is little.
+LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
+MOST_LENGTHS = 3  # of pipelines, the longest that there can be
+
+
+def rows_of(cfg: Any) -> int:
+    """Rows of a step on one rank that has rows of its own."""
+    return int(cfg.batch_size * cfg.gradient_accumulation_steps)
+
+
+def data_ranks(cfg: Any, ranks: int) -> int:
+    """Ranks with different batches."""
+    return max(1, ranks // (cfg.parallel.tensor * cfg.parallel.pipeline))
+
+
+def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
+    """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
+    quantize = value_of(cfg, "lora.quantize")
+    free = quantize is not None and "lora.quantize" not in fixed
+    stays = {} if "memory.cpu_offload" in fixed else {"memory.cpu_offload": False}
+    yield [stays, *([stays | {"lora.quantize": "none"}] if free and quantize != "none" else [])]
+    rounded: list[Changes] = []
+    if free:
+        rounded = [
+            {"lora.quantize": kind}
+            for kind in ("int8", "nf4")
+            if quantize == "none" or (quantize, kind) == ("int8", "nf4")
+        ]
+        yield [stays | one for one in rounded]
+    if stays and "memory.optimizer_offload" not in fixed:
+        yield [stays | {"memory.optimizer_offload": True} | one for one in (rounded or [{}])]
+    if stays:
+        yield [{"memory.cpu_offload": True} | one for one in (rounded or [{}])]
+
+
+def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
+    """All combinations of SHARING, least memory first; then whole models on every rank, without FSDP."""
+    copies = data_ranks(cfg, ranks)
+    free = STRATEGY_KEY not in fixed
+    combinations: list[Changes] = [{STRATEGY_KEY: "fsdp"} if free and cfg.parallel.strategy != "fsdp" else {}]
+    for key, values in SHARING.items():
+        if key not in fixed and value_of(cfg, key) is not None:
+            combinations = [one | {key: value} for one in combinations for value in values(cfg, copies)]
+    for one in combinations:
+        alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
+        if not alone or one.get("parallel.reshard_after_forward", True):
+            yield one
+    if free and copies > 1:
+        own = "optimizer.implementation"
+        yield {STRATEGY_KEY: "ddp"} | ({} if own in fixed else {own: "auto"})
+
+
+def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True) -> Iterator[Changes]:
+    """Ways to divide the layers between ranks instead; none where the link or what is fixed speaks against it.
+
+    The ranks that a pipeline leaves share or copy its stages. splits: whether backward may be cut in two.
+    """
+    if settings.hardware.link.kind not in LINKS_FOR_PIPELINES or PIPELINE_KEY in fixed or SIZE_KEYS & set(fixed):
+        return  # with fewer ranks that have rows of their own, a step keeps its rows by more of them on each
+    groups = settings.ranks // cfg.parallel.tensor
+    schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
+    lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
+    for size in lengths[-MOST_LENGTHS:]:
+        for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
+            begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
+            if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:  # copies are a number of FSDP's here
+                begun[STRATEGY_KEY] = "fsdp"
+            if cfg.parallel.pipeline_microbatches is not None:  # meant for another pipeline
+                begun[COUNT_KEY] = None
+            left = groups // size
+            copies = [1, left] if left > 1 and cfg.parallel.data_shard == -1 else [1]
+            if "parallel.data_replicate" in fixed:
+                copies = [cfg.parallel.data_replicate]
+            for number in copies:
+                one = begun | {"parallel.data_replicate": number}
+                if _is_possible(cfg, settings, one):
+                    yield one
+
+
+def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
+    """Whether ranks, layers and rows of a step can be divided so."""
+    if rows_of(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline or not sizes(cfg, changes):
+        return False
+    other = changed(cfg, changes | micro_batch(cfg, changes, 1))
+    if other is None or stage_count(other.parallel) > layer_count(other):
+        return False
+    try:
+        mesh_shape(other.parallel, settings.ranks)
+    except SetupError:
+        return False
+    return True
+
+
+def rows_with(cfg: Any, changes: Changes) -> int:
+    """Rows of a step on a rank that has rows of its own, so that the step keeps all of its rows."""
+    return rows_of(cfg) * int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) // int(cfg.parallel.pipeline)
+
+
+def micro_batch(cfg: Any, changes: Changes, rows: int) -> Changes:
+    """Micro-batches of so many rows, as many as make up the step's."""
+    return {"batch_size": rows, "gradient_accumulation_steps": rows_with(cfg, changes) // rows}
+
+
+def sizes(cfg: Any, changes: Changes) -> list[int]:
+    """Rows that a micro-batch can have, fewest first."""
+    whole = rows_with(cfg, changes)
+    found = [size for size in range(1, whole + 1) if whole % size == 0]
+    if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
+        return found
+    other = changed(cfg, changes | micro_batch(cfg, changes, 1))
+    fewest = whole + 1 if other is None else fewest_micro_batches(other.parallel)
+    return [size for size in found if whole // size >= fewest]
+
+
+def _copies(cfg: Any, ranks: int) -> list[int]:
+    """Numbers of copies of the model: few, and one for each rank; as the config says where it fixes the shards."""
+    if cfg.parallel.data_shard != -1:
+        return [cfg.parallel.data_replicate]
+    return sorted({copies for copies in (1, 2, ranks // 8, ranks) if copies and ranks % copies == 0})
+
+
+def _own_reshard(cfg: Any) -> bool:
+    return bool(cfg.parallel.reshard_after_forward)

@@ -1,0 +1,129 @@
+"""Changes of a config: made where the table of combinations allows them, written as overrides, tried in processes."""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from recipe_lib.config.compatibility import incompatibilities
+from recipe_lib.config.keys import read_schema
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.data.workers import in_order, worker_count
+from recipe_lib.errors import SetupError, UserError
+from recipe_lib.parallel.world import communicators
+from recipe_lib.plan.allocation.untraced_memory import outside_torch
+from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.search.estimate import Quick, quick
+from recipe_lib.plan.tracing.pipeline_actions import peers_of
+
+# Dotted key -> value.
+Changes = dict[str, Any]
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+
+def value_of(cfg: Any, key: str) -> Any:
+    """The value of a dotted key; None where the config's class has no such key."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name, None)
+    return cfg
+
+
+def changed(cfg: Any, changes: Changes) -> Any | None:
+    """A copy of a config with other values; None where its class lacks a key, or the values do not go together."""
+    schema: type = type(cfg)
+    keys = read_schema(schema).keys
+    if any(key not in keys for key in changes):
+        return None
+    other = copy.deepcopy(cfg)
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        setattr(functools.reduce(getattr, section.split(".") if section else [], other), name, value)
+    return None if _refused(other) - _refused(cfg) else other
+
+
+def _refused(cfg: Any) -> set[str]:
+    """Names of the combinations that a config has and that `load_config` refuses."""
+    schema: type = type(cfg)
+    keys = read_schema(schema).keys
+    set_ones = [name for name, key in keys.items() if value_of(cfg, name) != key.default]
+    return {entry.name for entry in incompatibilities(cfg, set_ones, list(keys))}
+
+
+def checkpointing(cfg: Any, kind: str) -> Changes:
+    """What sets the kind of checkpointing; a budget belongs to `budget` alone."""
+    changes: Changes = {"memory.activation_checkpointing": kind}
+    if kind != "budget" and value_of(cfg, "memory.activation_budget") is not None:
+        changes["memory.activation_budget"] = None
+    return changes
+
+
+def override_text(changes: Changes) -> str:
+    """The changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
+    return " ".join(f"{key}={_written(value)}" for key, value in changes.items())
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(_written, value))}]" if isinstance(value, list) else str(value)
+
+
+def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
+    """What the allocator may take on the device."""
+    outside = settings.outside or outside_torch(settings.hardware, communicator_sizes(cfg.parallel, settings.ranks))
+    return settings.hardware.memory - outside.total
+
+
+def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
+    """The ranks of each communicator that a rank has, of the ranks of a pipeline the one with the most.
+
+    NCCL gives every two ranks that exchange tensors outside of a batch of such exchanges a communicator of their own.
+    """
+    pairs = max(len(peers_of(parallel, place)) for place in range(parallel.pipeline))
+    return [*communicators(parallel, ranks), *[2] * pairs]
+
+
+def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick | None:
+    """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
+    try:
+        return quick(recipe_class, cfg, settings)
+    except UserError:
+        return None
+    except (AssertionError, NotImplementedError, AttributeError, RuntimeError):  # an operator without a simulation
+        return None
+
+
+def with_ranks(settings: PlanSettings, ranks: int) -> PlanSettings:
+    """The settings for another number of ranks."""
+    return replace(settings, ranks=ranks, traced_ranks=())
+
+
+def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
+    """`work` of each piece, in order, by forks of this process, one for each core.
+
+    Here, one after the other, where a simulation has already run in this process: its autograd has threads that a fork
+    lacks. Pieces stay in the process, results go through pipes.
+    """
+    workers = 1 if _has_simulated() else worker_count(None)
+    if workers == 1:
+        return list(map(work, pieces))
+    places = range(max(2, len(pieces)))  # a single piece would be worked on here, and what comes after it too
+    try:
+        return list(in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers))[: len(pieces)]  # type: ignore[return-value]
+    except SetupError as error:
+        if "data.workers" not in str(error):
+            raise
+        raise SetupError(
+            "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"
+        ) from error
+
+
+def _has_simulated() -> bool:
+    from recipe_lib.plan.world.simulated_device import NAME
+
+    torch = sys.modules["torch"]
+    return bool(torch._C._get_privateuse1_backend_name() == NAME)  # type: ignore[attr-defined]

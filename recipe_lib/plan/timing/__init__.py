@@ -1,0 +1,1 @@
+"""How long a traced program takes: kernels, links, streams and pipelines."""

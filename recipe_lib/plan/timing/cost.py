@@ -1,0 +1,178 @@
+"""How long operators and collectives take: a roofline for kernels, latency plus bandwidth for communication.
+
+No torch in here. Without a calibration file the rates are the datasheet's times an efficiency that holds within tens
+of percent only; see `error_text`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.timing.links import Links
+from recipe_lib.plan.trace import OP, Collective, Op, Trace
+
+# Shares of the datasheet's rates that kernels reach. With these, a roofline over the operators of torchtitan's
+# published run of Llama 3.1 8B on 8 H100 (docs/performance.md, December 2024) comes out 8 % short of its step time.
+COMPUTE_EFFICIENCY = 0.65
+BANDWIDTH_EFFICIENCY = 0.8
+
+KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
+HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
+COLLECTIVE_SECONDS = 8.4e-6  # before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates that were measured on a device; they replace the datasheet's.
+
+    device: as CUDA names it. matmul: by dtype, (operations of one matmul, operations a second) at several sizes, small
+    ones first. attention: operations a second. bandwidth: bytes/second of an elementwise operator. host_seconds: to
+    issue one. kernel_seconds: of the smallest kernel. link_bandwidth: bus bandwidth of a large all-gather, None where
+    one rank measured. links: collectives by size, where `tune doctor` measured them. copy_to_device, copy_to_host:
+    bytes/second of pinned copies, None where they were not measured.
+    """
+
+    device: str
+    torch: str
+    date: str
+    matmul: dict[str, tuple[tuple[float, float], ...]]
+    attention: float
+    bandwidth: float
+    host_seconds: float
+    kernel_seconds: float
+    link_bandwidth: float | None = None
+    links: Links | None = None
+    copy_to_device: float | None = None
+    copy_to_host: float | None = None
+
+
+def wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
+    """Bytes that one rank sends (or, for `recv`, receives) in a collective of `ranks`; num_bytes: the whole tensor.
+
+    What a ring sends, the least that any algorithm can: nccl-tests, doc/PERFORMANCE.md.
+    """
+    if operation in ("send", "recv"):
+        return num_bytes
+    if operation not in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"):
+        raise ValueError(f"unknown collective {operation}")
+    if ranks <= 1:
+        return 0
+    if operation == "broadcast":
+        return num_bytes
+    return (2 if operation == "all_reduce" else 1) * num_bytes * (ranks - 1) // ranks
+
+
+def collective_seconds(collective: Collective, hardware: Hardware, calibration: Calibration | None = None) -> float:
+    """One collective alone on its link: latency of its steps plus wire bytes over bus bandwidth.
+
+    Ranks are placed in order, `ranks_per_node` to a machine. A group that spans machines uses the network cards of all
+    of its ranks on a machine, up to the bandwidth inside one.
+    """
+    ranks = len(collective.ranks)
+    sent = wire_bytes(collective.operation, collective.bytes, ranks)
+    if not sent:
+        return 0.0
+    by_node = Counter(rank // hardware.ranks_per_node for rank in collective.ranks)
+    bandwidth = (calibration and calibration.link_bandwidth) or hardware.link.bandwidth
+    if len(by_node) > 1:
+        bandwidth = min(bandwidth, min(by_node.values()) * hardware.inter_node_bandwidth)
+    steps = _steps(collective.operation, ranks)
+    crossings = len(by_node) - 1  # of the steps, those that wait for the network (NCCL's src/graph/tuning.cc)
+    if collective.operation == "all_reduce":
+        crossings *= 2
+    crossings = min(crossings, steps)
+    if calibration and calibration.links and len(by_node) == 1:
+        measured = calibration.links.seconds(collective.operation, sent)
+        if measured is not None:  # among so many ranks; more of them take more steps
+            more = max(0, steps - _steps(collective.operation, calibration.links.ranks))
+            return measured + more * hardware.link.latency
+    latency = crossings * hardware.inter_node_latency + (steps - crossings) * hardware.link.latency
+    return COLLECTIVE_SECONDS + latency + sent / bandwidth
+
+
+def _steps(operation: str, ranks: int) -> int:
+    """Steps of a collective one after the other: of a ring, which an all-reduce goes round twice; a small one takes a
+    tree, up and down."""
+    if operation in ("send", "recv"):
+        return 1
+    return min(2 * (ranks - 1), 2 * math.ceil(math.log2(ranks))) if operation == "all_reduce" else ranks - 1
+
+
+def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
+    """One operator alone on the device: the longest of computing, moving bytes and the smallest kernel.
+
+    A collective takes what `collective_seconds` says, a copy between host and device what their link takes; waiting for
+    a collective, and an operator that moves nothing (an empty tensor), takes nothing.
+    """
+    if op.collective:
+        return collective_seconds(op.collective, hardware, calibration)
+    if is_wait(op) or not (op.flops or op.bytes):
+        return 0.0
+    if op.transfer:  # its bytes are counted where they are read and where they are written
+        return max(op.bytes / 2 / _copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS)
+    if calibration is None:
+        rate, bandwidth = COMPUTE_EFFICIENCY * hardware.rate(op.dtype), BANDWIDTH_EFFICIENCY * hardware.bandwidth
+        floor = KERNEL_SECONDS
+    else:
+        rate, bandwidth = _measured_rate(op, hardware, calibration), calibration.bandwidth
+        floor = calibration.kernel_seconds
+    return max(op.flops / rate, op.bytes / bandwidth, floor)
+
+
+def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) -> float:
+    """Bytes a second between host and device."""
+    measured = None
+    if calibration is not None:
+        measured = calibration.copy_to_host if way == "to_host" else calibration.copy_to_device
+    return measured or hardware.host_bandwidth
+
+
+def is_wait(op: Op) -> bool:
+    """Whether the operator only makes its stream wait for a collective."""
+    return op.name.endswith("wait_tensor")
+
+
+def _measured_rate(op: Op, hardware: Hardware, calibration: Calibration) -> float:
+    """Operations a second of an operator of this size; a dtype that was not measured scales as the datasheet says."""
+    if "attention" in op.name or "attn" in op.name:
+        return calibration.attention
+    if op.dtype in calibration.matmul:
+        return _interpolate(calibration.matmul[op.dtype], op.flops)
+    dtype = "bf16" if "bf16" in calibration.matmul else next(iter(calibration.matmul))
+    return _interpolate(calibration.matmul[dtype], op.flops) * hardware.rate(op.dtype) / hardware.rate(dtype)
+
+
+def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
+    """The rate at `size` between measured points, straight over the logarithm of size; the ends' beyond them."""
+    if size <= points[0][0]:
+        return points[0][1]
+    for (small, slow), (large, fast) in zip(points, points[1:], strict=False):
+        if size <= large:
+            share = math.log(size / small) / math.log(large / small)
+            return slow + share * (fast - slow)
+    return points[-1][1]
+
+
+def model_flops(trace: Trace, phase: str) -> int:
+    """Operations of forward and backward in a phase, on this rank, without what activation checkpointing redoes."""
+    ops = (trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP)
+    return sum(op.flops * op.repeats for op in ops if op.part in ("forward", "backward"))
+
+
+def model_flops_utilization(flops: float, seconds: float, hardware: Hardware, dtype: str = "bf16") -> float:
+    """Share of the device's dense rate that the model's own operations use in a step (MFU, arXiv 2204.02311, app. B).
+
+    flops: of one rank, from `model_flops`. 0 for a step that takes no time.
+    """
+    return flops / (hardware.rate(dtype) * seconds) if seconds > 0 else 0.0
+
+
+def error_text(hardware: Hardware, calibration: Calibration | None) -> str:
+    """How far off the times may be, for `TimePlan.error`."""
+    if calibration:
+        link = "" if calibration.link_bandwidth else "; the links were not measured"
+        return f"rates measured on {calibration.device} ({calibration.date}): about 10 to 15 %{link}"
+    rates = f"rates of {hardware.rates_of}; " if hardware.generic else ""
+    return f"{rates}not calibrated: tens of percent, good for ranking only"

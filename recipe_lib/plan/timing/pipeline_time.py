@@ -1,0 +1,149 @@
+"""When each rank of a pipeline does what, and how long its step takes: the ranks' own traces on one time line.
+
+What a rank computes in an action takes what the schedule of its own trace says; when it can begin, and when a tensor
+has arrived, is simulated over all ranks. Before, between and behind what goes through the pipeline (making batches,
+norms, the optimizer) each rank waits for the slowest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel.pipeline.schedule_time import Timeline, simulate
+from recipe_lib.parallel.pipeline.schedules import Action
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.timing.cost import Calibration, collective_seconds
+from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
+from recipe_lib.plan.trace import ACTION, OP, Trace
+from recipe_lib.plan.tracing.pipeline_actions import orders_of, stand_ins
+
+_Seconds = dict[Action, float]
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """timeline: of forwards and backwards, places in the pipeline as its ranks. step: seconds of the whole step."""
+
+    timeline: Timeline
+    step: float
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A rank's step, seconds, all micro-batches counted: as `StepTime` has them, with what ranks exchange."""
+
+    compute: float
+    communication: float
+    exposed: float
+    launch: float
+    copies: float = 0.0
+    copies_exposed: float = 0.0
+
+
+def pipeline_time(
+    parallel: ParallelConfig,
+    count: int,
+    traces: Mapping[int, Trace],
+    timings: Mapping[int, StepTime],
+    phase: str,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
+) -> PipelineTime:
+    """A step of `count` micro-batches. traces, timings: of a rank for each place in the pipeline, of one phase."""
+    parts = {place: parts_of(traces[place], timings[place]) for place in timings}
+    messages: dict[tuple[int, str], float] = {}
+    for trace in traces.values():
+        messages |= messages_of(trace, phase, hardware, calibration)
+    gaps = zip(*(found[0] for found in parts.values()), strict=True)
+    step = sum(max(waits) for waits in gaps)
+    trained: Timeline | None = None
+    for number, run in enumerate(next(iter(parts.values()))[1]):
+        training = any(action.kind in ("B", "I") for action in run)
+        seconds: _Seconds = {}
+        for place, found in parts.items():
+            seconds |= _of_all(found[1][number], parallel, place, count, training)
+        timeline = simulate(
+            orders_of(parallel, count, training=training),
+            parallel,
+            seconds.__getitem__,
+            lambda send: messages.get((send.stage, send.kind), 0.0),
+        )
+        step += timeline.total
+        if trained is None or training:
+            trained = timeline
+    assert trained is not None
+    return PipelineTime(trained, step)
+
+
+def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
+    """(seconds before the first run of actions, between runs, and behind the last; by run those of each action)."""
+    gaps, runs = [0.0], list[_Seconds]()
+    ended, running = 0.0, False
+    for (number, begin), (_, end) in zip(timing.actions, [*timing.actions[1:], (-1, 0.0)], strict=True):
+        mark = trace.actions[number]
+        if not mark.kind:
+            ended, running = begin, False
+            gaps.append(0.0)
+            continue
+        if not running:
+            gaps[-1] = begin - ended
+            runs.append({})
+            running = True
+        runs[-1][Action(mark.stage, mark.kind, mark.micro_batch)] = end - begin
+    gaps[-1] = timing.step - ended
+    return gaps, runs
+
+
+def _of_all(run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool) -> _Seconds:
+    """Seconds of a rank's actions with all micro-batches, from those that were traced."""
+    traced = len({action.micro_batch for action in run})
+    stands = stand_ins(parallel, place, traced, count, training=training)
+    if stands is None:
+        raise ValueError(f"{traced} micro-batches cannot stand for {count}")
+    return {action: run[known] for action, known in stands.items()}
+
+
+def messages_of(
+    trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
+) -> dict[tuple[int, str], float]:
+    """By stage and kind of sending the seconds that it takes; what a stage does not send is not in it."""
+    found: dict[tuple[int, str], float] = {}
+    at = (-1, "")
+    for kind, number in trace.phase_events(phase):
+        if kind == ACTION:
+            at = (trace.actions[number].stage, trace.actions[number].kind)
+        elif kind == OP and at[1] in ("SF", "SB"):
+            collective = trace.ops[number].collective
+            if collective is not None and collective.operation == "send":
+                found[at] = collective_seconds(collective, hardware, calibration)
+    return found
+
+
+def whole_step(
+    trace: Trace, timing: StepTime, phase: str, hardware: Hardware, calibration: Calibration | None = None
+) -> Sums:
+    """A rank's own step with all micro-batches, of which a trace has some."""
+    counted: dict[int, int] = {}
+    repeats, transfers = 1, 0.0
+    issued, traced = 0, 0
+    for kind, number in trace.phase_events(phase):
+        if kind == ACTION:
+            repeats = trace.actions[number].repeats
+        elif kind == OP:
+            op = trace.ops[number]
+            counted[number] = repeats
+            issued, traced = issued + op.repeats, traced + op.repeats // repeats
+            if op.collective is not None and is_transfer(op):
+                transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
+    kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
+    alone = sum(end - start for _, start, end in kernels)
+    scale = sum((end - start) * counted[number] for number, start, end in kernels) / alone if alone else 1.0
+    moved = sum(seconds * counted[number] for number, seconds in timing.collectives.items())
+    return Sums(
+        compute=timing.compute * scale,
+        communication=moved + transfers,
+        exposed=timing.exposed * scale,
+        launch=timing.launch * issued / traced if traced else 0.0,
+        copies=timing.copies * scale,
+        copies_exposed=timing.copies_exposed * scale,
+    )

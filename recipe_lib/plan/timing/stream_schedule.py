@@ -1,0 +1,150 @@
+"""When each operator of a traced phase runs: a list schedule over the device's streams, the links and the host.
+
+No torch in here. The host issues operators one after the other; an operator starts when it has been issued, when its
+stream is free and, for a collective, when its link is. Kernels on different streams do not slow each other, and the
+other ranks are taken to be as fast as this one: a stage of a pipeline never waits for its neighbour here, and what they
+exchange is left out; `pipeline_time` puts the ranks together.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.timing.cost import HOST_SECONDS, Calibration, is_wait, op_seconds
+from recipe_lib.plan.trace import ACTION, OP, RECORD, WAIT, ActionMark, Collective, Op, Trace
+
+
+@dataclass
+class StepTime:
+    """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all collectives, alone;
+    exposed: while a collective runs and no kernel does; copies, copies_exposed: the same of copies between host and
+    device; launch: the host's; step: from the first operator issued to the last one done. collectives: by number in
+    `Trace.ops`, how long each takes alone. timeline: (number, start, end), as issued. actions: of a rank of a pipeline,
+    (number in `Trace.actions`, when the stream that computes was done with all before it); what is in one is here as
+    often as it was traced, and what ranks exchange in it is not here.
+    """
+
+    compute: float
+    communication: float
+    exposed: float
+    launch: float
+    step: float
+    collectives: dict[int, float]
+    timeline: list[tuple[int, float, float]]
+    actions: list[tuple[int, float]] = field(default_factory=list)
+    copies: float = 0.0
+    copies_exposed: float = 0.0
+
+
+def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None) -> StepTime:
+    """Simulates one phase of a trace; ValueError if it was not traced.
+
+    A collective runs on a link (inside the machine, or the network), one after the other, as do copies between host and
+    device, each way for itself. One that `waits`, or
+    receives, holds up the stream that issued it. One that does not is waited for by the next `wait_tensor` of that
+    stream, the oldest first, or through the next event recorded there; else only the end of the phase waits for it.
+    """
+    host_seconds = calibration.host_seconds if calibration else HOST_SECONDS
+    host = 0.0
+    streams: dict[int, float] = defaultdict(float)  # by stream, link and event: when it is free, or has come
+    links: dict[str, float] = defaultdict(float)
+    recorded: dict[int, float] = defaultdict(float)
+    pending: dict[int, deque[float]] = defaultdict(deque)  # by stream, ends of collectives that it has not waited for
+    timeline: list[tuple[int, float, float]] = []
+    actions: list[tuple[int, float]] = []
+    action = ActionMark()
+    for kind, number in trace.phase_events(phase):
+        if kind == OP:
+            op = trace.ops[number]
+            if action.kind and is_transfer(op):
+                continue
+            repeats = op.repeats // action.repeats
+            host += host_seconds * repeats
+            start = max(host, streams[op.stream])
+            if is_wait(op) and pending[op.stream]:
+                start = max(start, pending[op.stream].popleft())
+            link = op.transfer or (_link(op.collective, hardware) if op.collective else "")
+            if link:
+                start = max(start, links[link])
+            end = start + repeats * op_seconds(op, hardware, calibration)
+            timeline.append((number, start, end))
+            if link:
+                links[link] = end
+            if op.collective and not op.collective.waits and op.collective.operation != "recv":
+                pending[op.stream].append(end)
+            else:
+                streams[op.stream] = end
+        elif kind == RECORD:
+            sync = trace.syncs[number]
+            recorded[sync.event] = max([streams[sync.stream], *pending[sync.stream]])
+            pending[sync.stream].clear()
+        elif kind == WAIT:
+            sync = trace.syncs[number]
+            streams[sync.stream] = max(streams[sync.stream], recorded[sync.event])
+        elif kind == ACTION:
+            action = trace.actions[number]
+            actions.append((number, streams[0]))
+    return _sum_up(trace, timeline, host, actions)
+
+
+def is_transfer(op: Op) -> bool:
+    """Whether it sends to or receives from another rank."""
+    return op.collective is not None and op.collective.operation in ("send", "recv")
+
+
+def is_kernel(op: Op) -> bool:
+    """Whether it computes: it is neither a collective nor a copy between host and device."""
+    return op.collective is None and not op.transfer
+
+
+def _link(collective: Collective, hardware: Hardware) -> str:
+    """What a collective occupies: the links of one machine, or the network."""
+    machines = {rank // hardware.ranks_per_node for rank in collective.ranks}
+    return "network" if len(machines) > 1 else "machine"
+
+
+def _sum_up(
+    trace: Trace, timeline: list[tuple[int, float, float]], host: float, actions: list[tuple[int, float]]
+) -> StepTime:
+    collectives = {number: end - start for number, start, end in timeline if trace.ops[number].collective}
+    kernels = [(start, end) for number, start, end in timeline if is_kernel(trace.ops[number])]
+    copies = [(start, end) for number, start, end in timeline if trace.ops[number].transfer]
+    moving = _merged([(start, end) for number, start, end in timeline if number in collectives])
+    busy, copying = _merged(kernels), _merged(copies)
+    return StepTime(
+        compute=sum(end - start for start, end in busy),
+        communication=sum(collectives.values()),
+        exposed=sum(end - start for start, end in moving) - _overlap(moving, busy),
+        launch=host,
+        step=max([host, *(end for _, _, end in timeline)]),
+        collectives=collectives,
+        timeline=timeline,
+        actions=actions,
+        copies=sum(end - start for start, end in copies),
+        copies_exposed=sum(end - start for start, end in copying) - _overlap(copying, busy),
+    )
+
+
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time as a union: in order, none touching another."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((start, end))
+    return union
+
+
+def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+    """Seconds that two unions of spans have in common."""
+    total, index, other = 0.0, 0, 0
+    while index < len(first) and other < len(second):
+        start = max(first[index][0], second[other][0])
+        end = min(first[index][1], second[other][1])
+        total += max(0.0, end - start)
+        if first[index][1] < second[other][1]:
+            index += 1
+        else:
+            other += 1
+    return total

@@ -1,0 +1,1 @@
+"""A recipe run in the simulated world, noted as a trace."""

@@ -1,0 +1,218 @@
+"""The actions of a pipeline's ranks in a trace: noted as they begin, as few as have every state of memory, counted."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from recipe_lib.config.pipeline import micro_batches, rank_of_stage, stage_count, stages_of_rank
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel.pipeline import driver
+from recipe_lib.parallel.pipeline.schedule_memory import StageBytes, live_bytes, taken_in
+from recipe_lib.parallel.pipeline.schedule_time import simulate
+from recipe_lib.parallel.pipeline.schedules import UNITS, Action, Orders, compute_orders, forward_orders, with_transfers
+from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
+
+# Without a pipeline the first micro-batch finds no gradients and the second does; all later ones are like the second.
+ALIKE_FROM = 2
+# Where so many micro-batches for each stage are not enough to see every state of memory, all of them are traced.
+_MOST_FOR_A_STAGE = 8
+
+_BASE = 2**32
+
+# What tells one moment of a step from another: the action, and how much of each kind is alive before and after it.
+_State = tuple[Any, ...]
+
+
+@contextmanager
+def following_actions(trace: Trace) -> Iterator[None]:
+    """Inside, the actions of a pipeline's driver are noted in the trace."""
+
+    def note(action: Action | None) -> None:
+        mark = ActionMark() if action is None else ActionMark(action.stage, action.kind, action.micro_batch)
+        trace.actions.append(mark)
+        trace.events.append((ACTION, len(trace.actions) - 1))
+
+    before, driver.on_action = driver.on_action, note
+    try:
+        yield
+    finally:
+        driver.on_action = before
+
+
+def traced_micro_batches(cfg: Any, place: int = 0) -> int:
+    """How many of a step's micro-batches have to be traced to see its peak, and every operator, at least once.
+
+    Without a pipeline two. With one: the fewest whose actions, at this place in it, can stand for those of all of them,
+    see `stand_ins`. GPipe holds all micro-batches at a time, so that all are traced.
+    """
+    count = micro_batches(cfg)[1]
+    if cfg.parallel.pipeline == 1:
+        return min(ALIKE_FROM, count)
+    return enough_micro_batches(cfg.parallel, place, count, evaluates=hasattr(cfg, "dpo"))
+
+
+def enough_micro_batches(parallel: ParallelConfig, place: int, count: int, *, evaluates: bool = False) -> int:
+    """See `traced_micro_batches`; place: of a rank in its pipeline. count: of a step. evaluates: a step also has
+    forwards alone, of a reference."""
+    if parallel.pipeline_schedule == "gpipe":
+        return count
+    kinds = (True, False) if evaluates else (True,)
+    for fewer in range(1, min(count, _MOST_FOR_A_STAGE * stage_count(parallel))):
+        if all(stand_ins(parallel, place, fewer, count, training=kind) is not None for kind in kinds):
+            return fewer
+    return count
+
+
+def stand_ins(
+    parallel: ParallelConfig, place: int, traced: int, count: int, *, training: bool = True
+) -> dict[Action, Action] | None:
+    """For each action of a rank in a step of `count` micro-batches one that is like it in a step of `traced`.
+
+    Two are alike if stage, kind and the action before agree, and if the rank holds the same before and after them: all
+    micro-batches are of one shape, so that this is how many of them each stage holds between forward and backward, and
+    between backward and weight gradients, what was received or handed over and not used, what was made and not sent or
+    not taken yet, and which gradients there are. Every action of the shorter step stands for one of the longer at
+    least, so that the most that is held is the same in both. None: there is not one for each.
+    """
+    if traced == count:
+        return {action: action for action in orders_of(parallel, count, training=training)[place]}
+    waiting = _by_state(parallel, place, traced, training)
+    found: dict[Action, Action] = {}
+    used: dict[_State, int] = defaultdict(int)
+    for state, actions in _by_state(parallel, place, count, training).items():
+        known = waiting.get(state, [])
+        if not known or len(known) > len(actions):
+            return None
+        for action in actions:
+            found[action] = known[min(used[state], len(known) - 1)]
+            used[state] += 1
+    return found if len(used) == len(waiting) else None
+
+
+def orders_of(parallel: ParallelConfig, count: int, *, training: bool = True) -> Orders:
+    """The actions of all ranks, transfers included; not to be changed."""
+    return _orders(_key(parallel), count, training)
+
+
+def taken_of(parallel: ParallelConfig, place: int, count: int, *, training: bool = True) -> dict[Action, int]:
+    """By send of a rank the number of the action before which its driver lets go of what was sent."""
+    orders = orders_of(parallel, count, training=training)
+    timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
+    return taken_in(timeline, orders[place], place, parallel)
+
+
+def peers_of(parallel: ParallelConfig, place: int) -> set[int]:
+    """The places that one of a pipeline exchanges tensors with; none without a pipeline."""
+    edges = [(rank_of_stage(parallel, at), rank_of_stage(parallel, at + 1)) for at in range(stage_count(parallel) - 1)]
+    return {other for edge in edges if place in edge for other in edge} - {place}
+
+
+_Key = tuple[tuple[str, Any], ...]
+
+
+def _key(parallel: ParallelConfig) -> _Key:
+    """What of it an order depends on, by name."""
+    names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_put_off")
+    return tuple((name, getattr(parallel, name)) for name in names)
+
+
+@cache
+def _orders(key: _Key, count: int, training: bool) -> Orders:
+    parallel = ParallelConfig(**dict(key))
+    return with_transfers((compute_orders if training else forward_orders)(parallel, count), parallel)
+
+
+@cache
+def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
+    parallel = ParallelConfig(**dict(key))
+    order = orders_of(parallel, count, training=training)[place]
+    # Each stage counts in digits of its own, so that the sums tell how many of each are alive.
+    sizes = {
+        stage: StageBytes(kept=_BASE**at, put_off=_BASE**at) for at, stage in enumerate(stages_of_rank(parallel, place))
+    }
+    found: dict[_State, list[Action]] = defaultdict(list)
+    before: _State = ()
+    previous: _State = ()
+    trained: set[tuple[int, str]] = set()
+    for live in live_bytes(order, parallel, sizes, 1, taken=taken_of(parallel, place, count, training=training)):
+        action = live.action
+        after = (live.kept, live.put_off, live.received, live.handed, live.waiting, live.sent)
+        state = (action.stage, action.kind, previous, tuple(sorted(trained)), before, after)
+        found[state].append(action)
+        before, previous = after, (action.stage, action.kind)
+        if action.kind in ("B", "I", "W"):
+            trained.add((action.stage, action.kind))
+    return dict(found)
+
+
+def _by_state(parallel: ParallelConfig, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
+    """A rank's actions by the states in which it comes to them."""
+    return _states(_key(parallel), place, count, training)
+
+
+def name_parts(trace: Trace) -> None:
+    """Weight gradients that were put off are a part of backward, and what is exchanged one of what it is for.
+
+    What an input gradient leaves behind for them is kept like an activation, and so is a tensor that was received.
+    """
+    made: list[int] = []
+    alive: set[int] = set()
+    mark = ActionMark()
+    for kind, number in trace.events:
+        if kind == ACTION:
+            if mark.kind == "I":
+                for left in filter(alive.__contains__, made):
+                    trace.storages[left].kind = "activations"
+            mark, made = trace.actions[number], []
+            alive.clear()
+        elif not mark.kind:
+            continue
+        elif kind == OP and trace.ops[number].part == "other":
+            trace.ops[number].part = "forward" if mark.kind in ("F", "SF", "RF") else "backward"
+        elif kind == FREE:
+            alive.discard(number)
+        elif kind == ALLOC and trace.storages[number].kind == "temporary":
+            storage = trace.storages[number]
+            if storage.part == "other":
+                storage.part = "forward" if mark.kind in ("F", "SF", "RF") else "backward"
+            if mark.kind in ("RF", "RB"):
+                storage.kind = "activations" if mark.kind == "RF" else "communication"
+            made.append(number)
+            alive.add(number)
+
+
+def repeat_actions(trace: Trace, parallel: ParallelConfig, place: int, traced: int, count: int) -> None:
+    """Each action of a step counts, with its operators, for as many as it stands for.
+
+    traced, count: micro-batches, those traced and those of a step. A run of fewer (in validation there is one) stays.
+    """
+    if count <= traced:
+        return
+    for inside in _runs(trace):
+        marks = [trace.actions[number] for number, _ in inside]
+        if len({mark.micro_batch for mark in marks}) != traced:
+            continue
+        training = any(mark.kind in ("B", "I") for mark in marks)
+        stands = stand_ins(parallel, place, traced, count, training=training)
+        if stands is None:
+            continue  # forwards alone in a step of the user's own
+        times = Counter(stands.values())
+        for mark, (_, ops) in zip(marks, inside, strict=True):
+            mark.repeats = times[Action(mark.stage, mark.kind, mark.micro_batch)]
+            for op in ops:
+                trace.ops[op].repeats *= mark.repeats
+
+
+def _runs(trace: Trace) -> Iterator[list[tuple[int, list[int]]]]:
+    """Each run of actions: (number of the action, numbers of the operators in it), in order."""
+    inside: list[tuple[int, list[int]]] = []
+    for kind, number in trace.events:
+        if kind == ACTION and not trace.actions[number].kind:
+            yield inside
+            inside = []
+        elif kind == ACTION:
+            inside.append((number, []))
+        elif kind == OP and inside:
+            inside[-1][1].append(number)

@@ -1,0 +1,89 @@
+"""The models of a recipe in a trace: which parameter what is alive belongs to, and the sizes of their modules."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.plan.result import LayerRow
+from recipe_lib.plan.tracing.tracer import Tracer, plain_parts
+
+
+def models_of(recipe: Any) -> dict[str, nn.Module]:
+    """The recipe's modules by the prefix of their names: none for `model`, which comes last, else the attribute's."""
+    found = {name: value for name, value in vars(recipe).items() if isinstance(value, nn.Module)}
+    main = "model" if "model" in found else next(reversed(found), "")
+    others = {f"{name}.": value for name, value in found.items() if name != main and value is not found[main]}
+    return others | ({"": found[main]} if main else {})
+
+
+def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
+    """Says of what is alive which parameter it belongs to."""
+    names: dict[int, str] = {}
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = prefix + name
+            tracer.label(parameter, "parameters", prefix + name)
+            if parameter.grad is not None:
+                tracer.label(parameter.grad, "gradients", prefix + name)
+        for name, buffer in model.named_buffers():
+            tracer.label(buffer, "parameters", prefix + name)
+        _label_gathered(tracer, prefix, model)
+    tracer.parameter_names = names
+    for optimizer in tracer.optimizers.values():
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    tracer.label(value, "optimizer", names.get(id(parameter), ""))
+
+
+def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
+    """FSDP keeps the tensors that it gathers into, with no memory in between; private names of torch's."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+        for held in group.fsdp_params if group is not None else ():
+            label = prefix + (getattr(held, "_param_fqn", None) or "")
+            for gathered in getattr(held, "all_gather_outputs", ()):
+                tracer.label(gathered, "gathered", label)
+            tracer.label(held._sharded_param_data, "parameters", label)
+
+
+def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
+    """The modules that hold parameters and no list of layers, in order; tied parameters count at their first owner."""
+    facts: list[LayerRow] = []
+    stored = stored_weights(model)
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), name)
+    for name, module in model.named_modules():
+        if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
+            continue
+        inside = f"{name}."
+        own = [
+            value for value in module.parameters() if owners[id(value)] == name or owners[id(value)].startswith(inside)
+        ]
+        if own:
+            packed = {key: weight for key, weight in stored.items() if key.startswith(inside)}
+            carriers = sum(
+                value.numel()
+                for key in packed
+                for part, value in model.get_submodule(key.rpartition(".")[0]).named_parameters(recurse=False)
+                if part.startswith("weight_")
+            )
+            weights = sum(weight.in_features * weight.out_features for weight in packed.values())
+            facts.append(
+                LayerRow(
+                    prefix + name,
+                    type(module).__name__.removeprefix("FSDP"),
+                    sum(value.numel() for value in own) - carriers + weights,
+                    sum(value.numel() for value in own if value.requires_grad),
+                    sum(value.numel() * value.element_size() for value in own),
+                    sum(part.nbytes for value in own for part in plain_parts(value)),
+                )
+            )
+    return facts

@@ -1,0 +1,175 @@
+"""A function that does the same for the same shapes, such as dequantising a weight: run once, then repeated from notes.
+
+A QLoRA step of a 70B model dequantises 1700 matrices, each in dozens of pieces: three hundred thousand operators. The
+notes hold the first run's allocations and operators; a loop in them is kept as two turns, since after the second one
+an allocator has the same free blocks as after all of them, and the operators say how often they were issued.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from recipe_lib.plan.trace import ALLOC, FREE, OP, Op
+from recipe_lib.plan.world.cached_fake_mode import NotSure, key_of, wrap
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.tracing.tracer import Tracer
+
+_LONGEST_LOOP = 48  # events in one turn
+
+# Notes: (ALLOC, (its number, storage)), (FREE, the allocation's number), (OP, operator).
+Note = tuple[int, Any]
+
+
+@dataclass
+class _Notes:
+    """notes: in order. output: number of the allocation that is the result's. elements: of it."""
+
+    notes: list[Note]
+    output: int
+    elements: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Repeats:
+    """Notes by function, shapes and arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Notes | None] = {}
+
+    def run(self, function: Callable[..., Tensor], args: tuple[Any, ...], tracer: "Tracer") -> Tensor:
+        """`function(*args)`, for real the first time."""
+        assert tracer.fast is not None
+        try:
+            key = (function, key_of(args, []))
+        except NotSure:
+            return function(*args)
+        notes = self._known.get(key)
+        if notes is not None:
+            return _repeat(notes, tracer)
+        begin = len(tracer.trace.events)
+        result = function(*args)
+        if key not in self._known:
+            self._known[key] = _take_notes(result, tracer, begin)
+        return result
+
+
+def _take_notes(result: Tensor, tracer: "Tracer", begin: int) -> _Notes | None:
+    """Notes of what happened since event `begin`; None if memory is left that is not the result's."""
+    trace = tracer.trace
+    order: dict[int, int] = {}
+    notes: list[Note] = []
+    for kind, number in trace.events[begin:]:
+        if kind == ALLOC:
+            order[number] = len(order)
+            notes.append((ALLOC, (order[number], trace.storages[number])))
+        elif kind == FREE and number in order:
+            notes.append((FREE, order[number]))
+        elif kind == OP:
+            notes.append((OP, trace.ops[number]))
+        else:
+            return None
+    number = tracer.number_of(result)
+    freed = sum(kind == FREE for kind, _ in notes)
+    if number not in order or len(order) - freed != 1:
+        return None
+    short, renamed = shorten(notes)
+    elements = trace.storages[number].bytes // result.element_size()
+    return _Notes(
+        notes=short,
+        output=renamed.get(order[number], order[number]),
+        elements=elements,
+        shape=tuple(result.shape),
+        stride=result.stride(),
+        offset=result.storage_offset(),
+        dtype=result.dtype,
+        device=result.fake_device,
+    )
+
+
+def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
+    """The notes with every loop cut to two turns, whose second one's operators stand for all the later ones.
+
+    Also by the number of each allocation that was cut out the number of the one in the second turn that it is like.
+    """
+    tokens = _tokens(notes)
+    kept: list[Note] = []
+    renamed: dict[int, int] = {}
+    at = 0
+    while at < len(notes):
+        length, turns = _loop_at(tokens, at)
+        if turns < 3:
+            length = turns = 1
+        second = notes[at + length : at + 2 * length] if turns > 1 else []
+        kept += notes[at : at + length]
+        for kind, entry in second:
+            kept.append((kind, replace(entry, repeats=entry.repeats * (turns - 1)) if kind == OP else entry))
+        made = [entry[0] for kind, entry in second if kind == ALLOC]
+        for turn in range(2, turns):
+            renamed |= {number + (turn - 1) * len(made): number for number in made}
+        at += length * turns
+    return [(kind, renamed.get(entry, entry) if kind == FREE else entry) for kind, entry in kept], renamed
+
+
+def _tokens(notes: list[Note]) -> list[tuple[Any, ...]]:
+    """What has to be the same for two notes to be alike; a release tells how many allocations ago its memory came."""
+    tokens: list[tuple[Any, ...]] = []
+    allocated = 0
+    for kind, entry in notes:
+        if kind == ALLOC:
+            _, storage = entry
+            allocated += 1
+            tokens.append((kind, storage.bytes, storage.device, storage.stream, storage.op))
+        elif kind == FREE:
+            tokens.append((kind, allocated - entry))
+        else:
+            tokens.append((kind, entry.name, entry.flops, entry.bytes, entry.stream))
+    return tokens
+
+
+def _loop_at(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
+    """(events of a turn, turns) of the longest loop that begins here and leaves no memory behind a turn."""
+    best = (1, 1)
+    for length in range(2, min(_LONGEST_LOOP, (len(tokens) - at) // 3) + 1):
+        turn = tokens[at : at + length]
+        if turn != tokens[at + length : at + 2 * length]:
+            continue
+        if sum(token[0] == ALLOC for token in turn) != sum(token[0] == FREE for token in turn):
+            continue
+        turns = 2
+        while tokens[at + turns * length : at + (turns + 1) * length] == turn:
+            turns += 1
+        if length * turns > best[0] * best[1]:
+            best = (length, turns)
+    return best
+
+
+def _repeat(notes: _Notes, tracer: "Tracer") -> Tensor:
+    """Does it again, on paper."""
+    assert tracer.fast is not None
+    part, module = tracer.place()
+    trace = tracer.trace
+    numbers: dict[int, int] = {}
+    for kind, entry in notes.notes:
+        if kind == ALLOC:
+            index, storage = entry
+            numbers[index] = tracer.new(storage.bytes, storage.device, part, module, storage.op, storage.kind)
+        elif kind == FREE:
+            trace.events.append((FREE, numbers[entry]))
+        else:
+            again: Op = replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream())
+            trace.ops.append(again)
+            trace.events.append((OP, len(trace.ops) - 1))
+    with torch._C._DisableTorchDispatch():
+        memory = torch.empty(notes.elements, dtype=notes.dtype, device="meta")
+        shaped = memory.as_strided(notes.shape, notes.stride, notes.offset)
+    result = wrap(shaped, tracer.fast.mode, notes.device)
+    tracer.hold(result.untyped_storage(), numbers[notes.output])
+    return result

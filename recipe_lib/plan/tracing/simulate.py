@@ -1,0 +1,328 @@
+"""A recipe run in the simulated world, phase by phase, as a trace; and the same tracer around a real run."""
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from recipe_lib.adapters import nf4, quantised
+from recipe_lib.checkpoint.weights_out import refused_extra, whole
+from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import ConfigError, lines_in
+from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.ops import cross_entropy
+from recipe_lib.parallel import World
+from recipe_lib.plan.result import LayerRow
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.pipeline_actions import (
+    ALIKE_FROM,
+    following_actions,
+    name_parts,
+    repeat_actions,
+    traced_micro_batches,
+)
+from recipe_lib.plan.tracing.recipe_models import label_models, models_of, module_facts
+from recipe_lib.plan.tracing.simulated_micro_batches import (
+    FEW,
+    Likeness,
+    Passes,
+    affordable,
+    estimate_text,
+    is_shipped,
+    likeness,
+)
+from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
+from recipe_lib.plan.world.cached_fake_mode import FastFake
+from recipe_lib.plan.world.planned_batches import PlannedData, RowShape, batch_tensors
+from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+FIRST, STEADY = "first step", "step"
+MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
+_MANY_OBJECTS = 2_000_000
+_left_objects = 0  # that the collector has not looked at, of this process's simulations
+_known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this process
+
+
+@dataclass
+class Simulated:
+    """What a simulation leaves. modules: of which none is said to keep anything yet. coordinates: mesh dimension ->
+    place of the rank. tokens: of a step, all ranks. repeats: the second step left the memory as the first did, so that
+    all later ones are like it. stages: of a rank of a pipeline, their layers."""
+
+    trace: Trace
+    modules: list[LayerRow]
+    coordinates: dict[str, int]
+    mesh: dict[str, int]
+    tokens: int
+    repeats: bool
+    stages: dict[int, range] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    grows: int = 0
+    traced: int = 0
+    likeness: Likeness = field(default_factory=Likeness)
+    estimate: str = ""
+    untraced: int = 0
+
+
+def simulate(
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    shape: RowShape,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    phases: Sequence[str] = ("load", "validation", "save"),
+    steps: Sequence[str] = (FIRST, STEADY),
+    like_cpu: bool = False,
+    kernel_memory: KernelMemory | None = None,
+    traced: int | None = None,
+) -> Simulated:
+    """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
+
+    steps: (STEADY,) for one step alone, before which the optimizer is given its states. traced: so many micro-batches
+    of a step run, and stand for themselves alone; None: as many as can stand for all of them, which are all of them
+    where a recipe of the user's own, or one that treats them differently, leaves time for that.
+    The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
+    PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
+    """
+
+    def run(number: int | None) -> Simulated:
+        with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
+            tracer = Tracer(NAME, FastFake(mode, _known_calls), kernel_memory)
+            tracer.stream = connect_streams(tracer.record, tracer.wait)
+            with (
+                _quiet_collector(),
+                tracer.running(),
+                following_actions(tracer.trace),
+                tracer.remembering(quantised, "_dequantise"),
+                tracer.remembering(cross_entropy, "_sum_over_chunks"),
+                _scales_without_values(),
+            ):
+                return _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
+
+    if traced is not None:
+        return run(traced)
+    own, count = not is_shipped(recipe_class), micro_batches(cfg)[1]
+    found = run(count if own and count <= FEW else None)
+    if found.traced == count or (found.likeness.alike and not own):
+        return found
+    more = affordable(found.likeness, count, found.traced)
+    if more > found.traced and (more == count or cfg.parallel.pipeline == 1):
+        found = run(more)
+    if found.traced < count:
+        found.estimate = estimate_text(found.likeness, found.traced, count)
+        found.untraced = found.likeness.growth * (count - found.traced)
+    return found
+
+
+def trace_real_run(
+    recipe_class: type, cfg: FullFinetuneConfig, world: World, shape: RowShape, phases: Sequence[str] = ()
+) -> Simulated:
+    """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared with."""
+    tracer = Tracer(world.device.type)
+    with _quiet_collector(), tracer.running():
+        return _run(recipe_class, cfg, world, shape, tracer, phases)
+
+
+def _run(
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    world: World,
+    shape: RowShape,
+    tracer: Tracer,
+    phases: Sequence[str],
+    steps: Sequence[str] = (FIRST, STEADY),
+    wanted: int | None = None,
+    alone: bool = False,
+) -> Simulated:
+    """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
+    notes: list[str] = []
+    for dim in world.mesh.mesh_dim_names or ():
+        tracer.groups[world.mesh.get_group(dim).group_name] = dim
+    tracer.begin_phase("setup")
+    recipe = cast(Any, recipe_class(cfg, world))
+    recipe.setup_model()
+    models = models_of(recipe)
+    for name, model in models.items():
+        tracer.name_modules(model, name)
+        fault = refused_extra(cfg.checkpoint, extra_tensors(model))
+        if fault is not None:
+            notes.append(f"a run would be refused: {fault}")
+    if "load" in phases:
+        _try_phase("load", recipe.load_weights, tracer, notes)
+    recipe.setup_optimizer()
+    if FIRST not in steps:
+        tracer.begin_phase(MAKING_STATES)
+        _make_states(recipe)
+    stage = world.pipeline.rank if world.pipeline else 0
+    traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
+    passes = Passes(lambda: (len(tracer.trace.events), tracer.alive()))
+    recipe.data = PlannedData(cfg, world, shape, traced, passes)
+    left: list[int] = []
+    tokens = 0
+    for name in steps:
+        tracer.begin_phase(name)
+        with tracer.making_batches():
+            batches = next(recipe.data.batches())
+            tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
+        tokens = batches.total_tokens
+        try:
+            recipe.train_step(batches)
+        except _NEEDS_VALUES as error:
+            raise _reads_values(recipe_class, error) from error
+        del batches
+        label_models(tracer, models)
+        left.append(tracer.alive())
+    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=world.pipeline is not None)
+    if "validation" in phases and cfg.validation.source is not None:
+        _try_phase("validation", recipe.validate, tracer, notes)
+        for model in models.values():
+            model.train()
+    if "save" in phases and cfg.checkpoint.save_model:
+        _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
+    name_parts(tracer.trace)
+    classify(tracer.trace)
+    if traced is None or alone:
+        pass  # each stands for itself
+    elif world.pipeline is not None:
+        repeat_actions(tracer.trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
+    else:
+        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps, traced)
+    names = world.mesh.mesh_dim_names or ()
+    mesh = dict(zip(names, world.mesh.shape, strict=True))
+    place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
+    modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
+    pipeline = next((model.pipeline for model in models.values() if hasattr(model, "pipeline")), None)
+    stages = cast(Any, pipeline).layers if pipeline is not None else {}
+    grows = left[-1] - left[0]
+    return Simulated(
+        tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
+    )
+
+
+def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
+    """A phase beside the steps; a number that it reads is 0. Where it asks for more, it is traced up to there."""
+    tracer.begin_phase(name)
+    tracer.values_are_zero = True
+    try:
+        run()
+    except _NEEDS_VALUES:
+        notes.append(f"{name}: traced up to where it reads a tensor's value")
+    except AttributeError as error:
+        notes.append(f"{name}: not traced to its end ({error})")
+    finally:
+        tracer.values_are_zero = False
+
+
+def _reads_values(recipe_class: type, error: Exception) -> ConfigError:
+    file = inspect.getfile(recipe_class)
+    lines = lines_in(error, file)
+    place = f"{file}:{lines[-1]}: " if lines else ""
+    return ConfigError(
+        f"{place}{recipe_class.__name__}.train_step: reads the value of a tensor ({str(error).splitlines()[0]}), "
+        "expected sizes only; keep .item(), .tolist() and `if tensor` out of train_step, and log in train()"
+    )
+
+
+@torch.no_grad()
+def _gather_trained(model: nn.Module) -> None:
+    """What an export takes: each trained parameter whole, one after the other, then on the host."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            piece = whole(parameter).to("cpu")
+            del piece
+
+
+def _make_states(recipe: Any) -> None:
+    """The optimizers' states, as the first step leaves them."""
+    for optimizer in vars(recipe).values():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def classify(trace: Trace) -> None:
+    """Storages that forward or recomputation made, and that are there when backward begins, are activations."""
+    waiting: dict[int, None] = {}
+    for kind, number in trace.events:
+        if kind == ALLOC:
+            storage = trace.storages[number]
+            if storage.kind == "temporary" and storage.part in ("forward", "recompute"):
+                waiting[number] = None
+        elif kind == FREE:
+            waiting.pop(number, None)
+        elif kind == OP and trace.ops[number].part == "backward":
+            for kept in waiting:
+                trace.storages[kept].kind = "activations"
+            waiting.clear()
+        elif kind == PHASE:
+            waiting.clear()
+
+
+def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
+    """The operators of a step's last traced micro-batch count for all of its later ones too, `count` in all."""
+    if count <= traced:
+        return
+    for phase in {FIRST, STEADY} & set(trace.phases):
+        ops = [trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP]
+        parts = [op.part for op in ops]
+        backwards = [index for index, part in enumerate(parts) if part == "backward"]
+        if not backwards:
+            continue  # a step of the user's own, that has none
+        begin = next((index for index in range(backwards[0], len(ops)) if parts[index] == "forward"), None)
+        if begin is not None:
+            for op in ops[begin : backwards[-1] + 1]:
+                op.repeats *= count - traced + 1
+
+
+@contextmanager
+def _scales_without_values() -> Iterator[None]:
+    """Quantising to NF4 looks at numbers in two places; in a simulation they have none, and torchao takes seconds."""
+    borders, scales = nf4._borders, nf4.quantise_scales
+
+    def sizes_of_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        factors = largest.new_empty(nf4.factors_of(len(largest)), dtype=torch.float32)
+        return torch.empty_like(largest, dtype=torch.int8), factors
+
+    module = cast(Any, nf4)
+    module._borders = lambda dtype: torch.empty(len(nf4.LEVELS) - 1, dtype=dtype)
+    module.quantise_scales = sizes_of_scales
+    try:
+        yield
+    finally:
+        module._borders, module.quantise_scales = borders, scales
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Python's collector of cycles costs a third of the time here, and frees at moments that no other run repeats.
+
+    What simulations leave, millions of objects mostly without a cycle, it passes over until they have become many.
+    """
+    global _left_objects
+    enabled = gc.isenabled()
+    if _left_objects > _MANY_OBJECTS:
+        gc.unfreeze()
+        gc.collect()
+        _left_objects = 0
+    gc.freeze()  # which counts anew
+    gc.disable()
+    try:
+        yield
+    finally:
+        _left_objects += gc.get_count()[0]
+        gc.freeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,119 @@
+"""How many of a step's micro-batches are simulated, and whether those can stand for all of them.
+
+A shipped recipe does the same for every micro-batch: what is alive after the second is what was alive after the first,
+which is checked, and so two are enough without a pipeline. A recipe of the user's own may do anything at any of them:
+all are simulated. Where that would take too long, as many as there is time for, and the plan is called an estimate.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.places import recipes_folder
+from recipe_lib.config.plugins import loaded_plugins
+from recipe_lib.data import Batch
+from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
+from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
+from recipe_lib.units import format_bytes
+
+# Of a user's recipe so many micro-batches are simulated at once; of more, how long one takes is looked at before.
+FEW = 4
+# Events of all micro-batches of the simulated steps together: half a minute of CPU time at most.
+MOST_EVENTS = 300_000
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """alike: all micro-batches that were simulated leave the same behind and, from the second on, do the same.
+    growth: bytes that the last of them left beyond the one before. events: of one of them, in all steps."""
+
+    alike: bool = True
+    growth: int = 0
+    events: int = 0
+
+
+@dataclass
+class Passes:
+    """Where the micro-batches of a step begin and end in a trace, each time that a recipe goes through them.
+
+    now: gives (events so far, bytes alive on the device).
+    """
+
+    now: Callable[[], tuple[int, int]]
+    found: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def through(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same micro-batches, with a mark before each and after the last."""
+        marks: list[tuple[int, int]] = []
+        self.found.append(marks)
+        for batch in batches:
+            marks.append(self.now())
+            yield batch
+        marks.append(self.now())
+
+
+def is_shipped(recipe_class: type) -> bool:
+    """Whether a recipe's file is one of ours unchanged, by its text, and no plugin is part of the run."""
+    try:
+        text = Path(inspect.getfile(recipe_class)).read_bytes()
+    except (OSError, TypeError):
+        return False
+    return not loaded_plugins() and any(text == path.read_bytes() for path in recipes_folder().glob("*.py"))
+
+
+def fewest_to_simulate(recipe_class: type, cfg: Any) -> int:
+    """Micro-batches of a step that a plan goes through at the least."""
+    return traced_micro_batches(cfg) if is_shipped(recipe_class) else micro_batches(cfg)[1]
+
+
+def likeness(trace: Trace, passes: Passes, traced: int, steps: int, *, piped: bool = False) -> Likeness:
+    """Of the micro-batches that were gone through. traced: of a step. steps: that were simulated.
+
+    Where a recipe takes them in another way than one after the other, they count as unlike; piped: a pipeline does,
+    whose schedule says which of them are alike.
+    """
+    if piped or not passes.found:
+        return Likeness(alike=piped, events=len(trace.events) // max(1, traced))
+    whole = [marks for marks in passes.found if len(marks) == traced + 1]
+    # One that makes its result when it is asked for, as a reference's forwards do, is not asked for an end.
+    if len(whole) < steps or any(len(marks) < traced for marks in passes.found):
+        return Likeness(alike=False, events=len(trace.events) // max(1, traced))
+    left = [[alive for _, alive in marks[1:]] for marks in whole]
+    alike = all(len(set(alive)) == 1 for alive in left)
+    for marks in whole:
+        done = [_done(trace, begin[0], end[0]) for begin, end in zip(marks[1:], marks[2:], strict=False)]
+        alike = alike and all(other == done[0] for other in done[1:])
+    growth = max((alive[-1] - alive[-2] for alive in left if len(alive) > 1), default=0)
+    events = sum(max(end[0] - begin[0] for begin, end in zip(marks, marks[1:], strict=False)) for marks in whole)
+    return Likeness(alike, max(0, growth), events)
+
+
+def _done(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
+    """What is the same for micro-batches alike: sizes in the order in which they come and go, and operators."""
+    found: list[tuple[Any, ...]] = []
+    for kind, number in trace.events[begin:end]:
+        if kind in (ALLOC, FREE):
+            storage = trace.storages[number]
+            found.append((kind, storage.bytes, storage.device))
+        elif kind == OP:
+            found.append((kind, trace.ops[number].name))
+    return found
+
+
+def affordable(found: Likeness, count: int, fewest: int) -> int:
+    """How many of `count` micro-batches there is time for, `fewest` at least."""
+    return max(fewest, min(count, MOST_EVENTS // max(1, found.events)))
+
+
+def estimate_text(found: Likeness, traced: int, count: int) -> str:
+    """Why figures that rest on `traced` of a step's `count` micro-batches are an estimate."""
+    if found.growth:
+        how = f"each left {format_bytes(found.growth)} more than the one before, and so are the others taken to do"
+    elif found.alike:
+        how = "the others are taken to be like them"
+    else:
+        how = "these are not alike, and what the others take is not known"
+    return f"{traced} of a step's {count} micro-batches are simulated; {how}"

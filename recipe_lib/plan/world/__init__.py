@@ -1,0 +1,1 @@
+"""The simulated world: devices, ranks and data of sizes without bytes."""

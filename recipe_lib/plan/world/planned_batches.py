@@ -1,0 +1,144 @@
+"""Rows in place of a dataset's: as long as the plan is for, every token trained."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from math import lcm
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import Batch, StepBatches
+from recipe_lib.data.batches import make_step
+from recipe_lib.data.dataset import Dataset
+from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.parallel import World
+from recipe_lib.plan.tracing.simulated_micro_batches import Passes
+from recipe_lib.plan.world.sequence_lengths import has_pairs
+
+
+class RowShape(Protocol):
+    """What rows to make. tokens: of a row. documents: of them in a packed row."""
+
+    @property
+    def tokens(self) -> int:
+        """Length of a row."""
+
+    @property
+    def documents(self) -> int:
+        """Documents in a packed row."""
+
+
+class PlannedData:
+    """What a recipe finds as `self.data` in place of what its `setup_data` would have made.
+
+    rows, validation_rows: a dataset of one item. plan, tokenizer: None. total_steps: 1. `batches` yields one step,
+    `validation_batches` one micro-batch, both on the device.
+    """
+
+    tokenizer = chat_template = tokenizer_path = plan = None
+    total_steps = 1
+
+    def __init__(
+        self,
+        cfg: FullFinetuneConfig,
+        world: World,
+        shape: RowShape,
+        traced_micro_batches: int | None = None,
+        passes: Passes | None = None,
+    ) -> None:
+        """traced_micro_batches: all of a step's are there, but so many are gone through; None: all of them, plainly.
+        passes: notes where each of those begins and ends."""
+        self._cfg, self._world, self._shape, self._traced = cfg, world, shape, traced_micro_batches
+        self._passes = passes
+        self.rows = self.validation_rows = _rows(cfg, shape)
+        self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
+
+    def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
+        """One step of this rank."""
+        yield self._step(*micro_batches(self._cfg))
+
+    def validation_batches(self) -> Iterator[StepBatches]:
+        """One validation batch of this rank."""
+        yield self._step(self._cfg.validation.batch_size or self._cfg.batch_size, 1)
+
+    def report(self) -> list[str]:
+        """Nothing was read."""
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        """Nothing was read."""
+        return {}
+
+    def _step(self, batch_size: int, accumulation: int) -> StepBatches:
+        packed, ranks = self._cfg.data.packing, self._world.data_ranks
+        slots = [np.arange(self.rows.items) if packed else np.zeros(1, dtype=np.int64)] * (batch_size * accumulation)
+        length = self._shape.tokens * (self.rows.group if packed else 1)
+        multiple = lcm(self._cfg.data.pad_to_multiple, self._cfg.parallel.tensor)
+        with unset_fake_temporarily():  # lengths are read from them
+            step = make_step(
+                self.rows, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,
+            )  # fmt: skip
+        counted = (step.trained_tokens, step.total_tokens, step.padded_tokens, step.items)
+        whole = StepBatches(step.micro_batches, *(ranks * count for count in counted))
+        on_device = _without_bytes(whole).to(self._world.device)
+        if self._traced is None or self._traced >= len(on_device.micro_batches):
+            return on_device
+        return replace(on_device, micro_batches=_FirstOnes(on_device.micro_batches, self._traced, self._passes))
+
+
+class _FirstOnes(list[Batch]):
+    """A list that holds all of its elements, and is as long as the first of them that are gone through."""
+
+    def __init__(self, batches: list[Batch], count: int, passes: Passes | None) -> None:
+        super().__init__(batches)
+        self._count, self._passes = count, passes
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = islice(super().__iter__(), self._count)
+        return batches if self._passes is None else self._passes.through(batches)
+
+    def __len__(self) -> int:
+        return min(super().__len__(), self._count)
+
+
+def _without_bytes(step: StepBatches) -> StepBatches:
+    """The same on the host of the simulation, if there is one."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is None:
+        return step
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return mode.from_tensor(value)
+        if isinstance(value, AttentionInfo):
+            return replace(value, **{name: convert(held) for name, held in vars(value).items()})
+        return value
+
+    batches = [
+        replace(batch, **{name: convert(held) for name, held in vars(batch).items()}) for batch in step.micro_batches
+    ]
+    return replace(step, micro_batches=batches)
+
+
+def _rows(cfg: FullFinetuneConfig, shape: RowShape) -> Dataset:
+    """The items of a packed row, or one item."""
+    group = 2 if has_pairs(cfg) else 1
+    documents = max(1, min(shape.documents, shape.tokens // 2)) if cfg.data.packing else 1
+    bounds = np.linspace(0, shape.tokens, documents + 1).astype(np.int64)
+    lengths = np.repeat(np.diff(bounds), group)
+    offsets = np.concatenate([[0], np.cumsum(lengths + 1)]).astype(np.int64)
+    report: Any = None
+    ids = np.zeros(int(offsets[-1]), dtype=np.int32)
+    return Dataset(ids, offsets, np.ones(len(ids), dtype=np.uint8), report, "planned", group=group)
+
+
+def batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
+    """The tensors of a step's micro-batches."""
+    holders = [vars(batch) for batch in batches.micro_batches]
+    holders += [vars(batch.attention) for batch in batches.micro_batches if batch.attention is not None]
+    return [value for holder in holders for value in holder.values() if isinstance(value, torch.Tensor)]

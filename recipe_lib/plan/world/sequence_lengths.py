@@ -1,0 +1,215 @@
+"""How long the rows are that a plan is made for: from the data itself where it is at hand, else from max_seq_len.
+
+What decides on memory is the widest micro-batch of a run: the longest row, or with packing the fullest pack, which
+all packs of an epoch are padded to.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.config.local_files import find_files
+from recipe_lib.config.sources import is_hub, resolved_sources
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from recipe_lib.data import Dataset
+    from recipe_lib.tokenizers import Tokenizer
+
+# What reads data is imported where it is needed: a choice is checked without torch.
+
+# Sources up to this size are tokenised for a plan: a minute at most.
+MOST_BYTES = 64 * MIB
+POLL_SECONDS = 0.5
+PERCENTILES = ("p50", "p90", "p99")
+PAIRS = "preference"
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The rows of a plan.
+
+    tokens: of a row, before it is padded to data.pad_to_multiple; of packed pairs, half of a pack. source: where that
+    is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`; None
+    where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
+    pairs. pack: documents (pairs) in a packed row, on average; 1 without packing or where it is not known.
+    """
+
+    tokens: int
+    source: str
+    histogram: dict[str, int] | None = None
+    steps: int | None = None
+    group: int = 1
+    pack: float = 1.0
+
+    @property
+    def documents(self) -> int:
+        """Documents (pairs) of a packed row, as a whole number."""
+        return max(1, round(self.pack))
+
+
+def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None) -> Sequence:
+    """The rows that a config is planned for.
+
+    choice: `auto`, the longest row (fullest pack) of the data if they are at hand, else `max`; `max`, max_seq_len; a
+    number of tokens; `p50`, `p90` or `p99` of the rows' lengths. ranks: with different batches. wait: None, small files
+    that are not in the cache are tokenised now; else they are not, and so many seconds another process is given to.
+    Nothing comes over the network. Raises ConfigError.
+    """
+    group = 2 if has_pairs(cfg) else 1
+    tokens = _number(choice, cfg.max_seq_len)
+    if tokens is not None or choice == "max":
+        _check_steps(cfg, _stored_rows(cfg), ranks)
+        source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
+        return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+    rows, reason = _rows(cfg, wait)
+    if rows is not None:
+        return _of_rows(cfg, rows, choice, ranks)
+    if choice != "auto":
+        raise ConfigError(
+            f"--sequence {choice}: the rows' lengths are not at hand ({reason}); give a number of tokens, or max"
+        )
+    source = f"max_seq_len, as rows are not at hand: {reason}"
+    return Sequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+
+
+def check_choice(choice: str) -> None:
+    """Raises ConfigError for a text that is no choice of `planned_sequence`, whatever the config."""
+    if choice not in ("auto", "max", *PERCENTILES) and not (choice.isascii() and choice.isdigit() and int(choice)):
+        raise ConfigError(
+            f"--sequence: found {show(choice)!r}, expected auto, max, {', '.join(PERCENTILES)} or a number of tokens"
+        )
+
+
+def _number(choice: str, longest: int) -> int | None:
+    check_choice(choice)
+    if not choice.isdigit():
+        return None
+    if int(choice) > longest:
+        raise ConfigError(f"--sequence {choice}: rows have at most max_seq_len tokens ({longest}); raise max_seq_len")
+    return int(choice)
+
+
+def has_pairs(cfg: Any) -> bool:
+    """Whether rows come in pairs, by the format of any source."""
+    return PAIRS in {source.format or cfg.data.format for source in resolved_sources(cfg.data)}
+
+
+def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
+    """From the lengths of tokenised rows."""
+    import numpy as np
+
+    from recipe_lib.data import DataPlan
+
+    lengths = rows.lengths
+    found = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
+    histogram = {"rows": len(lengths)} | dict(zip(PERCENTILES, found, strict=True)) | {"max": int(lengths.max())}
+    capacity = cfg.max_seq_len if cfg.data.packing else None
+    order = DataPlan(rows, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
+    slots = order.total_steps(1)
+    whole = _check_steps(cfg, rows, ranks)
+    fullest = order.row_length(0)
+    split = f" from {rows.report.rows_read:,} rows" if rows.report.split_sequences else ""
+    count = f"{len(rows):,} {rows.report.unit}{split}"
+    if fullest is not None:
+        tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {count}"
+    elif choice in PERCENTILES:
+        tokens, source = histogram[choice], f"{choice} of {count}"
+    else:
+        tokens, source = histogram["max"], f"longest of {count}"
+    pack = rows.items / slots if cfg.data.packing else 1.0
+    return Sequence(tokens, source, histogram, whole, rows.group, pack)
+
+
+def _check_steps(cfg: Any, rows: "Dataset | None", ranks: int) -> int | None:
+    """Optimizer steps of the run; None without rows. Raises the DataError of a run whose epochs have not one step."""
+    from recipe_lib.data import DataPlan
+
+    if rows is None:
+        return None
+    capacity = cfg.max_seq_len if cfg.data.packing else None
+    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
+    order = DataPlan(rows, seed=cfg.seed, slots_per_step=per_step, shuffle=cfg.data.shuffle, packing_capacity=capacity)
+    return order.total_steps(cfg.epochs, cfg.max_steps)
+
+
+def _stored_rows(cfg: Any) -> "Dataset | None":
+    """The rows that an earlier run has tokenised, if it has."""
+    try:
+        return _stored(cfg, _tokenizer(cfg), 0.0)
+    except UserError:
+        return None
+
+
+def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
+    """The tokenised rows of a config, or None and why they are not there. wait None: raises DataErrors of rows, and of
+    rows for validation, that are there."""
+    from recipe_lib.data import build_dataset
+
+    try:
+        tokenizer = _tokenizer(cfg)
+        stored = _stored(cfg, tokenizer, wait or 0.0)
+    except UserError as error:
+        return None, error.faults[0].partition(";")[0]
+    if wait is None:
+        _check_validation(cfg, tokenizer)
+    try:
+        if stored is not None:
+            return stored, ""
+        if wait is not None:
+            return None, "they are not tokenised yet"
+        size = sum(map(_size, resolved_sources(cfg.data)))
+        if size > MOST_BYTES:
+            return None, f"{format_bytes(size)} that are not tokenised yet"
+    except UserError as error:
+        return None, error.faults[0].partition(";")[0]
+    return build_dataset(cfg.data, tokenizer, cfg.max_seq_len), ""
+
+
+def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
+    """Raises the DataError of a run that finds none of its rows for validation, if these are small local files."""
+    from recipe_lib.data import build_validation_dataset
+
+    source = cfg.validation.source
+    if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MOST_BYTES:
+        build_validation_dataset(cfg, tokenizer)
+
+
+def _tokenizer(cfg: Any) -> "Tokenizer":
+    from recipe_lib.checkpoint.huggingface import find_checkpoint
+    from recipe_lib.tokenizers import load_tokenizer
+
+    path = cfg.tokenizer.path or (find_checkpoint(cfg.model.path) if cfg.model.path else "")
+    return load_tokenizer(Path(path), cfg.tokenizer.chat_template)
+
+
+def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
+    """The rows as a run has left them in the cache, or does within `wait` seconds; nothing is tokenised here."""
+    from recipe_lib.data import tokenize_dataset as data_build
+    from recipe_lib.data.cache import MANIFEST, cache_root
+    from recipe_lib.data.cache_key import cache_key
+
+    if not cfg.data.cache:
+        return None
+    build = data_build._Build(cfg.data, tokenizer, cfg.max_seq_len, data_build._sources(cfg.data, None, None, None))
+    key = cache_key(build.read_with(), build.files, build.encoders, tokenizer)
+    if key is None:
+        return None
+    manifest, deadline = cache_root(cfg.data.cache_dir) / key / MANIFEST, time.monotonic() + wait
+    while not manifest.is_file():
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(POLL_SECONDS)
+    return build.dataset()
+
+
+def _size(source: Any) -> int:
+    """Bytes of a source's files; of a hub dataset, those that are on this machine."""
+    from recipe_lib.data.sources import open_sources
+
+    if is_hub(source.source):
+        return sum(file.identity["size"] for file in open_sources(source))
+    return sum(path.stat().st_size for path in find_files(source.source))

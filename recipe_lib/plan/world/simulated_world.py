@@ -1,0 +1,137 @@
+"""The simulated world: rank r of N on a device of sizes, in one process, with collectives that move nothing.
+
+Everything that touches torch's private parts for this is in here, in `device`, `kernels` and in `fast_fake`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed import fake_pg
+
+from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.ops import dtensor_shards as parts
+from recipe_lib.parallel.world import MESH_DIMS, World, world_of
+from recipe_lib.plan.world.kernel_choice import pin_kernels
+from recipe_lib.plan.world.simulated_device import MODULE, NAME, register_device
+
+_MESH_METHODS = ("__init__", "__getitem__", "_concatenate", "get_group", "get_local_rank", "get_coordinate", "_flatten")
+
+
+@contextmanager
+def simulated_world(parallel: ParallelConfig, rank: int, ranks: int, *, like_cpu: bool = False) -> Iterator[World]:
+    """Rank `rank` of `ranks` on the simulated device. One such world at a time, in a process without another group.
+
+    like_cpu: kernels are those of a CPU. Raises SetupError when mesh and ranks do not fit.
+    """
+    shape = mesh_shape(parallel, ranks)
+    device = register_device()
+    pin_kernels(like_cpu)
+    with ExitStack() as stack:
+        stack.enter_context(_fake_group(rank, ranks))
+        stack.enter_context(_meshes_are_told_apart(hash((rank, shape))))
+        mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
+        stack.enter_context(_meshes_are_real())
+        stack.enter_context(_streams_are_ours())
+        yield world_of(mesh, rank, ranks, 0, device)
+
+
+@contextmanager
+def tensors_without_bytes() -> Iterator[FakeTensorMode]:
+    """Inside the block every tensor is made without memory."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        stack.enter_context(_weak_references_are_no_hindrance())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(mode)
+        yield mode
+
+
+@contextmanager
+def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+    devices = ["cpu", NAME]
+    dist.Backend.register_backend("fake", fake_pg._create_fake_pg, extended_api=True, devices=devices) if (
+        NAME not in dist.Backend.backend_capability.get("fake", [])
+    ) else None
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _meshes_are_told_apart(world: int) -> Iterator[None]:
+    """What DTensor remembers of a mesh holds for the equal mesh of another world too, whose groups have other names.
+
+    world: a number that no other rank and shape has. A mesh compares its thread's, which torch sets for tests alone.
+    """
+    original = DeviceMesh.__init__
+
+    def begin(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        original(mesh, *args, **kwargs)
+        mesh._thread_id, mesh._hash = world, None
+
+    cast(Any, DeviceMesh).__init__ = begin
+    try:
+        yield
+    finally:
+        cast(Any, DeviceMesh).__init__ = original
+
+
+@contextmanager
+def _meshes_are_real() -> Iterator[None]:
+    """A mesh computes with its own ranks' numbers, which must have values."""
+    places = [(DeviceMesh, name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
+    places.append((parts, "compute_local_shape_and_global_offset"))
+    originals = {(owner, name): getattr(owner, name) for owner, name in places}
+
+    def real(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return original(*args, **kwargs)
+
+        return run
+
+    for (owner, name), original in originals.items():
+        setattr(owner, name, real(original))
+    try:
+        yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
+@contextmanager
+def _streams_are_ours() -> Iterator[None]:
+    """FSDP asks torch.accelerator for a stream in one place, and so a C++ guard that this device does not have."""
+    original = torch.accelerator.current_stream
+    torch.accelerator.current_stream = MODULE.current_stream
+    try:
+        yield
+    finally:
+        torch.accelerator.current_stream = original
+
+
+@contextmanager
+def _weak_references_are_no_hindrance() -> Iterator[None]:
+    """`module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak reference: the fake mode
+    does, for a table that nobody reads any more."""
+    original = torch.utils.weakref
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])
+    try:
+        yield
+    finally:
+        torch.utils.weakref = original
+
+
+def connect_streams(record: Callable[[int, int], None], wait: Callable[[int, int], None]) -> Callable[[], int]:
+    """Tells of every mark that a stream sets or waits for; returns what gives the current stream's number."""
+    MODULE.on_record, MODULE.on_wait = record, wait
+    return lambda: MODULE.stream_now.number

@@ -1,0 +1,168 @@
+"""The derived numbers of a run, said at its start: what the config means on these devices with this data."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from recipe_lib.config.pipeline import micro_batches, stage_count
+from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig
+from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
+from recipe_lib.training.added_parameters import describe_extra
+from recipe_lib.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from recipe_lib.data import DataPlan, Dataset
+    from recipe_lib.parallel.world import World
+
+
+def derived_numbers(
+    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", plan: "DataPlan"
+) -> list[str]:
+    """Lines for the log, each number with its unit and how it comes about.
+
+    model: as it will be trained, or sharded. Collective in a pipeline.
+    """
+    return [
+        _devices(cfg, world),
+        *_batch(cfg, world, rows, plan),
+        *_pipeline(cfg, model),
+        _steps(cfg, rows, plan),
+        _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
+        *_model(cfg, model),
+        *describe_extra(model, world),
+        *_other_parts(model),
+        *([f"checkpointing: {kept}"] if (kept := getattr(model, "kept_for_backward", None)) else []),
+    ]
+
+
+def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
+    if world.size == 1:
+        return f"devices: 1 {world.device.type}"
+    shape = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
+    dims = [f"{name} {size}" for name, size in shape if size > 1 or name.startswith("data")]
+    undecided = cfg.parallel.strategy == "auto" and world.data_ranks > 1
+    auto = "; parallel.strategy=auto is fsdp here, since `tune run` has not planned both" if undecided else ""
+    return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
+
+
+def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "DataPlan") -> list[str]:
+    accumulation = cfg.gradient_accumulation_steps
+    global_rows = cfg.batch_size * accumulation * world.data_ranks
+    share = rows.report.trained_share
+    per_row = rows.report.tokens / max(1, rows.items)
+    step_tokens = rows.report.tokens / plan.steps(0) if cfg.data.packing else per_row * global_rows
+    unit = "packed rows" if cfg.data.packing else rows.report.unit if rows.group == 1 else "pairs"
+    longest = cfg.max_seq_len * rows.group
+    return [
+        f"global batch: {global_rows} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
+        f"{accumulation} x data ranks {world.data_ranks}",
+        f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} of them trained "
+        f"({share:.1%}); at most {format_count(global_rows * longest)} "
+        f"({global_rows} {unit} x {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})",
+    ]
+
+
+def _pipeline(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+    """How the rows go through a pipeline, and which layers this rank has of it."""
+    pipeline = getattr(model, "pipeline", None)
+    if pipeline is None:
+        return []
+    rows, count = micro_batches(cfg)
+    stages = stage_count(cfg.parallel)
+    here = " and ".join(
+        f"stage {stage} (layer{f's {of.start} to {of.stop - 1}' if len(of) > 1 else f' {of.start}'})"
+        for stage, of in pipeline.layers.items()
+    )
+    return [
+        f"pipeline: {count} micro-batches of {rows} row{'s' if rows > 1 else ''} through {stages} stages, "
+        f"{cfg.parallel.pipeline_schedule}; here {here}"
+    ]
+
+
+def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
+    steps, full = plan.total_steps(cfg.epochs, cfg.max_steps), plan.total_steps(cfg.epochs, None)
+    cut = "" if steps == full else f", cut by max_steps from {full}"
+    if cfg.max_steps is not None and cfg.max_steps > full:
+        cut = f"; max_steps {cfg.max_steps} needs more epochs"
+    unit = rows.report.unit if rows.group == 1 else "pairs"
+    packed = " in packs" if cfg.data.packing else ""
+    return f"steps: {steps} ({plan.steps(0)} per epoch of {rows.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
+
+
+def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
+    schedule = cfg.lr_schedule
+    start = f"warm-up over {schedule.warmup_steps} steps to " if schedule.warmup_steps else ""
+    after = steps - schedule.warmup_steps
+    if after <= 0:
+        reached = "reached at the last step" if after == 0 else f"not reached: the run has {steps} steps"
+        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
+    if schedule.kind == "constant":
+        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
+    final = schedule.final_share * cfg.optimizer.lr
+    return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.kind} over {after} steps towards {final:.2e}"
+
+
+def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+    every = list(model.parameters())
+    trained = [parameter for parameter in every if parameter.requires_grad]
+    stored = stored_weights(model)  # quantised: fewer, packed numbers stand for the weights
+    plain = (parameter for name, parameter in model.named_parameters() if name.rpartition("_")[0] not in stored)
+    count = sum(parameter.numel() for parameter in plain)
+    count += sum(weight.in_features * weight.out_features for weight in stored.values())
+    trained_count = sum(parameter.numel() for parameter in trained)
+    parameters, gradients = local_bytes(every), local_bytes(trained)
+    state = optimizer_state_bytes(cfg.optimizer, model.named_parameters())
+    where = "host memory" if cfg.memory.cpu_offload else "memory"
+    known = "not known before the first step" if state is None else format_bytes(state)
+    if cfg.memory.optimizer_offload:
+        known, state = f"{known} in host memory", 0
+    freed = ""
+    if cfg.memory.optimizer_in_backward:
+        tokens = micro_batches(cfg)[0] * cfg.max_seq_len
+        if isinstance(cfg, DpoFinetuneConfig):  # whose head makes log-probabilities of tokens, and its gradient whole
+            tokens = sys.maxsize
+        sizes = (sum(_gradient_at_once(one, tokens) for one in together) for together in _reduced_together(model))
+        gradients, freed = max(sizes, default=0), " at a time"
+    total = parameters + gradients + (state or 0)
+    here = " of this rank" if hasattr(model, "pipeline") else ""
+    return [
+        f"parameters{here}: {format_count(count)}, of them trained {format_count(trained_count)} "
+        f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
+        f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
+        f"optimizer state {known}; together {format_bytes(total)} before activations",
+    ]
+
+
+def _other_parts(model: nn.Module) -> list[str]:
+    """What of a multimodal model text does not run through."""
+    names: list[str] = getattr(model, "other_parts", [])
+    if not names:
+        return []
+    count = sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
+    return [
+        f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not run through; they "
+        "are in an exported model as they are"
+    ]
+
+
+def _gradient_at_once(parameter: nn.Parameter, tokens: int) -> int:
+    """Bytes of a gradient, or of the pieces that backward makes it in, as it does for no more tokens than channels."""
+    pieces = getattr(parameter, "gradient_pieces", 1) if tokens <= parameter.shape[-1] else 1
+    return -(-local_bytes([parameter]) // pieces)
+
+
+def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The trained parameters whose gradients are there at the same time: those of an FSDP unit, else each alone."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        return [[parameter] for parameter in model.parameters() if parameter.requires_grad]
+    taken: set[int] = set()
+    found = []
+    for unit in reversed(units):  # inner ones first
+        own = [one for one in unit.parameters() if one.requires_grad and id(one) not in taken]
+        taken |= {id(one) for one in own}
+        found.append(own)
+    return found

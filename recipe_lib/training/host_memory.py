@@ -1,0 +1,77 @@
+"""Whether the host memory that a run's offloading will take is there, before the model takes any."""
+
+import os
+
+from torch import nn
+
+from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.memory.activation_offload import Window
+from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_bytes
+from recipe_lib.ops.device import holds_values
+from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
+from recipe_lib.parallel import World
+
+
+def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, beside: nn.Module | None = None) -> None:
+    """SetupError where what all ranks of this machine keep on the host is more than `memory.host_memory`, or is free.
+
+    Call it when the model is sharded and has no memory yet. Parameters, gradients and states are judged at once;
+    activations when the first layer of the first micro-batch has run, by what it kept, for all layers that are sent,
+    the longest rows and the micro-batches that a pipeline has under way. beside: another model of the run that has its
+    place already, such as a frozen reference.
+    """
+    if world.device.type == "cpu" or not holds_values(world.device):
+        return
+    needs, free = offloaded_bytes(model, cfg, beside), free_host_memory()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_needs(needs, cfg.memory.host_memory, ranks, free)
+    window: Window | None = getattr(model, "activation_window", None)
+    if window is not None:
+        calls = calls_at_once(model, cfg, window)
+        longest = longest_tokens(model, cfg)
+
+        def judge(num_bytes: int, tokens: int) -> None:
+            kept = calls * num_bytes
+            if 0 < tokens < longest:
+                kept = kept * longest // tokens
+            check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory, ranks, free)
+
+        window.judge_first(judge)
+
+
+def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, beside: nn.Module | None = None) -> dict[str, int]:
+    """By key of the section `memory` what one rank keeps on the host, without activations. Pinned memory, that of
+    sharded parameters, of their gradients and of visiting states, is counted as torch takes it; states that a plugin's
+    optimizer makes are not known, and not counted. A gradient's is pinned as FSDP does not wait for its copy
+    (`foreach_reduce`); torch 2.13 does wait for those that are stepped in backward, and takes no more than is said."""
+    found = {}
+    every = list(model.parameters())
+    trained = [parameter for parameter in every if parameter.requires_grad]
+    states = optimizer_state_bytes(cfg.optimizer, model.named_parameters()) or 0
+    if cfg.memory.cpu_offload:
+        frozen = list(beside.parameters()) if beside is not None else []
+        pinned = sum(pinned_bytes(local_bytes([parameter])) for parameter in [*every, *frozen])
+        gradients = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
+        at_once = max if cfg.memory.optimizer_in_backward else sum
+        found["cpu_offload"] = pinned + at_once(gradients or [0]) + states
+    elif cfg.memory.optimizer_offload:
+        sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
+        found["optimizer_offload"] = sum(map(pinned_bytes, sizes))
+    return found
+
+
+def calls_at_once(model: nn.Module, cfg: FullFinetuneConfig, window: Window) -> int:
+    """How many forwards of layers have their tensors on the host at a time, at most."""
+    pipeline = getattr(model, "pipeline", None)
+    if pipeline is None:
+        return max(window.sent, 0)
+    moments = pipeline.in_flight(micro_batches(cfg)[1])  # type: ignore[operator]
+    return max(sum(count * len(pipeline.layers[stage]) for stage, count in moment.items()) for moment in moments)
+
+
+def longest_tokens(model: nn.Module, cfg: FullFinetuneConfig) -> int:
+    """Tokens that a layer of this rank is given in the longest micro-batch."""
+    rows = micro_batches(cfg)[0] * (2 if hasattr(cfg, "dpo") else 1)  # a chosen answer and a rejected one
+    shared = cfg.parallel.tensor if hasattr(model, "tensor_gradients") else 1
+    return rows * cfg.max_seq_len // shared

@@ -1,0 +1,1 @@
+"""What a run says and writes while it trains."""

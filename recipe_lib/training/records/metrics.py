@@ -1,0 +1,189 @@
+"""What a run records: metrics.jsonl, one JSON object a line, and summary.json at its end.
+
+A number that is not finite is written as `null`, so that every line is JSON that any reader takes.
+"""
+
+import errno
+import json
+import math
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+import recipe_lib
+from recipe_lib.files import replace_text, storage_faults
+from recipe_lib.redaction import redact
+from recipe_lib.units import gib
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+def step_metrics(
+    *,
+    step: int,
+    epoch: float,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    seconds: float,
+    trained_tokens: int,
+    total_tokens: int,
+    devices: int,
+    peak: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The line of one optimizer step.
+
+    step: steps done, this one included. epoch: passes over the rows done, a fraction within one. seconds: wall time of
+    the step. trained_tokens: labelled tokens of the global step; total_tokens: its tokens without padding.
+    peak: `active`, `allocated`, `reserved` in bytes and `kind`, as `PeakMemory.read()` returns.
+    """
+    rate = total_tokens / seconds if seconds > 0 else 0.0
+    return {
+        "step": step,
+        "epoch": epoch,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "tokens_per_second": rate,
+        "tokens_per_second_per_device": rate / devices,
+        "trained_tokens": trained_tokens,
+        "trained_token_share": trained_tokens / total_tokens if total_tokens else 0.0,
+        **{f"peak_memory_{name}_gib": gib(peak[name]) for name in ("active", "allocated", "reserved")},
+        "memory_kind": peak["kind"],
+        "seconds": seconds,
+        "tokens": total_tokens,
+    }
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run: appended line by line, cut back to a step when a run resumes."""
+
+    def __init__(self, output_dir: Path) -> None:
+        """output_dir: an existing folder. Nothing is written until the first `append`."""
+        self.path = Path(output_dir) / METRICS_FILE
+        self._file: BinaryIO | None = None
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Writes one line through to the operating system: a killed process loses no step that was recorded.
+
+        StorageError when the disk refuses it.
+        """
+        data = (_to_json(line) + "\n").encode()
+        with storage_faults():
+            if self._file is None:
+                self._file = open(self.path, "ab", buffering=0)
+            try:
+                written = self._file.write(data)
+            except OSError as error:  # writing to a descriptor names no file
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            if written < len(data):
+                raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+
+    def truncate(self, step: int) -> None:
+        """Drops the lines after `step`, and a last line that a kill has torn; all or nothing.
+
+        For a run that goes on from the state of `step`; 0 empties the file.
+        """
+        self.close()
+        if not self.path.exists():
+            return
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        replace_text(self.path, "".join(_to_json(line) + "\n" for line in kept))
+
+    def close(self) -> None:
+        """Closes the file; a later `append` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl (or of the one in a folder); lines that are torn or are no object are left out."""
+    path = Path(path)
+    path = path / METRICS_FILE if path.is_dir() else path
+    lines = []
+    for text in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:  # of JSON or of UTF-8: torn
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+def write_summary(
+    output_dir: Path,
+    status: str,
+    settings: Mapping[str, Any],
+    *,
+    wall_seconds: float,
+    total_steps: int,
+    world_size: int,
+) -> dict[str, Any]:
+    """Writes summary.json from the run's metrics.jsonl and returns what it wrote.
+
+    status: `done`, `stopped`, `diverged` or `failed`. settings: the resolved config as a dict. wall_seconds: of this
+    process, set-up included; the seconds of the steps, those before a resume included, are summed from the metrics.
+    """
+    path = Path(output_dir) / METRICS_FILE
+    lines = read_metrics(path) if path.exists() else []
+    steps = [line for line in lines if "loss" in line]
+    validations = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
+    memory = {
+        name: max((line[name] for line in steps if line.get(name) is not None), default=None)
+        for name in (f"peak_memory_{kind}_gib" for kind in ("active", "allocated", "reserved"))
+    }
+    summary = {
+        "status": status,
+        "steps": steps[-1]["step"] if steps else 0,
+        "total_steps": total_steps,
+        "first_loss": steps[0]["loss"] if steps else None,
+        "final_loss": steps[-1]["loss"] if steps else None,
+        "final_validation_loss": validations[-1] if validations else None,
+        "best_validation_loss": min(validations, default=None),
+        "tokens": sum(line.get("tokens") or 0 for line in steps),
+        "trained_tokens": sum(line.get("trained_tokens") or 0 for line in steps),
+        "training_seconds": sum(line.get("seconds") or 0 for line in steps),
+        "wall_seconds": wall_seconds,
+        **memory,
+        "memory_kind": steps[-1].get("memory_kind") if steps else None,
+        "world_size": world_size,
+        "versions": versions(),
+        "settings": settings,
+    }
+    text = redact(json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False))
+    replace_text(Path(output_dir) / SUMMARY_FILE, text + "\n")
+    return json.loads(text)
+
+
+def versions() -> dict[str, str]:
+    """The software a result depends on."""
+    found = {
+        "tune-recipes": recipe_lib.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _to_json(line: Mapping[str, Any]) -> str:
+    return redact(json.dumps(_finite(line), allow_nan=False, ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    """The value with numbers that are not finite replaced by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,71 @@
+"""Where a run's model comes from, a checkpoint or a shape to fill at random; checked before memory is taken."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.adapters import add_adapters
+from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
+from recipe_lib.config.local_files import downloaded_model
+from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, ModelConfig
+from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
+from recipe_lib.models.foreign import foreign_spec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.parallel import DTYPES
+from recipe_lib.parallel.pipeline.balance import split_layers
+from recipe_lib.parallel.tensor_sizes import check_tensor
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """name: as the user gave it. folder: the checkpoint's; None: random weights. config: what config.json holds."""
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any]
+    spec: ModelSpec
+
+
+def find_model(cfg: ModelConfig) -> ModelSource:
+    """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all weights are checked.
+
+    Raises CheckpointError; for a model that is not native also what `foreign_spec` raises.
+    """
+    name = cfg.path or cfg.preset or ""
+    folder = find_checkpoint(name) if cfg.path else None
+    config = read_config(folder) if folder else preset_config(name)
+    where = str(folder or name)
+    spec: ModelSpec
+    if cfg.source == "native":
+        spec = spec_from_config(config, where)
+    else:
+        spec = foreign_spec(config, where, cfg.source)
+    if folder:
+        check_weights(spec, folder)
+    return ModelSource(name, folder, config, spec)
+
+
+def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
+    """Refuses a model that the ranks of `parallel.tensor` cannot share, or whose layers are too few for the stages of
+    `parallel.pipeline` or others than `parallel.pipeline_split` lists, and adapters that it would not have where the
+    config says. Raises ConfigError, with what fits."""
+    if isinstance(cfg, LoraFinetuneConfig) and (not isinstance(cfg, DpoFinetuneConfig) or cfg.dpo.train == "lora"):
+        dtype = DTYPES[cfg.dtype]
+        add_adapters(build_meta(spec, dtype), cfg.lora, dtype)
+    if isinstance(spec, DecoderSpec):
+        quantize = cfg.lora.quantize if isinstance(cfg, LoraFinetuneConfig) else "none"
+        check_tensor(spec, cfg.parallel, quantize)
+        if cfg.parallel.pipeline > 1:
+            split_layers(spec, cfg)
+
+
+def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:
+    """As `check_sharing`, if the model's config.json is on this machine's disk; no weight is looked at."""
+    if cfg.model.source != "native":
+        return
+    named = Path(cfg.model.path).expanduser() if cfg.model.path else None
+    folder = named if named is None or named.is_dir() else downloaded_model(str(cfg.model.path))
+    if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
+        return
+    config = read_config(folder) if folder else preset_config(cfg.model.preset or "")
+    check_sharing(cfg, spec_from_config(config, str(folder or cfg.model.preset)))

@@ -1,0 +1,133 @@
+"""A recipe's data as one object: tokenizer, rows, which of them each step takes, and the batches made of them."""
+
+import os
+from collections.abc import Iterator
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import (
+    DataPlan,
+    StepBatches,
+    build_dataset,
+    build_validation_dataset,
+    check_vocabulary,
+    prepare_data,
+    step_batches,
+    validation_steps,
+    warn_of_overlap,
+    warn_of_positions,
+)
+from recipe_lib.errors import UserError
+from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from recipe_lib.training.output import check_output
+from recipe_lib.training.resolve_model import ModelSource, check_sharing, find_model
+
+if TYPE_CHECKING:
+    from recipe_lib.parallel.world import World
+
+
+class TrainingData:
+    """What `setup_data` of a recipe keeps.
+
+    tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. rows, validation_rows (or
+    None): datasets. plan: which rows each step takes, a function of (seed, epoch, step) alone; total_steps: of the run.
+    """
+
+    def __init__(self, cfg: FullFinetuneConfig, source: ModelSource, world: "World") -> None:
+        """Tokenises, or maps what is tokenised already. Raises DataError."""
+        self._cfg, self._world = cfg, world
+        self.tokenizer_path = _tokenizer_path(cfg, source)
+        self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
+        self.tokenizer = load_tokenizer_of(cfg, source)
+        self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len)
+        self.validation_rows = build_validation_dataset(cfg, self.tokenizer)
+        check_vocabulary(self.tokenizer, source.spec.vocab_size, self.rows, self.validation_rows)
+        warn_of_positions(source.spec.max_positions, self.rows, self.validation_rows)
+        warn_of_overlap(self.rows, self.validation_rows)
+        self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
+        self.plan = DataPlan(
+            self.rows,
+            seed=derive_seed(cfg.seed, "data"),
+            slots_per_step=self.rows_per_step,
+            shuffle=cfg.data.shuffle,
+            packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
+        )
+        self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same for a step to mean the same rows."""
+        order = {"data.shuffle": self._cfg.data.shuffle, "data.packing": self._cfg.data.packing}
+        return {
+            "data": self.rows.fingerprint,
+            "rows_per_step": self.rows_per_step,
+            "seed": self._cfg.seed,
+            "order": order | {"weight": [float(weight) for weight in self.rows.weights]},
+        }
+
+    def batches(self, first_step: int) -> Iterator[StepBatches]:
+        """This rank's micro-batches of each step from `first_step` (from 0) on, on the device."""
+        cfg, world = self._cfg, self._world
+        rows, count = micro_batches(cfg)
+        return step_batches(
+            self.rows,
+            self.plan,
+            first_step=first_step,
+            last_step=self.total_steps,
+            data_rank=world.data_rank,
+            data_ranks=world.data_ranks,
+            batch_size=rows,
+            accumulation=count,
+            pad_id=self.tokenizer.pad_id,
+            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
+            workers=cfg.data.loader_workers,
+            device=world.device,
+        )
+
+    def validation_batches(self) -> Iterator[StepBatches]:
+        """All validation rows, each once, one micro-batch a time, on the device."""
+        if self.validation_rows is None:
+            return
+        cfg, world = self._cfg, self._world
+        for batches in validation_steps(
+            self.validation_rows,
+            world.data_rank,
+            world.data_ranks,
+            cfg.validation.batch_size or cfg.batch_size,
+            self.tokenizer.pad_id,
+            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
+            packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
+        ):
+            yield batches.to(world.device)
+
+    def report(self) -> list[str]:
+        """Lines on what was read and what was left out."""
+        return [line for rows in (self.rows, self.validation_rows) if rows for line in rows.report.lines()]
+
+
+def prepare(cfg: FullFinetuneConfig) -> None:
+    """Tokenises into the cache, in parallel: called before ranks wait for each other in a process group.
+
+    With several ranks, what is wrong with config, model or data is left to be found again and told once, when they
+    agree on it.
+    """
+    try:
+        check_output(cfg)
+        source = find_model(cfg.model)
+        check_sharing(cfg, source.spec)
+        prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))
+    except UserError:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise
+
+
+def load_tokenizer_of(cfg: FullFinetuneConfig, source: ModelSource | None) -> Tokenizer:
+    """The tokenizer of a config, or that of its checkpoint. Raises DataError."""
+    return load_tokenizer(_tokenizer_path(cfg, source), cfg.tokenizer.chat_template)
+
+
+def _tokenizer_path(cfg: FullFinetuneConfig, source: ModelSource | None) -> Path:
+    return Path(cfg.tokenizer.path or (source.folder if source else None) or "")

@@ -1,0 +1,346 @@
+"""Parameters stepped in backward, and states that visit the device, end where plain training ends."""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, OptimizerConfig, ParallelConfig
+from recipe_lib.models import build_meta, init_weights
+from recipe_lib.optim import in_backward, row_steps
+from recipe_lib.optim.clipping import clip_grad_norm
+from recipe_lib.optim.offloaded_states import StateVisits
+from recipe_lib.optim.optimizers import build_optimizer
+from recipe_lib.optim.row_steps import RowSteps, step_only
+from recipe_lib.optim.state_layout import local_of
+from recipe_lib.parallel import materialize, shard_model, start_world
+from tests.distributed.ranks import run_ranks
+from tests.parallel.small_models import ROWS, small_batch, small_spec
+from tests.training.cut import Cut, own_part, placed
+
+CPU = torch.device("cpu")
+ALONE = SimpleNamespace(device=CPU, pipeline=None)
+IN_BACKWARD, PLAIN = MemoryConfig(optimizer_in_backward=True), MemoryConfig()
+CFG = OptimizerConfig(lr=0.05, weight_decay=0.1)
+STEPS = 3
+
+
+def made(spec: Any) -> nn.Module:
+    model = build_meta(spec, torch.float64).to_empty(device="cpu")
+    init_weights(model, 3, spec)
+    return model
+
+
+def train(model: nn.Module, memory: MemoryConfig, world: Any, rows: slice) -> tuple[list[float], list[int]]:
+    """Norms of the steps, and the most bytes of gradients that this rank had when a parameter was stepped."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=CFG.lr, weight_decay=CFG.weight_decay, foreach=True)
+    most = []
+
+    def note(*_: Any) -> None:
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        most.append(sum((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes for grad in grads))
+
+    optimizer.register_step_pre_hook(note)
+    earlier = in_backward.arrange_steps(optimizer, model, memory, CPU)
+    tokens, labels = small_batch()
+    count, norms = (labels != -100).sum(), []
+    for _ in range(STEPS):
+        (model(tokens[rows], labels=labels[rows], loss_chunks=3) / count).backward()
+        norms.append(float(clip_grad_norm(model.parameters(), None, world, earlier)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norms, most
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def alone(request: pytest.FixtureRequest) -> tuple[bool, list[float], dict[str, Tensor]]:
+    """Whether embedding and head are one, and norms and weights of plain training in one process."""
+    model = made(small_spec(tied=request.param))
+    norms, _ = train(model, PLAIN, ALONE, slice(None))
+    return request.param, norms, weights(model)
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12)
+
+
+def test_one_process(alone: Any) -> None:
+    tied, norms, expected = alone
+    model = made(small_spec(tied=tied))
+    found, most = train(model, IN_BACKWARD, ALONE, slice(None))
+    assert found == pytest.approx(norms, rel=1e-12)
+    same(weights(model), expected)
+    assert max(most) == max(parameter.nbytes for parameter in model.parameters())  # one at a time
+
+
+def test_two_ranks(alone: Any) -> None:
+    tied, norms, expected = alone
+
+    def work() -> tuple[list[float], dict[str, Tensor], int, int]:
+        cfg = ParallelConfig(wrapping="memory_efficient")
+        with start_world(FullFinetuneConfig(device="cpu", parallel=cfg)) as world:
+            spec = small_spec(tied=tied)
+            model = build_meta(spec, torch.float64)
+            shard_model(model, cfg, PLAIN, world)
+            materialize(model, PLAIN, CPU)
+            init_weights(model, 3, spec)
+            half = ROWS // 2
+            found, most = train(model, IN_BACKWARD, world, slice(world.data_rank * half, (world.data_rank + 1) * half))
+            local = [parameter.to_local().nbytes for parameter in model.parameters()]
+            return found, weights(model), max(most), sum(local)
+
+    for found, parameters, most, everything in run_ranks(work, 2):
+        assert found == pytest.approx(norms, rel=1e-12)
+        same(parameters, expected)
+        assert most < everything / 2  # a unit's gradients at most, and a tied embedding's
+
+
+def test_states_visit_the_device_and_return() -> None:
+    """On a CPU both places are the same memory, but the copies are made: a visit that is not sent back is lost."""
+    first = made(small_spec())
+    second = deepcopy(first)
+    plain, visiting = (torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second))
+    visits = StateVisits(visiting, CPU)
+    sent, places = [], []
+    visiting.register_step_post_hook(lambda *_: sent.append(len(visits._leaving)))
+    tokens, labels = small_batch()
+    for _ in range(STEPS):
+        for model, optimizer in ((first, plain), (second, visiting)):
+            model(tokens, labels=labels, loss_chunks=3).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        states = [value for state in visiting.state.values() for value in state.values()]
+        places.append({value.data_ptr() for value in states if value.nbytes >= 1024})
+    same(weights(second), weights(first))
+    assert max(sent) == 1 and not visits._leaving and not visits._arrived
+    assert len(places[0]) > 40 and places[0] == places[1] == places[2]
+
+
+PARAMETERS = {"model.embed_tokens.weight": (70, 64), "model.layers.0.w": (48, 96), "model.norm.weight": (600,)}
+OPTIMIZERS = {
+    "adamw": {},
+    "adamw, one kernel": {"implementation": "fused"},
+    "sgd": {"name": "sgd"},
+    "momentum": {"name": "sgd", "momentum": 0.9},
+    "8 bits by chance": {"state_bits": 8, "stochastic_rounding": True},
+    "4 bits and master": {"state_bits": 4, "master_weights": True},
+    "muon": {"name": "muon"},
+}
+
+
+def drawn(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in PARAMETERS.items()}
+
+
+def stepped(
+    cfg: OptimizerConfig, params: dict[str, nn.Parameter], arrange: Any, resumed: Any = None
+) -> tuple[Any, list[int]]:
+    """The optimizer after some steps, and the rows of what it stepped. arrange: of the optimizer, gives what steps one
+    parameter. resumed: an optimizer whose states it begins with, after its steps."""
+    optimizer = build_optimizer(cfg, params.items(), CPU)
+    for mine, theirs in zip(params.values(), resumed.param_groups[0]["params"] if resumed else (), strict=False):
+        mine.data.copy_(theirs.data)
+        optimizer.state[mine] = {key: deepcopy(value) for key, value in resumed.state[theirs].items()}
+    rows = []
+    optimizer.register_step_pre_hook(
+        lambda taken, *_: rows.extend(len(one) for one in taken.param_groups[0]["params"] if one.grad is not None)
+    )
+    step_one = arrange(optimizer)
+    for step in range(STEPS):
+        for name, parameter in params.items():
+            gradient = drawn(step)[name].to(parameter.dtype)
+            parameter.grad = own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
+        for parameter in params.values():
+            step_one(parameter)
+    return optimizer, rows
+
+
+def by_rows(optimizer: Any) -> Any:
+    """Steps a parameter whose states stay with it by pieces."""
+    steps = RowSteps(optimizer)
+
+    @torch.no_grad()
+    def step_one(parameter: nn.Parameter) -> None:
+        pieces = steps.pieces(parameter)
+        if not pieces:
+            step_only(optimizer, parameter)
+        for number, rows in enumerate(pieces):
+            steps.step_rows(parameter, number, parameter.grad[rows])
+
+    return step_one
+
+
+def alike(found: Any, expected: Any) -> list[str]:
+    """Which weights and states differ in a bit."""
+    differ = []
+    pairs = zip(found.param_groups[0]["params"], expected.param_groups[0]["params"], strict=True)
+    for number, (mine, theirs) in enumerate(pairs):
+        values, wanted = (
+            {"weights": one} | optimizer.state.get(one, {}) for one, optimizer in ((mine, found), (theirs, expected))
+        )
+        assert values.keys() == wanted.keys()
+        for key, value in wanted.items():
+            if isinstance(values[key], DTensor):
+                value = own_part(value, values[key]) if value.shape == values[key].shape else value
+            if not torch.equal(
+                *(torch.as_tensor(local_of(one) if isinstance(one, Tensor) else one) for one in (values[key], value))
+            ):
+                differ.append(f"{number} {key}")
+    assert len(found.state) == len(expected.state)
+    return differ
+
+
+@pytest.mark.parametrize("way", ["visits", "beside"])
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, weights, states and their count; matrices that Muon makes orthogonal are stepped whole. From the
+    first step on, and with states that were there before."""
+    monkeypatch.setattr(row_steps, "PIECE_BYTES", 8192)
+    cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
+    dtype = torch.bfloat16 if "bits" in case else torch.float32
+    copies = [{name: nn.Parameter(value.to(dtype)) for name, value in drawn(9).items()} for _ in range(4)]
+    arrange = by_rows if way == "beside" else lambda optimizer: StateVisits(optimizer, CPU).step_one
+    whole = lambda optimizer: lambda parameter: step_only(optimizer, parameter)  # noqa: E731
+    expected, rows = stepped(cfg, copies[0], whole)
+    assert set(rows) == {70, 48, 600}
+    found, rows = stepped(cfg, copies[1], arrange)
+    assert not alike(found, expected)
+    matrices = {48} if case == "muon" else set()
+    assert len(set(rows)) > 2 and set(rows) & {70, 48} == matrices and sum(rows) == STEPS * (70 + 48 + 600)
+    expected, _ = stepped(cfg, copies[2], whole, expected)
+    assert not alike(stepped(cfg, copies[3], arrange, found)[0], expected)
+
+
+def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_steps, "PIECE_BYTES", 2048)
+    plain = {
+        case: stepped(
+            replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]}), copy, lambda optimizer: partial(step_only, optimizer)
+        )[0]
+        for case, copy in (
+            (case, {name: nn.Parameter(value.bfloat16()) for name, value in drawn(9).items()})
+            for case in ("adamw", "8 bits by chance")
+        )
+    }
+
+    def work() -> list[list[str]]:
+        differ = []
+        for case, expected in plain.items():
+            params = placed({name: nn.Parameter(value.bfloat16()) for name, value in drawn(9).items()}, Cut("rows", 3))
+            cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
+            found, rows = stepped(cfg, params, lambda optimizer: StateVisits(optimizer, CPU).step_one)
+            differ.append(alike(found, expected))
+            assert {5, 7, 8, 11, 12, 600} >= set(rows) - {6} >= {600}
+            assert len(rows) >= 5 * STEPS
+        return differ
+
+    assert run_ranks(work, 3) == [[[], []]] * 3
+
+
+def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix whose columns the ranks share a state is as wide as that, and not as a rank's part."""
+    monkeypatch.setattr(row_steps, "PIECE_BYTES", 2048)
+    matrices = ("model.embed_tokens.weight", "model.layers.0.w")
+
+    def copy() -> dict[str, nn.Parameter]:
+        return {name: nn.Parameter(drawn(9)[name]) for name in matrices}
+
+    expected, _ = stepped(CFG, copy(), lambda optimizer: partial(step_only, optimizer))
+
+    def work() -> list[Any]:
+        params = placed(copy(), Cut("columns, then rows", 2))
+        found, rows = stepped(CFG, params, lambda optimizer: StateVisits(optimizer, CPU).step_one)
+        shapes = {tuple(state["exp_avg"].shape) == tuple(one.shape) for one, state in found.state.items()}
+        return [alike(found, expected), shapes, len(rows) > 5 * STEPS]
+
+    assert run_ranks(work, 2) == [[[], {True}, True]] * 2
+
+
+def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
+    parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(parameters)
+    visits = StateVisits(optimizer, CPU)
+    for missing in (None, None, 2, None):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = None if number == missing else torch.ones_like(parameter)
+        optimizer.step()
+        assert not visits._arrived and not visits._leaving
+
+
+USES: dict[str, Any] = {
+    "one": lambda loss, model: loss(0),
+    "two": lambda loss, model: loss(0) + loss(1),
+    "one of more tokens than channels": lambda loss, model: loss(0) + loss(slice(None)),
+    "logits": lambda loss, model: loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100,
+    "per token": lambda loss, model: loss(0) - loss(1, per_token=True).sum(),
+}
+
+
+@pytest.mark.parametrize("case", [*USES, "weights"])
+def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by plain training; and where a use cannot be seen, with an error and not twice."""
+    monkeypatch.setattr(row_steps, "PIECE_BYTES", 20_000)
+    tokens, labels = small_batch()
+
+    def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
+        model, norms = made(small_spec()), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+        earlier = in_backward.arrange_steps(optimizer, model, memory, CPU)
+
+        def loss(rows: int | slice, **options: Any) -> Tensor:
+            rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
+            return model(tokens[rows], labels=labels[rows], loss_chunks=2, **options)
+
+        for _ in range(STEPS):
+            value = loss(0) + model.lm_head.weight.square().sum() if case == "weights" else USES[case](loss, model)
+            value.backward()
+            norms.append(float(clip_grad_norm(model.parameters(), None, ALONE, earlier)))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return norms, model
+
+    if case == "weights":
+        with pytest.raises(ValueError, match="used beside its loss"):
+            trained(IN_BACKWARD)
+        return
+    (norms, plain), (found, model) = trained(PLAIN), trained(IN_BACKWARD)
+    assert found == pytest.approx(norms, rel=1e-12)
+    same(weights(model), weights(plain))
+
+
+def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer tokens than channels no gradient of either is ever whole; norms and weights are as without."""
+    monkeypatch.setattr(row_steps, "PIECE_BYTES", 40_000)
+    world, few = ALONE, slice(0, 2)
+    spec = small_spec()
+    norms, _ = train(plain := made(spec), PLAIN, world, few)
+    found, most = train(model := made(spec), IN_BACKWARD, world, few)
+    assert found == pytest.approx(norms, rel=1e-12)
+    same(weights(model), weights(plain))
+    matrices = [model.model.embed_tokens.weight, model.lm_head.weight]
+    layers = [parameter.nbytes for parameter in model.parameters() if all(parameter is not one for one in matrices)]
+    assert max(most) == max(layers) < matrices[0].nbytes
+    tokens, labels = small_batch()
+    with torch.no_grad():
+        losses = [float(one(tokens, labels=labels, loss_chunks=2)) for one in (model, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+def test_a_recipe_that_never_arranged_its_steps() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    in_backward.check_arranged(optimizer, PLAIN)
+    with pytest.raises(ValueError, match="arrange_steps"):
+        in_backward.check_arranged(optimizer, IN_BACKWARD)

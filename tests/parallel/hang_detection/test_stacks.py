@@ -1,0 +1,75 @@
+"""What a thread is at, seen from another one, also while torch.compile runs in it."""
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import recipe_lib
+from recipe_lib.parallel.hang_detection.stacks import Call, busy, stack_of, where
+
+
+def seen_during(work: Callable[[], None]) -> list[list[Call]]:
+    """This thread's stacks, from another one, while it does the work."""
+    main, over, found = threading.get_ident(), threading.Event(), []
+
+    def look() -> None:
+        while not over.is_set():
+            found.append(stack_of(main))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        work()
+    finally:
+        over.set()
+        thread.join()
+    return found
+
+
+def test_the_stack_of_another_thread() -> None:
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    found = seen_during(lambda: time.sleep(0.2))
+    inner = next(stack for stack in found if stack and stack[0].function == "<lambda>")
+    assert inner[0] == (__file__, line, "<lambda>") and inner[1].function == "seen_during"
+    assert [call for call in inner if call.function == "test_the_stack_of_another_thread"][0].line == line
+    assert where(inner) == f"parallel/test_whereabouts.py:{line} (<lambda>)" and busy(inner) == ""
+    assert stack_of(12345) == []
+
+
+def test_deep_stacks_are_cut_at_their_outer_end() -> None:
+    def deep(levels: int) -> None:
+        time.sleep(0.2) if levels == 0 else deep(levels - 1)
+
+    longest = max(seen_during(lambda: deep(300)), key=len)
+    assert len(longest) == 100 and {call.function for call in longest} == {"deep"}
+
+
+def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
+    layer = torch.nn.Linear(8, 8)
+
+    def forward(values: torch.Tensor) -> torch.Tensor:
+        for factor in range(20):
+            values = torch.nn.functional.gelu(layer(values)) * factor + values
+        return values
+
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, backend="aot_eager")
+
+    def step() -> None:
+        compiled(torch.ones(4, 8)).sum().backward()
+
+    during = [busy(stack) for stack in seen_during(step) if stack]
+    assert during.count("compiling") > len(during) / 2 > 5
+    afterwards = [busy(stack) for stack in seen_during(lambda: [step() for _ in range(50)] and None) if stack]
+    assert afterwards and set(afterwards) == {""}
+
+
+def test_no_frame_objects_are_made_of_another_threads_frames() -> None:
+    """Such objects of a thread that is within torch.compile end the process with a segmentation fault now and then."""
+    texts = {path: path.read_text(encoding="utf-8") for path in Path(recipe_lib.__file__).parent.rglob("*.py")}
+    assert [path for path, text in texts.items() if "_current_frames(" in text] == []

@@ -1,0 +1,94 @@
+"""The simulated time of a pipeline: the closed forms exactly, and by hand where transfers take time."""
+
+import pytest
+
+from recipe_lib.config.pipeline import SCHEDULES, fewest_micro_batches, stages_per_rank
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel.pipeline.schedule_time import simulate, theoretical_bubble
+from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders, with_transfers
+
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def pipeline(schedule, ranks, stages=2):
+    return ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_stages_per_rank=stages)
+
+
+def simulated(parallel, count, seconds=lambda action: UNITS[action.kind], transfer=lambda send: 0):
+    return simulate(with_transfers(compute_orders(parallel, count), parallel), parallel, seconds, transfer)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bubble_is_that_of_the_formula(schedule, ranks):
+    compared = 0
+    for stages in (2, 3) if SCHEDULES[schedule].stages is None else (2,):
+        parallel = pipeline(schedule, ranks, stages)
+        own = stages_per_rank(parallel)
+        for count in sorted({*range(1, ranks + 3), 2 * ranks - 1, 2 * ranks, 3 * ranks, 4 * ranks + 1}):
+            wanted = theoretical_bubble(schedule, ranks, count, own)
+            if wanted is None:
+                continue
+            compared += 1
+            found = simulated(parallel, count)
+            assert found.bubble == wanted, (stages, count)
+            assert found.bubble == pytest.approx(sum(map(found.idle_share, range(ranks))) / ranks)
+            assert all(found.busy(rank) == 3 * own * count for rank in range(ranks))
+    assert compared >= 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_formulas_are_the_well_known_ones_from_enough_micro_batches_on(ranks):
+    for count in (2 * ranks, 4 * ranks):
+        assert theoretical_bubble("gpipe", ranks, count) == (ranks - 1) / (count + ranks - 1)
+        assert theoretical_bubble("1f1b", ranks, count) == (ranks - 1) / (count + ranks - 1)
+        assert theoretical_bubble("interleaved_1f1b", ranks, count, 2) == (ranks - 1) / (2 * count + ranks - 1)
+        for schedule in ZERO_BUBBLE:
+            assert theoretical_bubble(schedule, ranks, count, 2) == (ranks - 1) / (6 * count + ranks - 1)
+    assert theoretical_bubble("dualpipev", ranks, 2 * ranks - 2, 2) is None
+    assert theoretical_bubble("interleaved_1f1b", ranks, 2 * ranks + 1, 2) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_zero_bubble_schedules_wait_less_than_one_forward_one_backward(ranks):
+    for schedule in ZERO_BUBBLE:
+        parallel = pipeline(schedule, ranks)
+        for count in {fewest_micro_batches(parallel), 2 * ranks, 2 * ranks + 1, 4 * ranks + 3}:
+            plain = simulated(pipeline("1f1b", ranks), count).bubble
+            assert simulated(parallel, count).bubble < plain, (schedule, count)
+
+
+def test_transfers_by_hand():
+    """Two ranks, two micro-batches, a second an action, three for an activation and five for a gradient."""
+    found = simulated(pipeline("gpipe", 2), 2, lambda action: 1, lambda send: {"SF": 3, "SB": 5}[send.kind])
+    spans = {(span.rank, str(span.action)): (span.start, span.end) for span in found.spans}
+    assert spans == {
+        (0, "0F0"): (0, 1), (0, "0F1"): (1, 2),
+        (1, "1F0"): (4, 5), (1, "1F1"): (8, 9),  # asked for when F0 is done: 5 to 8
+        (1, "1B0"): (9, 10), (1, "1B1"): (10, 11),
+        (0, "0B0"): (15, 16), (0, "0B1"): (21, 22),
+    }  # fmt: skip
+    ways = {str(way.action): (way.sender, way.receiver, way.start, way.end) for way in found.transfers}
+    assert ways == {"0SF0": (0, 1, 1, 4), "0SF1": (0, 1, 5, 8), "1SB0": (1, 0, 10, 15), "1SB1": (1, 0, 16, 21)}
+    assert found.total == 22
+    assert found.bubble == (2 * 22 - 8) / (2 * 22)
+    assert found.idle_share(0) == found.idle_share(1) == 18 / 22
+
+
+def test_the_slowest_stage_sets_the_pace():
+    slow = simulated(pipeline("1f1b", 4), 16, lambda action: UNITS[action.kind] * (2 if action.stage == 2 else 1))
+    assert slow.busy(2) == 96
+    assert 96 < slow.total < 96 + 4 * 6
+    assert slow.idle_share(2) < 0.2 < 0.5 < slow.idle_share(0)
+
+
+def test_lists_that_do_not_fit_are_refused():
+    parallel = pipeline("1f1b", 2)
+    orders = with_transfers(compute_orders(parallel, 2), parallel)
+    orders[0].remove(Action(0, "SF", 1))
+    with pytest.raises(ValueError, match="comes to 1RF1|comes to 0RB0"):
+        simulate(orders, parallel, lambda action: 1)
+    orders = with_transfers(compute_orders(parallel, 2), parallel)
+    del orders[0][1:]
+    with pytest.raises(ValueError, match="standstill: rank 1: 1F0, 1RF0"):
+        simulate(orders, parallel, lambda action: 1)

@@ -1,0 +1,202 @@
+"""Whole models on every data rank: the sums of their gradients, and whole runs beside those of one process."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
+from recipe_lib.parallel import ddp
+from recipe_lib.parallel.ddp import Replicas, is_replicated, sum_gradients_of_replicas
+from recipe_lib.training.derived_numbers import _devices
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
+
+SIZES = [(3,), (5, 8), (64,), (7, 40), (1,), (0, 4), (16, 4)]  # with buckets of 64: packed, exactly one, in several
+GLOBAL_BATCH, STEPS, SAVED = 8, 3, 1
+DDP = "parallel.strategy=ddp"
+SAVE = f"checkpoint.save_every_steps={SAVED}"
+FULLY = "memory.activation_checkpointing=full"
+
+
+def gradients_of(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+
+
+class Model(nn.Module):
+    """A parameter of each size, one more that is frozen, one without a gradient, and one of another type."""
+
+    def __init__(self, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.trained = nn.ParameterList(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in SIZES)
+        for parameter, gradient in zip(self.trained, gradients_of(rank, dtype), strict=True):
+            parameter.grad = gradient
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(4))
+        self.other = nn.Parameter(torch.zeros(9, dtype=torch.float64))
+        self.other.grad = torch.full((9,), rank + 1.0, dtype=torch.float64)
+
+
+def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPatch):
+    """Against sums taken in one process, in the type that was asked for; at most two buckets are held."""
+    monkeypatch.setattr(ddp, "BUCKET_ELEMENTS", 64)
+
+    def work() -> dict[str, Any]:
+        rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=("pipeline", "data_replicate", "data_shard", "t"))
+        found: dict[str, Any] = {}
+        held = [0, 0, 0]  # buckets in memory, most of them, elements of the largest
+        begin, finish = ddp._Bucket.start, ddp._Sum.finish
+
+        def started(self: Any, group: Any) -> Any:
+            result = begin(self, group)
+            if result.packed is not None:
+                held[0] += 1
+                held[1], held[2] = max(held[:2]), max(held[2], result.packed.numel())
+            return result
+
+        def finished(self: Any) -> None:
+            held[0] -= self.packed is not None
+            finish(self)
+
+        ddp._Bucket.start, ddp._Sum.finish = started, finished  # type: ignore[method-assign]
+        for own, wide in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
+            model = Model(rank, own)
+            sum_gradients_of_replicas(model, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+            assert all(torch.equal(p.grad, g) for p, g in zip(model.trained, gradients_of(rank, own), strict=True))
+            model.replicas = Replicas(2, wide)  # type: ignore[assignment]
+            sum_gradients_of_replicas(model, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+            assert model.unused.grad is None and model.frozen.grad is None
+            found[f"{own} {wide}"] = [parameter.grad for parameter in (*model.trained, model.other)]
+        return found | {"held": held}
+
+    ranks = run_ranks(work, 2)
+    for own, wide in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
+        parts = [gradients_of(rank, own) for rank in range(2)]
+        sums = [(one.to(wide or own) + other.to(wide or own)).to(own) for one, other in zip(*parts, strict=True)]
+        for found in ranks:
+            *trained, other = found[f"{own} {wide}"]
+            assert all(torch.equal(*pair) for pair in zip(trained, sums, strict=True))
+            assert other.tolist() == [3.0] * 9
+    assert [found["held"] for found in ranks] == [[0, 2, 64], [0, 2, 64]]
+
+
+def test_the_mesh_has_copies_and_no_shards():
+    assert mesh_shape(ParallelConfig(strategy="ddp"), 8) == (1, 8, 1, 1)
+    assert mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8) == (2, 2, 1, 2)
+
+
+def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
+    mesh = SimpleNamespace(mesh_dim_names=("data_replicate", "data_shard"), shape=(1, 2))
+    world = SimpleNamespace(size=2, data_ranks=2, device=torch.device("cpu"), mesh=mesh)
+    cfg = FullFinetuneConfig(parallel=ParallelConfig(strategy="auto"))
+    said = "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here, since `tune run` "
+    assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
+    assert mesh_shape(cfg.parallel, 2) == (1, 1, 2, 1) and not is_replicated(cfg.parallel)
+
+
+class Runs:
+    """Whole runs: one process, two ranks with whole models, and with shards. Pipelines and groups: test_levers."""
+
+    def __init__(self, realdata: Path, folder: Path) -> None:
+        self.realdata, self.folder = realdata, folder
+        text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
+        (folder / "text.txt").write_text(text[:6_000])
+
+    def run(self, name: str, data_ranks: int, *overrides: str, recipe: str = FULL) -> Any:
+        argv = stories(
+            self.realdata,
+            self.folder / name,
+            f"data.source={self.folder / 'text.txt'}",
+            "data.format=text",
+            f"batch_size={GLOBAL_BATCH // data_ranks // 2}",
+            "gradient_accumulation_steps=2",
+            f"max_steps={STEPS}",
+            "lr_schedule.kind=constant",
+            "checkpoint.save_model=false",
+            "checkpoint.keep=3",
+            "clip_grad_norm=0.5",
+            *overrides,
+        )
+        if recipe == LORA:
+            argv[1] = str(ROOT / "tests" / "recipes" / "adapters.yaml")
+        return done(run_here(argv, recipe=recipe))
+
+    def state(self, name: str) -> str:
+        return f"resume={self.folder / name / 'state' / f'step_{SAVED}'}"
+
+
+def alone(runs: Runs) -> None:
+    runs.run("full 1", 1)
+    runs.run("lora 1", 1, "optimizer.lr=1e-2", recipe=LORA)
+    return None
+
+
+def of_two(runs: Runs) -> dict[str, Any]:
+    run = runs.run("full ddp", 2, DDP, SAVE)
+    with torch.no_grad():
+        logits = run.recipe.model(probe())
+    marked = {
+        "units": [line for line in run.said if line.startswith("FSDP units")],
+        "whole": all(type(parameter) is nn.Parameter for parameter in run.recipe.model.parameters()),
+    }
+    runs.run("lora ddp", 2, DDP, "optimizer.lr=1e-2", recipe=LORA)
+    runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_schedule.kind=constant")
+    runs.run("int8 ddp", 2, DDP, "matmul_dtype=int8", FULLY)
+    runs.run("int8 fsdp", 2, "matmul_dtype=int8", FULLY)
+    runs.run("fsdp to ddp", 2, DDP, runs.state("full fsdp"))
+    resumed = runs.run("ddp to fsdp", 2, runs.state("full ddp"))
+    with torch.no_grad():
+        return {"logits": logits, "resumed": whole(resumed.recipe.model(probe()))} | marked
+
+
+@pytest.fixture(scope="module")
+def runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of the runs, and what the two ranks found."""
+    found = Runs(realdata, tmp_path_factory.mktemp("replicas"))
+    run_ranks(alone, 1, found)
+    two = run_ranks(of_two, 2, found)
+    return found.folder, two
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("full ddp", "full 1"),
+        ("lora ddp", "lora 1"),
+        ("fsdp to ddp", "full 1"),
+        ("ddp to fsdp", "full 1"),
+    ],
+)
+def test_losses_and_norms_are_those_of_one_process(runs: Any, name: str, reference: str):
+    many, one = steps(runs[0] / name), steps(runs[0] / reference)
+    one = one[SAVED:] if len(many) < STEPS else one
+    assert [step for step, _, _ in many] == [step for step, _, _ in one]
+    assert furthest([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
+    assert furthest([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
+    assert all(norm > 0.5 for _, _, norm in one)  # all are clipped
+
+
+def test_matmuls_of_8_bits_find_the_same_whether_weights_are_gathered(runs: Any):
+    """Rounded are the same operands; gradients are summed in another order. The loss is near that of full precision."""
+    shards, copies, plain = (steps(runs[0] / name) for name in ("int8 fsdp", "int8 ddp", "full 1"))
+    assert furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in shards]) <= 1e-3
+    assert copies[0][1] == shards[0][1]
+    off = furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in plain])
+    assert 1e-6 < off < 0.02
+
+
+def test_every_rank_has_the_whole_trained_model(runs: Any):
+    first, second = runs[1]
+    assert first["whole"] and second["whole"]
+    assert torch.equal(first["logits"], second["logits"])
+    assert torch.allclose(first["resumed"], first["logits"], atol=1e-4)
+    assert first["units"][0].startswith("FSDP units: none (ddp): 2 ranks have the same parameters")
+    assert len(metrics(runs[0] / "full ddp")) == STEPS

@@ -1,0 +1,103 @@
+"""Levers: what they are said to do is what two plans differ by."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice
+from recipe_lib.units import GIB
+from tests.plan.apart import apart, settings
+from tests.plan.configs import load
+from tests.plan.plans import hand_made
+
+CONFIG = ("batch_size=4", "gradient_accumulation_steps=2", "parallel.wrapping=layers", "device=auto", "max_seq_len=64")
+
+
+def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
+    """(verdict, advice, active bytes of whole plans with the overrides `typed` and with none)."""
+    from recipe_lib.plan.build_plan import make_plan
+    from recipe_lib.plan.search import advice as module
+    from recipe_lib.plan.search.trials import override_text
+
+    active: dict[str, int] = {}
+    for words in (*typed, ""):
+        recipe_class, cfg, wanted = settings("demo/full", 2, *CONFIG, *words.split())
+        plan, _ = make_plan(recipe_class, cfg, wanted)
+        active[words] = plan.heaviest.peak.active
+    # Those and a few more are enough for this process, which is to be short.
+    kept = {*typed, "parallel.reshard_after_forward=false"}
+    every = module.levers(cfg, wanted)
+    module.levers = lambda cfg, wanted: [lever for lever in every if override_text(lever.changes) in kept]
+    return plan.verdict, module.advise(recipe_class, cfg, wanted, plan), active
+
+
+def test_bytes_are_the_difference_of_two_plans():
+    """Within 0.5 % of the peak; where the run fits, what makes it faster comes first."""
+    typed = ["batch_size=2 gradient_accumulation_steps=4", "optimizer.name=sgd"]
+    verdict, found, active = apart(advice, *typed)
+    by_override = {row.override: row for row in found}
+    assert verdict == FITS
+    for words in typed:
+        assert by_override[words].bytes == pytest.approx(active[words] - active[""], abs=0.005 * active[""])
+        assert by_override[words].fits
+    assert found[0].override == "parallel.reshard_after_forward=false"
+    assert found[0].seconds is not None
+    assert found[0].seconds < 0 < found[0].bytes
+
+
+def test_what_makes_it_fit_comes_first():
+    """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
+    from recipe_lib.plan.search.advice import Lever, Tried, advice_from
+    from recipe_lib.plan.search.estimate import Quick
+
+    plan = hand_made()
+    plan.device.usable = plan.heaviest.reserved_expandable - GIB
+    plan.verdict = DOES_NOT_FIT
+
+    def run(gained: int) -> Quick:
+        size = plan.heaviest.peak.active - gained
+        return Quick(size, size, size, 0, 1.0, 1, 0, 0, 0, "step", "", "")
+
+    gains = {"little": GIB // 2, "enough": GIB, "most": 2 * GIB, "none": 0, "worse": -GIB}
+    tried = [Tried(Lever({name: 1}), run(gained), plan.device.usable) for name, gained in gains.items()]
+    found = advice_from(plan, run(0), tried)
+    assert [(row.override, row.bytes, row.fits) for row in found] == [
+        ("most=1", -2 * GIB, True),
+        ("enough=1", -GIB, True),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", -2 * GIB // 3, False),
+        ("little=1", -GIB // 2, False),
+    ]
+
+
+def test_levers_that_the_table_refuses_are_left_out():
+    from recipe_lib.plan.search.advice import levers
+    from recipe_lib.plan.search.trials import changed, override_text
+
+    cfg = load("demo/full", "optimizer.betas=[0.8,0.9]", "lr_schedule.warmup_steps=0")
+    assert changed(cfg, {"optimizer.name": "sgd"}) is None
+    assert changed(cfg, {"memory.cpu_offload": True}) is None  # demo/full names the CPU
+    assert changed(cfg, {"lora.rank": 4}) is None
+    other: Any = changed(cfg, {"batch_size": 2, "memory.loss_chunks": 4})
+    assert (other.batch_size, other.memory.loss_chunks, cfg.batch_size) == (2, 4, 32)
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])
+    from recipe_lib.plan.world.sequence_lengths import Sequence
+
+    offered = {override_text(lever.changes) for lever in levers(cfg, wanted(4, Sequence(100, "")))}
+    assert {"batch_size=16 gradient_accumulation_steps=2", "dtype=bf16", "parallel.data_replicate=2"} <= offered
+
+
+def test_overrides_are_typed_as_they_stand():
+    from recipe_lib.config import load_config
+    from recipe_lib.plan.search.trials import override_text
+
+    changes = {
+        "memory.cpu_offload": False,
+        "parallel.reduce_dtype": None,
+        "optimizer.betas": [0.5, 0.9],
+        "batch_size": 3,
+    }
+    cfg = load_config("demo/full", override_text(changes).split())
+    assert (cfg.memory.cpu_offload, cfg.parallel.reduce_dtype, cfg.optimizer.betas, cfg.batch_size) == (
+        False, None, [0.5, 0.9], 3,
+    )  # fmt: skip

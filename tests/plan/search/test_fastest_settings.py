@@ -1,0 +1,103 @@
+"""The search for settings that fit."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.search.fastest_settings import Search
+from tests.plan.apart import apart, settings
+
+MIB = 2**20
+CONFIG = ("batch_size=32", "gradient_accumulation_steps=2", "device=auto", "max_seq_len=64", "~validation.source")
+
+
+def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
+    """What is found, and (verdict, active bytes) of plans made of it from its overrides as typed."""
+    from recipe_lib.plan.build_plan import make_plan
+    from recipe_lib.plan.result import OutsideTorch
+    from recipe_lib.plan.search.fastest_settings import search
+    from recipe_lib.plan.search.trials import override_text
+
+    def wanted(*overrides: str):
+        recipe_class, cfg, plain = settings("demo/full", 2, *CONFIG, *overrides)
+        hardware = dataclasses.replace(plain.hardware, memory=memory)
+        return recipe_class, cfg, dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
+
+    fixed = ("memory.cpu_offload", "parallel.data_replicate", "parallel.reshard_after_forward")
+    result = search(*wanted(), want=2, fixed=fixed)
+    plans = [make_plan(*wanted(*override_text(one.changes).split()))[0] for one in result.found]
+    return result, [(plan.verdict, plan.heaviest.peak.active) for plan in plans]
+
+
+def test_what_is_found_is_confirmed_by_its_plan():
+    """Also that a step keeps its rows, and that the table says what to type."""
+    result, plans = apart(found, 36 * MIB)
+    assert len(result.found) == 2
+    assert [one.verdict for one in result.found] == [verdict for verdict, _ in plans]
+    assert [one.active for one in result.found] == pytest.approx([active for _, active in plans], rel=0.005)
+    assert all(verdict != DOES_NOT_FIT for verdict, _ in plans)
+    speeds = [one.tokens_per_second or 0.0 for one in result.found]
+    assert speeds == sorted(speeds, reverse=True)
+    for one in result.found:
+        rows = one.changes.get("batch_size", 32) * one.changes.get("gradient_accumulation_steps", 2)
+        assert rows * 2 // one.changes.get("parallel.pipeline", 1) == 128
+        assert one.active <= 36 * MIB
+    text = str(result)
+    assert text.startswith("FOUND  settings that fit 2 x 24GB, 128 rows a step")
+    assert f"batch_size={result.found[0].changes['batch_size']} " in text
+
+
+def test_nothing_fits():
+    result, _ = apart(found, 4 * MIB)
+    assert not result
+    assert result.closest is not None
+    assert result.closest.verdict == DOES_NOT_FIT
+    assert result.closest.margin < 0
+    assert result.closest.changes["batch_size"] == 1
+    assert "DOES NOT FIT" in str(result)
+    assert "batch_size=1" in str(result)
+    assert "short of" in str(result)
+
+
+def test_what_was_typed_stays():
+    """Neither the micro-batch nor what is tried outside of the layers replaces a key that is fixed."""
+    from recipe_lib.plan.search import fastest_settings as module
+
+    _, cfg, wanted = settings("demo/full", 2, *CONFIG)
+    seen: list[tuple[int, int, str, int]] = []
+
+    def refuse(recipe_class: type, cfg: Any, settings: Any) -> None:
+        seen.append((cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.wrapping, cfg.memory.loss_chunks))
+
+    fixed = {"batch_size", "parallel.wrapping", "memory.loss_chunks"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "try_quick", refuse)
+        module._micro_batches(object, cfg, wanted, {}, fixed)
+        module._first(object, cfg, wanted, {}, fixed)
+    assert set(seen) == {(32, 2, "auto", 1)}
+
+
+def test_a_step_keeps_its_rows_and_the_smallest_is_tried_first():
+    """Of sizes that fit up to 8 rows the search finds 8, and tries few others."""
+    from recipe_lib.plan.build_plan import PlanSettings
+    from recipe_lib.plan.hardware import find_hardware
+    from recipe_lib.plan.search.estimate import Quick
+    from recipe_lib.plan.search.fastest_settings import _Candidate, _largest
+    from recipe_lib.plan.world.sequence_lengths import Sequence
+
+    wanted = PlanSettings(hardware=find_hardware("24GB"), sequence=Sequence(8, ""))
+    room = 20 * 2**30
+    tried: list[int] = []
+
+    def run(size: int) -> _Candidate:
+        tried.append(size)
+        active = 2**30 * (2 + 2 * size)
+        quick = Quick(active, active, active, 0, 1.0, size, 2**30, 1, 1, "step", "backward", "")
+        return _Candidate({"batch_size": size}, quick, active - room)
+
+    fitting = [one.changes["batch_size"] for one in _largest(run, [1, 2, 4, 8, 16, 32], wanted) if one.short <= 0]
+    assert max(fitting) == 8
+    assert tried[0] == 1
+    assert len(tried) <= 3

@@ -1,0 +1,140 @@
+"""A dry run of the measurements on the CPU, what is read back, and files that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.hardware import HARDWARE, find_hardware
+from recipe_lib.plan.timing import calibrate as module
+from recipe_lib.plan.timing.calibrate import calibrate, read_calibration
+from recipe_lib.plan.timing.cost import op_seconds
+from recipe_lib.plan.trace import Op
+
+
+def good() -> dict[str, Any]:
+    return {
+        "version": 1,
+        "device": "NVIDIA GeForce RTX 4090",
+        "dry_run": False,
+        "torch": "2.13.0",
+        "date": "2026-11-21",
+        "matmul": {"bf16": [{"shape": [2, 3, 5], "rate": 7e13}, {"shape": [1, 1, 1], "rate": 3e13}]},
+        "attention": 6e13,
+        "bandwidth": 8e11,
+        "host_seconds": 5e-6,
+        "kernel_seconds": 2e-6,
+        "link_bandwidth": None,
+    }
+
+
+def written(folder: Path, values: Any) -> Path:
+    path = folder / "calibration.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return path
+
+
+def test_a_dry_run_on_the_cpu_can_be_read_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_seconds", lambda work, device: (work(), 0.001)[1])  # one call each
+    path = tmp_path / "calibration.json"
+    result = calibrate("cpu", path)
+    assert result["dry_run"] is True and result["device"] == "cpu" and result["link_bandwidth"] is None
+    assert json.loads(path.read_text()) == result
+    read = read_calibration(path, find_hardware("cpu"))
+    assert read.matmul["bf16"][0] == (2 * 32**3, 2 * 32**3 / 0.001)
+    assert read.attention == 14 * 2 * 64 * 64 * 32 / 0.001
+    assert op_seconds(Op("aten::mm", flops=2 * 32**3, dtype="bf16"), find_hardware("cpu"), read) == pytest.approx(0.001)
+    assert read.host_seconds > 0 and read.torch.startswith("2.")
+    with pytest.raises(ConfigError, match="measured on 'cpu', the plan is for rtx4090"):
+        read_calibration(path, HARDWARE["rtx4090"])
+    with pytest.raises(ConfigError, match="measured on 'cpu', the plan is for 24GB"):
+        read_calibration(path, find_hardware("24GB"))
+
+
+def test_the_counted_attention_operations_are_torchs() -> None:
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    shape = (1, 2, 64, 32)
+    counted = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert counted == 14 * 2 * 64 * 64 * 32
+
+
+def test_a_time_is_that_of_one_call() -> None:
+    import time
+
+    calls = 0
+
+    def work() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.002)
+
+    seconds = module._seconds(work, "cpu")
+    assert seconds >= 0.002 and calls == 3 + 1 + 7
+
+
+def test_sizes_come_in_order(tmp_path: Path) -> None:
+    read = read_calibration(written(tmp_path, good()), HARDWARE["rtx4090"])
+    assert read.matmul == {"bf16": ((2.0, 3e13), (60.0, 7e13))}
+    assert read.bandwidth == 8e11 and read.link_bandwidth is None
+
+
+def test_a_size_of_memory_takes_any_card(tmp_path: Path) -> None:
+    assert read_calibration(written(tmp_path, good()), find_hardware("24GB")).bandwidth == 8e11
+    unknown = good() | {"device": "NVIDIA Something Else"}
+    assert read_calibration(written(tmp_path, unknown), find_hardware("24GB")).bandwidth == 8e11
+    with pytest.raises(ConfigError, match="'NVIDIA Something Else', the plan is for rtx4090"):
+        read_calibration(written(tmp_path, unknown), HARDWARE["rtx4090"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"device": "NVIDIA H200"}, "measured on 'NVIDIA H200', the plan is for rtx4090"),
+        ({"version": 0}, "no calibration of version 1"),
+        ({"bandwidth": 0}, "bandwidth is '0'; expected a positive number"),
+        ({"bandwidth": "fast"}, "bandwidth is 'fast'"),
+        ({"kernel_seconds": True}, "kernel_seconds is 'True'"),
+        ({"host_seconds": float("inf")}, "host_seconds is 'inf'"),
+        ({"link_bandwidth": -1}, "link_bandwidth is '-1'"),
+        ({"attention": None}, "attention is 'None'"),
+        ({"device": 3}, "device is no text"),
+        ({"matmul": {}}, "matmul is no list"),
+        ({"matmul": []}, "matmul is no list"),
+        ({"matmul": {"bf16": []}}, "matmul is no list"),
+        ({"matmul": {"bf16": [{"shape": [1, 1, 1]}]}}, "matmul is no list"),
+        ({"matmul": {"bf16": [{"shape": [1, 1, "x"], "rate": 1.0}]}}, "matmul is no list"),
+        ({"matmul": {"bf16": [{"shape": [1, 1, 1], "rate": -1.0}]}}, "matmul is no list"),
+    ],
+)
+def test_files_that_are_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = written(tmp_path, good() | change)
+    with pytest.raises(ConfigError) as caught:
+        read_calibration(path, HARDWARE["rtx4090"])
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in good() if name not in ("version", "dry_run")])
+def test_a_missing_key_is_named(name: str, tmp_path: Path) -> None:
+    values = good()
+    del values[name]
+    with pytest.raises(ConfigError, match=f"lacks {name};"):
+        read_calibration(written(tmp_path, values), HARDWARE["rtx4090"])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "[" * 100_000])
+def test_what_is_no_calibration(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not JSON|is no calibration"):
+        read_calibration(written(tmp_path, text), HARDWARE["rtx4090"])
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_calibration(tmp_path / "absent.json", HARDWARE["rtx4090"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_calibration(tmp_path, HARDWARE["rtx4090"])
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_calibration(tmp_path / "bytes.json", HARDWARE["rtx4090"])

@@ -1,0 +1,151 @@
+"""Times by closed formulas: bytes of rings, latency plus bandwidth, rooflines, MFU."""
+
+from dataclasses import replace
+
+import pytest
+
+from recipe_lib.plan.hardware import HARDWARE, find_hardware
+from recipe_lib.plan.timing.cost import (
+    BANDWIDTH_EFFICIENCY,
+    COLLECTIVE_SECONDS,
+    COMPUTE_EFFICIENCY,
+    KERNEL_SECONDS,
+    Calibration,
+    collective_seconds,
+    error_text,
+    model_flops,
+    model_flops_utilization,
+    op_seconds,
+    wire_bytes,
+)
+from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
+
+RTX4090 = HARDWARE["rtx4090"]
+H100 = HARDWARE["h100"]
+MEASURED = Calibration(
+    device="NVIDIA H100 80GB HBM3",
+    torch="2.13.0",
+    date="2026-11-21",
+    matmul={"bf16": ((1e9, 1e14), (1e11, 5e14))},
+    attention=3e14,
+    bandwidth=2e12,
+    host_seconds=5e-6,
+    kernel_seconds=2e-6,
+    link_bandwidth=100e9,
+)
+
+
+def ring(operation: str, num_bytes: int, ranks: int, first: int = 0, stride: int = 1) -> Collective:
+    return Collective(operation, "world", tuple(range(first, first + ranks * stride, stride)), num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [("all_gather", 750), ("reduce_scatter", 750), ("all_to_all", 750), ("all_reduce", 1500), ("broadcast", 1000)],
+)
+def test_wire_bytes_of_four_ranks(operation: str, expected: int) -> None:
+    assert wire_bytes(operation, 1000, 4) == expected
+    assert wire_bytes(operation, 1000, 1) == 0
+
+
+def test_wire_bytes_of_messages_and_of_nonsense() -> None:
+    assert wire_bytes("send", 1000, 2) == wire_bytes("recv", 1000, 8) == 1000
+    with pytest.raises(ValueError, match="unknown collective barrier"):
+        wire_bytes("barrier", 1, 2)
+
+
+def test_an_all_reduce_sends_what_a_reduce_scatter_and_an_all_gather_do() -> None:
+    for ranks in (2, 3, 4, 8, 64):
+        size = 1024 * ranks
+        halves = wire_bytes("reduce_scatter", size, ranks) + wire_bytes("all_gather", size, ranks)
+        assert wire_bytes("all_reduce", size, ranks) == halves
+
+
+def test_latency_of_steps_plus_bandwidth() -> None:
+    size = 4 * 10**9
+    link = RTX4090.link
+    expected = COLLECTIVE_SECONDS + 3 * link.latency + 3 * 10**9 / link.bandwidth
+    assert collective_seconds(ring("all_gather", size, 4), RTX4090) == pytest.approx(expected)
+    assert collective_seconds(ring("send", size, 2), RTX4090) == pytest.approx(
+        COLLECTIVE_SECONDS + link.latency + size / link.bandwidth
+    )
+    assert collective_seconds(ring("all_gather", size, 1), RTX4090) == 0
+
+
+def test_a_small_all_reduce_takes_a_tree() -> None:
+    eight = collective_seconds(ring("all_reduce", 8, 8), H100)
+    assert eight == pytest.approx(COLLECTIVE_SECONDS + 6 * H100.link.latency, rel=1e-4)  # up and down three levels
+    two = collective_seconds(ring("all_reduce", 8, 2), H100)
+    assert two == pytest.approx(COLLECTIVE_SECONDS + 2 * H100.link.latency, rel=1e-4)
+
+
+def test_full_sharding_of_8b_without_p2p_is_bound_by_traffic() -> None:
+    """Llama 3 8B has 8,030,261,248 parameters; two gathers and a reduce-scatter in bf16, 3/4 of them on the wire."""
+    size = 2 * 8_030_261_248
+    step = sum(collective_seconds(ring(name, size, 4), RTX4090) for name in ["all_gather"] * 2 + ["reduce_scatter"])
+    assert step == pytest.approx(3 * 3 / 4 * size / 10e9, rel=1e-3)
+
+
+def test_groups_across_machines_use_the_cards_of_their_ranks() -> None:
+    size = 16 * 10**9
+    everyone = collective_seconds(ring("all_gather", size, 16), H100)
+    one_each = collective_seconds(ring("all_gather", size, 2, stride=8), H100)
+    assert everyone == pytest.approx(size * 15 / 16 / min(8 * H100.inter_node_bandwidth, H100.link.bandwidth), rel=0.01)
+    assert one_each == pytest.approx(size / 2 / H100.inter_node_bandwidth, rel=1e-3)
+    inside = collective_seconds(ring("all_gather", 2, 2), H100)
+    across = collective_seconds(ring("all_gather", 2, 2, stride=8), H100)
+    assert across - inside == pytest.approx(H100.inter_node_latency - H100.link.latency, rel=1e-3)
+    wide = replace(H100, ranks_per_node=16)
+    assert collective_seconds(ring("all_gather", size, 2, stride=8), wide) < one_each
+
+
+def test_roofline() -> None:
+    matmul = Op("aten::mm", flops=10**15, bytes=10**6, dtype="bf16")
+    assert op_seconds(matmul, H100) == pytest.approx(1e15 / (COMPUTE_EFFICIENCY * H100.flops["bf16"]))
+    assert op_seconds(replace(matmul, dtype="fp32"), H100) == pytest.approx(
+        1e15 / (COMPUTE_EFFICIENCY * H100.flops["fp32"])
+    )
+    assert op_seconds(replace(matmul, dtype=""), H100) == op_seconds(replace(matmul, dtype="fp32"), H100)
+    add = Op("aten::add", bytes=10**12, dtype="bf16")
+    assert op_seconds(add, H100) == pytest.approx(1e12 / (BANDWIDTH_EFFICIENCY * H100.bandwidth))
+    assert op_seconds(Op("aten::add", bytes=8), H100) == KERNEL_SECONDS
+    assert op_seconds(Op("aten::empty"), H100) == 0
+    assert op_seconds(Op("_c10d_functional::wait_tensor", bytes=10**12), H100) == 0
+    gather = ring("all_gather", 10**9, 4)
+    assert op_seconds(Op("c10d::gather", bytes=9, collective=gather), H100) == collective_seconds(gather, H100)
+
+
+def test_measured_rates_replace_the_datasheets() -> None:
+    def rate(flops: int, dtype: str = "bf16", name: str = "aten::mm") -> float:
+        return flops / op_seconds(Op(name, flops=flops, dtype=dtype), H100, MEASURED)
+
+    assert rate(10**9) == pytest.approx(1e14)
+    assert rate(10**10) == pytest.approx(3e14)  # half-way on the logarithm of size
+    assert rate(10**11) == rate(10**14) == pytest.approx(5e14)
+    assert rate(10**14, name="aten::_scaled_dot_product_flash_attention_backward") == pytest.approx(3e14)
+    share = H100.flops["fp32"] / H100.flops["bf16"]
+    assert rate(10**14, "fp32") == pytest.approx(5e14 * share)
+    assert op_seconds(Op("aten::add", bytes=2 * 10**12), H100, MEASURED) == pytest.approx(1.0)
+    assert op_seconds(Op("aten::add", bytes=1), H100, MEASURED) == 2e-6
+    gather = ring("all_gather", 2 * 10**11, 2)
+    assert collective_seconds(gather, H100, MEASURED) == pytest.approx(1.0, rel=1e-3)
+    unmeasured = replace(MEASURED, link_bandwidth=None)
+    assert collective_seconds(gather, H100, unmeasured) == collective_seconds(gather, H100)
+
+
+def test_mfu_leaves_recomputation_out() -> None:
+    parts = {"forward": 2, "recompute": 2, "backward": 4, "optimizer": 1}
+    ops = [Op("aten::mm", part=part, flops=flops * 10**14) for part, flops in parts.items()]
+    other = Op("aten::mm", part="forward", flops=10**20)
+    events = [(PHASE, 0), *((OP, number) for number in range(4)), (PHASE, 1), (OP, 4)]
+    trace = Trace(ops=[*ops, other], phases=["step", "validation"], events=events)
+    flops = model_flops(trace, "step")
+    assert flops == 6 * 10**14
+    assert model_flops_utilization(flops, 1.0, H100) == pytest.approx(6e14 / H100.flops["bf16"])
+    assert model_flops_utilization(flops, 0.0, H100) == 0.0
+
+
+def test_errors_are_told() -> None:
+    assert "ranking only" in error_text(H100, None) and "rtx3090" in error_text(find_hardware("24GB"), None)
+    assert "15 %" in error_text(H100, MEASURED) and "links" not in error_text(H100, MEASURED)
+    assert "links were not measured" in error_text(H100, replace(MEASURED, link_bandwidth=None))

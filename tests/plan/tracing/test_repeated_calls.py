@@ -1,0 +1,139 @@
+"""Repeated work is noted once: loops are cut to two turns, and what is repeated from notes counts as if it had run."""
+
+import json
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe_lib.config import load_config
+from recipe_lib.plan.trace import ALLOC, FREE, OP, Op, Storage, Trace
+from recipe_lib.plan.tracing.repeated_calls import Note, shorten
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
+from recipe_lib.plan.tracing.tracer import Tracer
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import LORA, PLAIN, ROOT, recipe_class, recipe_module
+
+
+def alloc(number: int, size: int) -> Note:
+    return ALLOC, (number, Storage(size))
+
+
+def free(number: int) -> Note:
+    return FREE, number
+
+
+def op(name: str, repeats: int = 1) -> Note:
+    return OP, Op(name, flops=len(name), repeats=repeats)
+
+
+def turns(count: int, first: int = 0) -> list[Note]:
+    """A loop of three operators, which takes two pieces of memory and gives them back."""
+    notes = []
+    for at in range(first, first + 2 * count, 2):
+        notes += [alloc(at, 100), op("load"), alloc(at + 1, 50), op("compute"), free(at), op("store"), free(at + 1)]
+    return notes
+
+
+@pytest.mark.parametrize("count", [3, 4, 17])
+def test_a_loop_becomes_two_turns_that_count_for_all(count: int) -> None:
+    notes, renamed = shorten([alloc(0, 7), *turns(count, 1), free(0)])
+    assert len(notes) == 2 + 2 * 7
+    assert [entry for kind, entry in notes if kind == FREE] == [1, 2, 3, 4, 0]
+    repeats = Counter(dict.fromkeys(("load", "compute", "store"), 0))
+    for kind, entry in notes:
+        if kind == OP:
+            repeats[entry.name] += entry.repeats
+    assert set(repeats.values()) == {count}
+    # Numbers of the turns that are gone stand for the second's.
+    assert renamed == {number: 3 + (number - 1) % 2 for number in range(5, 1 + 2 * count)}
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        turns(2),
+        [op("a"), op("b"), op("a"), op("c"), op("a"), op("d")],
+        [alloc(0, 1), op("a"), alloc(1, 1), op("a"), alloc(2, 1), op("a")],  # memory stays behind each turn
+        [
+            note
+            for at, size in enumerate((1, 2, 3))
+            for note in (alloc(at, size), op("a"), free(at))  # of another size in each turn
+        ],
+    ],
+)
+def test_what_is_no_loop_stays_as_it_is(notes: list[Note]) -> None:
+    assert shorten(notes) == (notes, {})
+
+
+def test_a_loop_within_what_stays_keeps_the_order_around_it() -> None:
+    before = [alloc(0, 10), op("begin")]
+    after = [op("end"), alloc(9, 3), free(0), free(9)]
+    notes, _ = shorten([*before, *turns(4, 1), *after])
+    assert notes[:2] == before
+    assert notes[-4:] == after
+    assert shorten(notes)[0] == notes  # two turns are no loop any more
+
+
+def test_operators_that_count_for_several_go_on_counting() -> None:
+    notes, _ = shorten([op("a", 2), op("b"), op("a", 2), op("b"), op("a", 2), op("b")])
+    assert [(entry.name, entry.repeats) for _, entry in notes] == [("a", 2), ("b", 1), ("a", 4), ("b", 2)]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A step of QLoRA, whose weights are made whole in pieces: with notes, and with every operator run."""
+    folder = tmp_path_factory.mktemp("repeats")
+    shipped = json.loads((ROOT / "recipe_lib" / "models" / "presets" / "llama3" / "8B.json").read_text())
+    (folder / "model.json").write_text(json.dumps(shipped | {"num_hidden_layers": 2, "vocab_size": 1024}))
+
+    def with_notes() -> dict[str, Any]:
+        return figures(folder)
+
+    def without_notes() -> dict[str, Any]:
+        Tracer.remembering = lambda *_: nullcontext()  # type: ignore[assignment]
+        return figures(folder)
+
+    return tuple(run_ranks(run, 1, process_group=False)[0] for run in (with_notes, without_notes))
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Peaks, and sums over the operators of the second step."""
+    overrides = [f"model.preset={folder / 'model.json'}", f"output_dir={folder / 'none'}", f"recipe={LORA}"]
+    overrides += ["tokenizer.path=unread", "data.source=unread", "max_seq_len=64", "lora.quantize=nf4"]
+    overrides += ["memory.activation_checkpointing=full"]
+    module = recipe_module(LORA)
+    cfg = load_config(PLAIN, overrides, module.Config)
+    shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
+    trace = simulate(recipe_class(module), cfg, shape, ranks=4, phases=()).trace
+    return {"peaks": trace.active_peaks(), "events": len(trace.events)} | sums(trace)
+
+
+def sums(trace: Trace) -> dict[str, Any]:
+    """Of the second step: operators by name, arithmetic by part of the step, bytes by module."""
+    issued: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for operator in trace.ops:
+        if operator.phase == trace.phases.index(STEADY):
+            issued[operator.name] += operator.repeats
+            flops[operator.part] += operator.flops * operator.repeats
+            moved[operator.module] += operator.bytes * operator.repeats
+    return {"issued": dict(issued), "flops": dict(flops), "moved": dict(moved)}
+
+
+def test_notes_give_the_peaks_of_the_whole(traced: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    noted, whole = traced
+    assert noted["events"] < whole["events"]
+    assert {phase: noted["peaks"][phase] for phase in (FIRST, STEADY)} == {
+        phase: whole["peaks"][phase] for phase in (FIRST, STEADY)
+    }
+
+
+@pytest.mark.parametrize("figure", ["issued", "flops", "moved"])
+def test_notes_count_all_of_the_work(traced: tuple[dict[str, Any], dict[str, Any]], figure: str) -> None:
+    noted, whole = traced
+    assert noted[figure] == whole[figure]

@@ -1,0 +1,133 @@
+"""What a plan takes in place of a checkpoint: the shape alone, from whatever says it."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.config import load_config
+from recipe_lib.config.places import list_configs, list_presets
+from recipe_lib.errors import CheckpointError, ConfigError
+from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, plannable, with_layers
+from tests.plan.configs import SMALL, load
+
+SHIPPED = [name for name in list_configs()["full_finetune_distributed"] if name.endswith("_full")]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_hub_id_has_the_shape_of_the_preset_beside_its_config(name: str):
+    shaped, assumed = plannable(load_config(name))
+    assert (shaped.model.path, shaped.model.preset) == (None, name.removesuffix("_full"))
+    assert len(assumed) == 1 and name.removesuffix("_full") in assumed[0]
+
+
+def test_every_preset_has_such_a_config():
+    assert {f"{preset}_full" for preset in list_presets() if not preset.startswith("demo/")} == set(SHIPPED)
+
+
+def test_a_run_that_was_planned_before_it_could_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """demo/lora goes on from what demo/full trains, which is not there yet."""
+    monkeypatch.chdir(tmp_path)
+    shaped, _ = plannable(load("demo/lora"))
+    assert shaped.model.preset == "demo/0.5M"
+
+
+def test_config_json_alone_is_enough(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(preset_config("qwen3/0.6B")), encoding="utf-8")
+    shaped, assumed = plannable(load(SMALL, "~model.preset", f"model.path={tmp_path}"))
+    assert spec_from_config(preset_config(shaped.model.preset), "") == spec_from_config(preset_config("qwen3/0.6B"), "")
+    assert assumed == []
+
+
+def test_the_hub_cache_goes_before_the_shipped_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Only config.json needs to be there; what it says counts, even where a preset has that id."""
+    from huggingface_hub import constants
+
+    cached = tmp_path / "models--Qwen--Qwen3-0.6B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40, encoding="utf-8")
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    config = preset_config("qwen3/0.6B") | {"num_hidden_layers": 3}
+    (cached / "snapshots" / ("0" * 40) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    shaped, assumed = plannable(load_config("qwen3/0.6B_full"))
+    assert layer_count(shaped) == 3
+    assert assumed == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "model.path=meta-llama/Meta-Llama-3-8B if it has the same shape"),
+        ("somebody/something", "tune download somebody/something"),
+        ("no/such/folder", "found no folder"),
+    ],
+)
+def test_an_unknown_model_is_one_line(path: str, said: str):
+    with pytest.raises(ConfigError, match=r"^model\.path=") as raised:
+        plannable(load("llama3/8B_full", f"model.path={path}"))
+    assert said in str(raised.value)
+    assert len(raised.value.faults) == 1
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        plannable(load(SMALL, "~model.preset", f"model.path={tmp_path}"))
+
+
+def test_nothing_of_an_earlier_run_is_in_the_way(tmp_path: Path):
+    cfg = load(
+        "demo/lora", f"output_dir={tmp_path}", "log.trackers=[wandb]", f"lora.adapter={tmp_path / 'absent'}",
+        "compile=true",
+    )  # fmt: skip
+    before = copy.deepcopy(cfg)
+    shaped, assumed = plannable(cfg)
+    assert cfg == before
+    assert not os.path.exists(shaped.output_dir)
+    assert (shaped.resume, shaped.log.trackers, shaped.lora.adapter, shaped.compile) == (None, [], None, False)
+    assert [word for word in ("lora.adapter", "compile") if any(word in line for line in assumed)] == [
+        "lora.adapter",
+        "compile",
+    ]
+    cfg.lora.adapter = str(tmp_path)
+    assert plannable(cfg)[0].lora.adapter == str(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "period"), [("gemma2/2B_full", 2), ("gemma3/1B_full", 6), ("llama3/8B_full", 1)])
+def test_the_period_of_layers_is_that_of_their_windows(name: str, period: int):
+    shaped, _ = plannable(load_config(name))
+    assert layer_period(shaped) == period
+    windows = spec_from_config(preset_config(shaped.model.preset), "").windows
+    assert windows[period:] == windows[:-period]
+    assert all(windows[shift:] != windows[:-shift] for shift in range(1, period))
+
+
+@pytest.mark.parametrize("name", ["gemma3/1B_full", "qwen3/0.6B_full", "phi3/mini_full"])
+def test_a_model_with_fewer_layers_is_the_beginning_of_it(name: str):
+    shaped, _ = plannable(load_config(name))
+    whole = spec_from_config(preset_config(shaped.model.preset), "")
+    for layers in (1, whole.num_layers - 1, whole.num_layers):
+        cut = spec_from_config(preset_config(with_layers(shaped, layers).model.preset), "")
+        assert cut.windows == whole.windows[:layers]
+        assert {key for key in vars(cut) if vars(cut)[key] != vars(whole)[key]} <= {"num_layers", "windows"}
+        assert cut.num_layers == layers
+    assert layer_count(shaped) == whole.num_layers
+
+
+def test_layers_that_it_does_not_have():
+    shaped, _ = plannable(load(SMALL))
+    for layers in (0, layer_count(shaped) + 1):
+        with pytest.raises(ValueError, match=f"found {layers} layers"):
+            with_layers(shaped, layers)
+
+
+def test_layers_listed_one_by_one_are_cut_too(tmp_path: Path):
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    config = preset_config("gemma3/1B") | {"num_hidden_layers": 4, "layer_types": types}
+    (tmp_path / "shape.json").write_text(json.dumps(config), encoding="utf-8")
+    shaped, _ = plannable(load(SMALL, f"model.preset={tmp_path / 'shape.json'}"))
+    windows = spec_from_config(preset_config(with_layers(shaped, 3).model.preset), "").windows
+    assert [window is not None for window in windows] == [True, False, False]

@@ -1,0 +1,143 @@
+"""The derived numbers: each line word for word, for plain and for sharded models."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.parallel.world import MESH_DIMS
+from recipe_lib.training.derived_numbers import derived_numbers
+from tests.distributed.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Rows:
+    report = DataReport("rows.json", "alpaca", 512, tokens=1000, trained_tokens=250)
+
+    items, group = 20, 1
+
+
+class Plan:
+    """Two steps an epoch."""
+
+    def steps(self, epoch: int) -> int:
+        return 2
+
+    def total_steps(self, epochs: int, max_steps: int | None) -> int:
+        return min(2 * epochs, max_steps or 2 * epochs)
+
+
+def config() -> FullFinetuneConfig:
+    cfg = FullFinetuneConfig(batch_size=2, gradient_accumulation_steps=4, epochs=3, max_seq_len=512, dtype="fp32")
+    cfg.lr_schedule.warmup_steps = 2
+    cfg.lr_schedule.final_share = 0.1
+    return cfg
+
+
+def model() -> nn.Module:
+    tied = nn.Linear(256, 1024, bias=False)
+    network = nn.Sequential(nn.Linear(256, 256, bias=False), tied, nn.Linear(256, 1024, bias=False))
+    network[2].weight = tied.weight
+    network[0].weight.requires_grad_(False)
+    return network
+
+
+def test_every_line_word_for_word() -> None:
+    world = SimpleNamespace(size=1, device=CPU, data_ranks=1)
+    assert derived_numbers(config(), world, model(), Rows(), Plan()) == [
+        "devices: 1 cpu",
+        "global batch: 8 rows = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
+        "tokens per step: 400 on average, 100 of them trained (25.0%); at most 4.1 K (8 rows x max_seq_len 512)",
+        "steps: 6 (2 per epoch of 20 rows x 3 epochs)",
+        "learning rate: warm-up over 2 steps to 2.00e-05, then cosine over 4 steps towards 2.00e-06",
+        "parameters: 327.7 K, of them trained 262.1 K (80.00%), fp32",
+        "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB, optimizer state 2.00 MiB; together 4.25 MiB before "
+        "activations",
+    ]
+
+
+def test_what_is_freed_and_what_is_on_the_host() -> None:
+    cfg = config()
+    cfg.memory.optimizer_in_backward = cfg.memory.optimizer_offload = True
+    world = SimpleNamespace(size=1, device=CPU, data_ranks=1)
+    assert derived_numbers(cfg, world, model(), Rows(), Plan())[-1] == (
+        "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB at a time, optimizer state 2.00 MiB in host memory; "
+        "together 2.25 MiB before activations"
+    )
+
+    network = model()
+    network[1].weight.gradient_pieces = 4
+    for length, said in ((128, "256.00 KiB"), (129, "1.00 MiB")):  # two rows of them, against 256 channels
+        cfg.max_seq_len = length
+        assert f"gradients {said} at a time" in derived_numbers(cfg, world, network, Rows(), Plan())[-1]
+
+
+def test_other_settings_are_said() -> None:
+    cfg = config()
+    cfg.max_steps, cfg.lr_schedule.kind, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
+    cfg.parallel.data_replicate = 2
+    mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 4, 1))
+    world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh)
+    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
+    assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
+    assert "steps: 5 (2 per epoch of 20 rows x 3 epochs, cut by max_steps from 6)" in lines
+    assert "learning rate: warm-up over 2 steps to 2.00e-05, constant for 3 steps" in lines
+    assert lines[-1].startswith("host memory per rank: ")
+    assert "optimizer state not known before the first step;" in lines[-1]
+    cfg.lr_schedule.warmup_steps = 9
+    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
+    assert "learning rate: warm-up over 9 steps to 2.00e-05, not reached: the run has 5 steps" in lines
+    cfg.lr_schedule.warmup_steps = 5
+    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
+    assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
+
+
+def test_a_pipeline_is_said() -> None:
+    cfg, network = config(), model()
+    cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "zbv"
+    cfg.parallel.pipeline_microbatches = 8
+    network.pipeline = SimpleNamespace(layers={1: range(2, 4), 2: range(4, 5)})
+    mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 1, 2, 1))
+    lines = derived_numbers(
+        cfg,
+        SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh, gather_json=lambda value: [value]),
+        network,
+        Rows(),
+        Plan(),
+    )
+    assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
+    assert lines[1] == "global batch: 16 rows = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
+    assert lines[3] == (
+        "pipeline: 8 micro-batches of 1 row through 4 stages, zbv; here stage 1 (layers 2 to 3) and stage 2 (layer 4)"
+    )
+
+
+def test_a_rank_counts_its_own_shards() -> None:
+    def work() -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        network = nn.Linear(256, 1024, bias=False)
+        fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+        mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 1, 2, 1))
+        world = SimpleNamespace(size=2, device=CPU, data_ranks=2, mesh=mesh)
+        return derived_numbers(config(), world, network, Rows(), Plan())
+
+    for lines in run_ranks(work, 2):
+        assert lines[0] == "devices: 2 cpu = data_replicate 1 x data_shard 2"
+        assert lines[1].startswith("global batch: 16 rows = ")
+        assert lines[-2:] == [
+            "parameters: 262.1 K, of them trained 262.1 K (100.00%), fp32",
+            "memory per rank: parameters 512.00 KiB, gradients 512.00 KiB, optimizer state 1.00 MiB; together 2.00 MiB "
+            "before activations",
+        ]
+
+
+def test_a_limit_beyond_the_epochs_is_said() -> None:
+    cfg = config()
+    cfg.max_steps = 100
+    lines = derived_numbers(cfg, SimpleNamespace(size=1, device=CPU, data_ranks=1), model(), Rows(), Plan())
+    assert "steps: 6 (2 per epoch of 20 rows x 3 epochs; max_steps 100 needs more epochs)" in lines

@@ -1,0 +1,100 @@
+"""Host memory that a run's offloading takes, by formula, and the refusal before it is taken."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_lib.config import load_config
+from recipe_lib.errors import SetupError
+from recipe_lib.memory import activation_offload, apply_activation_checkpointing
+from recipe_lib.models import build_meta, init_weights
+from recipe_lib.training import check_host_memory
+from recipe_lib.training.host_memory import calls_at_once, offloaded_bytes
+from recipe_lib.units import GIB
+from tests.memory.late_copies import LateCopies
+from tests.parallel.small_models import LENGTH, ROWS, WIDTH, small_batch, small_spec
+from tests.recipes.runs import PLAIN
+
+LAYERS = 5
+
+
+def config(*overrides: str) -> Any:
+    settings = ["model.preset=demo/0.5M", "tokenizer.path=unread", "data.source=unread", "output_dir=/none"]
+    return load_config(PLAIN, [*settings, f"batch_size={2 * ROWS}", f"max_seq_len={3 * LENGTH}", *overrides])
+
+
+def power_of_two(size: int) -> int:
+    block = 1
+    while block < size:
+        block *= 2
+    return block
+
+
+def test_parameters_gradients_and_states_on_the_host() -> None:
+    model = build_meta(small_spec(), torch.bfloat16)
+    sizes = [parameter.numel() * 2 for parameter in model.parameters()]
+    largest = max(sizes)
+    pinned = sum(map(power_of_two, sizes))
+    assert offloaded_bytes(model, config()) == {}
+    assert offloaded_bytes(model, config("memory.cpu_offload=true")) == {"cpu_offload": 2 * pinned + 2 * sum(sizes)}
+    single = config("memory.cpu_offload=true", "memory.optimizer_in_backward=true", "clip_grad_norm=null")
+    assert offloaded_bytes(model, single) == {"cpu_offload": pinned + power_of_two(largest) + 2 * sum(sizes)}
+    assert offloaded_bytes(model, config("memory.optimizer_offload=true")) == {"optimizer_offload": 2 * pinned}
+    reference = build_meta(small_spec(), torch.bfloat16).requires_grad_(False)
+    beside = offloaded_bytes(model, config("memory.cpu_offload=true"), reference)
+    assert beside == {"cpu_offload": 3 * pinned + 2 * sum(sizes)}
+    # Each state is memory of its own, of which codes, scales and master weights have different sizes.
+    few = ("dtype=bf16", "optimizer.state_bits=32", "optimizer.master_weights=true")
+    several = config("memory.optimizer_offload=true", *few)
+    assert offloaded_bytes(model, several) == {"optimizer_offload": 3 * sum(power_of_two(2 * size) for size in sizes)}
+
+
+def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those of a rank of two; on a CPU, and in a simulation, nothing is judged."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    model = build_meta(small_spec(), torch.bfloat16)
+    cfg = config("memory.cpu_offload=true", "memory.host_memory=0.0001")
+    check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match=r"^host memory: found 104\.86 KiB allowed .* for 2 ranks .*cpu_offload"):
+        check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+
+
+def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checkpointing: inputs of the layers that are sent, of rows twice as many and three times as long."""
+    monkeypatch.setattr(activation_offload, "has_host", lambda device: True)
+    longest = 2 * ROWS * 3 * LENGTH
+    expected = (LAYERS - 1) * power_of_two(ROWS * LENGTH * WIDTH * 4) * longest // (ROWS * LENGTH)
+    for allowed, refused in ((expected, False), (expected - 1, True)):
+        cfg = config(
+            "memory.activation_offload=true",
+            "memory.activation_checkpointing=full",
+            f"memory.host_memory={allowed / GIB!r}",
+        )
+        spec = small_spec(layers=LAYERS)
+        model = build_meta(spec, torch.float32)
+        apply_activation_checkpointing(model, "full")
+        window = activation_offload.offload_activations(model, cfg.memory, torch.device("cpu"))
+        assert window is not None and calls_at_once(model, cfg, window) == LAYERS - 1
+        check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+        model.to_empty(device="cpu")
+        init_weights(model, 3, spec)
+        tokens, labels = small_batch()
+        window._module = late = LateCopies()
+        with late:
+            if refused:
+                with pytest.raises(SetupError, match="memory.activation_offload"):
+                    model(tokens, labels=labels)
+                assert late.copied == 0
+            else:
+                model(tokens, labels=labels)
+                assert late.copied > 0
+
+
+def test_a_pipeline_has_several_micro_batches_under_way() -> None:
+    moments = [{0: 1, 3: 0}, {0: 2, 3: 1}, {0: 1, 3: 2}]
+    pipeline = SimpleNamespace(layers={0: range(0, 2), 3: range(9, 12)}, in_flight=lambda count: moments[:count])
+    model = SimpleNamespace(pipeline=pipeline)
+    cfg = config("memory.activation_offload=true", "gradient_accumulation_steps=3")
+    assert calls_at_once(model, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2  # type: ignore[arg-type]
