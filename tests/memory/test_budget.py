@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.memory.test_mlp_chunks import LORA, assert_close, backward, filled
+from tests.memory.test_mlp_tiles import LORA, assert_close, backward, filled
 from torch import nn
 
 from recipe_lib.adapters import add_adapters

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.test_snapshot import snapshot_of
+from tests.plan.allocation.test_snapshot import snapshot_of
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.plan.allocation.replay import replay

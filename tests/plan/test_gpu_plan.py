@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plan.test_snapshot import snapshot_of
+from tests.plan.allocation.test_snapshot import snapshot_of
 
 from benchmarks import gpu_check, gpu_plan, planner_replications
 from benchmarks.gpu_plan import Job

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.plan.test_calibrate import good, written
+from tests.plan.timing.test_calibrate import good, written
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
