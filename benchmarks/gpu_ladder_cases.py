@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from recipe_lib.cli.plan import recipe_class
+from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.plan.world.sequence_lengths import Sequence, planned_sequence

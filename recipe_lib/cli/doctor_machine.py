@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.launch import cores
-from recipe_lib.cli.own_device import SECONDS, own_gpus
+from recipe_lib.cli.local_gpus import TIMEOUT_SECONDS, own_gpus
 from recipe_lib.units import MIB
 
 PACKAGES = ("torch", "torchao", "safetensors", "tokenizers", "huggingface_hub", "transformers", "peft", "triton")
@@ -65,7 +65,7 @@ def driver() -> str | None:
     """The version of NVIDIA's driver; None without one, "does not answer" where nvidia-smi hangs."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout.strip()
+        return subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout.strip()
     except subprocess.TimeoutExpired:
         return "does not answer"
     except (OSError, subprocess.SubprocessError):

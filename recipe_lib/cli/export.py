@@ -159,7 +159,7 @@ def export_hf(found: Found, arguments: argparse.Namespace) -> None:
     from recipe_lib.checkpoint.state import holds_adapters, load_trained
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.checkpoint.weights_out import export_model
-    from recipe_lib.cli.generate import choose_device
+    from recipe_lib.cli.inference_device import choose_device
     from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
     from recipe_lib.parallel import DTYPES
     from recipe_lib.units import GIB
@@ -207,7 +207,7 @@ def export_adapted(found: Found, arguments: argparse.Namespace) -> None:
 
     from recipe_lib.checkpoint.huggingface import check_weights
     from recipe_lib.checkpoint.state import holds_adapters
-    from recipe_lib.cli.generate import choose_device
+    from recipe_lib.cli.inference_device import choose_device
     from recipe_lib.models import read_config, spec_from_config
 
     if found.state is not None and not holds_adapters(found.state):
@@ -274,7 +274,7 @@ def _trained_model(
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import load_trained
     from recipe_lib.checkpoint.verify import model_of_adapter, model_with_adapters
-    from recipe_lib.cli.generate import choose_dtype
+    from recipe_lib.cli.inference_device import choose_dtype
     from recipe_lib.parallel import DTYPES
 
     if found.state is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.suggest import show
-from recipe_lib.errors import DONE, CheckpointError, ConfigError, OutOfMemoryError, SetupError
+from recipe_lib.errors import DONE, CheckpointError, ConfigError, OutOfMemoryError
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ DESCRIPTION = """Completes a prompt with a checkpoint and streams the text to st
 The prompt is a user's message: it is put into the tokenizer's chat template, or without one into the plain template
 that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins from nothing."""
 
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 
 
 def run(words: list[str]) -> int:
@@ -71,7 +71,7 @@ def read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest that sum to P")
     parser.add_argument("--seed", type=int, default=42, help="of the draws; default: 42")
-    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES.values()), help="auto: the checkpoint's")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     return parser.parse(words)
 
@@ -124,6 +124,7 @@ def complete(
     """Loads the model and yields the ids of the completion."""
     import torch
 
+    from recipe_lib.cli.inference_device import choose_device, choose_dtype
     from recipe_lib.generation.sample import generate
 
     device = choose_device(arguments.device)
@@ -146,25 +147,6 @@ def complete(
             f"{show(str(folder))}: the model does not fit on {device}; try --dtype bf16, fewer --max-new-tokens, "
             "or --device cpu"
         ) from error
-
-
-def choose_device(name: str) -> "torch.device":
-    """The device that `--device` means on this machine."""
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SetupError("--device: found cuda, but torch sees no CUDA device here; use --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def choose_dtype(name: str, config: dict[str, Any]) -> "torch.dtype":
-    """The dtype that `--dtype` means; `auto`: the one in config.json, fp32 if it names none."""
-    import torch
-
-    if name == "auto":
-        own = {**config, **config.get("text_config", {})}  # multimodal configs have a part for the text
-        name = DTYPES.get(str(own.get("dtype") or own.get("torch_dtype")), "fp32")
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]
 
 
 def load_model(folder: Path, spec: "DecoderSpec", dtype: "torch.dtype", device: "torch.device") -> "Decoder":

@@ -3,14 +3,18 @@
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
+from recipe_lib.config import parse_arguments
+from recipe_lib.config.once import refuse_repeated
 from recipe_lib.config.places import RECIPE_CONFIGS, find_config, find_recipe, recipes_folder
-from recipe_lib.config.suggest import show
+from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, exit_code_of
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
@@ -104,3 +108,25 @@ def _call_main(path: Path, argv: list[str]) -> int | None:
     if not callable(main):
         raise ConfigError(f"{show(str(path))}: has no function `main(argv)`; expected one, like the shipped recipes")
     return main(argv)
+
+
+def check_arguments(recipe: Recipe, words: Sequence[str]) -> Any:
+    """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
+
+    Its config; None for a recipe of the user's own, which reads its arguments itself, and may take others than ours.
+    """
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
+            raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
+    refuse_repeated(words)
+    if not recipe.shipped:
+        return None
+    if not any(word == "--config" or word.startswith("--config=") for word in words):
+        for word in words:
+            if word.startswith("--"):
+                hint = did_you_mean(word.partition("=")[0], ("--config", "--plugin"))
+                if hint:
+                    raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
+        raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
+    return parse_arguments(list(words), recipe.schema())

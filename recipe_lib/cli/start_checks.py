@@ -5,7 +5,7 @@ before torch is imported. Whether a model fits the ranks that share it, its shap
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +72,6 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     return list(dict.fromkeys(notes))
-
-
-def ranks_of(flags: Sequence[str]) -> int | None:
-    """Processes of a run that torchrun's flags ask for; None where that depends on the machine, or may change."""
-    from recipe_lib.cli.run import value_of
-
-    if not flags:
-        text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
-        return int(text) if text.isascii() and text.isdigit() else None
-    numbers = [value_of(flags, "--nproc-per-node") or "1", value_of(flags, "--nnodes") or "1"]
-    if not all(number.isascii() and number.isdigit() for number in numbers):
-        return None
-    return int(numbers[0]) * int(numbers[1])
 
 
 def _note_earlier_run(cfg: Any) -> str | None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.cli import generate as verb
+from recipe_lib.cli.inference_device import choose_dtype
 from recipe_lib.cli.main import main
 from recipe_lib.data import render_prompt
 from recipe_lib.generation.sample import generate
@@ -230,7 +231,7 @@ def test_no_cuda_here(model: Path, capsys: pytest.CaptureFixture):
     ],
 )
 def test_the_dtype(name: str, config: dict, dtype: torch.dtype):
-    assert verb.choose_dtype(name, config) is dtype
+    assert choose_dtype(name, config) is dtype
 
 
 def test_a_reader_that_leaves_and_an_interrupt(tmp_path: Path):

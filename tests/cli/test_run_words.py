@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.run import get_args_parser
 
-from recipe_lib.cli import run
+from recipe_lib.cli import torchrun_flags
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
@@ -27,26 +27,26 @@ CONFIG = "llama3/8B_full"
 )
 def test_the_recipe_is_found_behind_the_flags(flags: list[str]):
     rest = ["--config", CONFIG, "batch_size=1", "~seed"]
-    assert run.split([*flags, RECIPE, *rest]) == (flags, RECIPE, rest)
+    assert torchrun_flags.split([*flags, RECIPE, *rest]) == (flags, RECIPE, rest)
 
 
 def test_the_table_agrees_with_torchrun():
-    ours = run.WITH_VALUE | run.WITHOUT_VALUE | run.REFUSED
+    ours = torchrun_flags.WITH_VALUE | torchrun_flags.WITHOUT_VALUE | torchrun_flags.REFUSED
     for action in get_args_parser()._actions:
         for name in action.option_strings:
             flag = name.replace("_", "-")
             if flag in ("-h", "--help"):
                 continue
             assert flag in ours, f"{flag} is new in this torch; add it to the table"
-            if flag not in run.REFUSED:
-                assert (flag in run.WITH_VALUE) == (action.nargs != 0), flag
+            if flag not in torchrun_flags.REFUSED:
+                assert (flag in torchrun_flags.WITH_VALUE) == (action.nargs != 0), flag
 
 
 def test_a_flag_that_is_newer_than_the_table_is_looked_up_in_torchrun(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "WITH_VALUE", run.WITH_VALUE - {"--monitor-interval", "--role"})
-    monkeypatch.setattr(run, "WITHOUT_VALUE", frozenset())
+    monkeypatch.setattr(torchrun_flags, "WITH_VALUE", torchrun_flags.WITH_VALUE - {"--monitor-interval", "--role"})
+    monkeypatch.setattr(torchrun_flags, "WITHOUT_VALUE", frozenset())
     words = ["--monitor-interval", "1", "--standalone", RECIPE]
-    assert run.split(words) == (words[:3], RECIPE, [])
+    assert torchrun_flags.split(words) == (words[:3], RECIPE, [])
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_a_flag_that_is_newer_than_the_table_is_looked_up_in_torchrun(monkeypatc
 def test_standalone_unless_a_rendezvous_is_given(
     flags: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    assert run.with_rendezvous(flags) == expected
+    assert torchrun_flags.with_rendezvous(flags) == expected
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "a:1")
-    assert run.with_rendezvous(flags) == flags
+    assert torchrun_flags.with_rendezvous(flags) == flags
 
 
 def test_the_last_value_of_a_flag_counts():
-    assert run.value_of(["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node") == "3"
-    assert run.value_of(["--standalone"], "--nnodes") is None
+    assert torchrun_flags.value_of(["--nproc_per_node", "2", "--nproc-per-node=3"], "--nproc-per-node") == "3"
+    assert torchrun_flags.value_of(["--standalone"], "--nnodes") is None
 
 
 USAGE = "expected: tune run [torchrun flags] RECIPE --config CONFIG"
@@ -151,4 +151,4 @@ def test_a_recipe_without_main(tmp_path, capsys: pytest.CaptureFixture):
 
 def test_a_flag_without_its_value_is_named():
     with pytest.raises(ConfigError, match="--rdzv-endpoint: expected a value"):
-        run.split(["--nnodes", "2", "--rdzv-endpoint"])
+        torchrun_flags.split(["--nnodes", "2", "--rdzv-endpoint"])

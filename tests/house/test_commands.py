@@ -23,10 +23,10 @@ from recipe_lib.cli import doctor as doctor_verb
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
-from recipe_lib.cli import run as run_verb
+from recipe_lib.cli import plan_request, torchrun_flags
 from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli.main import main as tune
-from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.recipes import Recipe, check_arguments
 from tests.house.documents import Block, blocks, documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
@@ -70,8 +70,8 @@ def check(words: list[str], clone: Path) -> None:
         done = subprocess.run(["make", "-n", *rest], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}: {done.stderr}"
     elif program == "torchrun":
-        flags, name, arguments = run_verb.split(rest)
-        run_verb.check_launch(flags)
+        flags, name, arguments = torchrun_flags.split(rest)
+        torchrun_flags.check_launch(flags)
         assert (clone / name).is_file(), line
         assert tune(["validate", arguments[1], *arguments[2:], "--recipe", name]) == 0, line
     elif program == "python":
@@ -120,7 +120,7 @@ def check_tune(words: list[str]) -> None:
     elif verb == "export":
         export_verb.read(rest)
     elif verb == "plan":
-        arguments = plan_verb.read(rest)
+        arguments = plan_request.read(rest)
         if arguments.config.startswith("demo/"):
             assert apart(tune, words) in (0, plan_verb.NO_ROOM), line  # the simulated device stays in a process
         else:
@@ -136,12 +136,12 @@ def check_tune(words: list[str]) -> None:
 
 def check_run(words: list[str]) -> None:
     """A run of the demo in one process is run for two steps; others are checked as before their start."""
-    flags, name, rest = run_verb.split(words)
-    run_verb.check_launch(flags)
+    flags, name, rest = torchrun_flags.split(words)
+    torchrun_flags.check_launch(flags)
     config = rest[rest.index("--config") + 1]
     if flags or not (config == "demo/full" or Path(config).is_file()):
         recipe = Recipe.find(name)
-        run_verb.check_arguments(recipe, rest)
+        check_arguments(recipe, rest)
         return
     sys.modules.pop(f"recipe_{Path(name).stem}", None)  # the copy may have been edited since
     resumed = any(word.startswith("resume=") for word in rest)

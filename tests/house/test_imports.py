@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli.main import VERBS
 from tests.house.files import ROOT, place, python_files, tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -28,6 +29,16 @@ def test_floors_are_kept():
         pytest.skip("import-linter is not installed beside this Python")
     done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_verb_imports_another():
+    """What two verbs need stands in a file of its own, so that each verb is read by itself."""
+    verbs = {f"recipe_lib.cli.{verb.replace('-', '_')}" for verb in VERBS}
+    for path in python_files("recipe_lib/cli"):
+        for node, module in imports(tree(path)):
+            named = {alias.name for alias in node.names} if module == "recipe_lib.cli" else set()
+            found = ({module} | {f"recipe_lib.cli.{name}" for name in named}) & verbs
+            assert not found, f"{place(path, node)}: imports the verb {found}"
 
 
 def test_recipes_are_not_imported():

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.memory.test_mlp_tiles import LORA, assert_close, backward, filled
 from torch import nn
 
 from recipe_lib.adapters import add_adapters
@@ -23,6 +22,7 @@ from recipe_lib.parallel.pipeline.schedule_memory import in_flight
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
+from tests.memory.test_mlp_tiles import LORA, assert_close, backward, filled
 from tests.parallel.small_models import LENGTH, ROWS, gradients, small_batch, small_spec
 from tests.parallel.test_tensor import BIASES, GEMMA
 

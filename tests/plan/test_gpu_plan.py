@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plan.allocation.test_snapshot import snapshot_of
 
 from benchmarks import gpu_check, gpu_plan, planner_replications
 from benchmarks.gpu_plan import Job
 from benchmarks.gpu_plan_cases import PlanCase, cases, recorded
 from benchmarks.gpu_plan_report import errors_of, plan_markdown, share_below, summary
 from benchmarks.planner_stacks import FSDP1, FSDP2, Stack, imitable, recipe_class
-from recipe_lib.cli import plan as plan_verb
+from recipe_lib.cli import plan_request
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
@@ -23,6 +22,7 @@ from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, write_f
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.units import GIB
+from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
@@ -189,7 +189,7 @@ def test_replications_are_command_lines_of_tune_plan() -> None:
     rows = [entry for group in planner_replications.groups() for entry in group.rows]
     assert sum(entry.goal for entry in rows) >= 3
     for run in {entry.run for entry in rows}:
-        read = plan_verb.read(run.command.split()[2:])
+        read = plan_request.read(run.command.split()[2:])
         assert (read.config, tuple(read.overrides), read.sequence) == (run.config, run.overrides, str(run.tokens))
         assert load_config(run.config, run.overrides, FullFinetuneConfig).max_seq_len == run.tokens
 

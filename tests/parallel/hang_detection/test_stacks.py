@@ -37,7 +37,7 @@ def test_the_stack_of_another_thread() -> None:
     inner = next(stack for stack in found if stack and stack[0].function == "<lambda>")
     assert inner[0] == (__file__, line, "<lambda>") and inner[1].function == "seen_during"
     assert [call for call in inner if call.function == "test_the_stack_of_another_thread"][0].line == line
-    assert where(inner) == f"parallel/test_whereabouts.py:{line} (<lambda>)" and busy(inner) == ""
+    assert where(inner) == f"hang_detection/test_stacks.py:{line} (<lambda>)" and busy(inner) == ""
     assert stack_of(12345) == []
 
 

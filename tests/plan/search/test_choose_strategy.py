@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.cli import strategy as command
+from recipe_lib.cli import choose_strategy as command
 from recipe_lib.cli.recipes import Recipe
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import BUCKET_ELEMENTS
@@ -164,7 +164,7 @@ def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
     """The process's own `main`, in a fork."""
 
     def run(words: list[str], **options: Any) -> None:
-        assert words[1:4] == ["-P", "-m", "recipe_lib.cli.strategy"]
+        assert words[1:4] == ["-P", "-m", "recipe_lib.cli.choose_strategy"]
         assert apart(command.main, words[4:]) == 0
 
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))

@@ -20,8 +20,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from recipe_lib.cli.local_gpus import is_expandable
+from recipe_lib.cli.plan_request import (
+    explained,
+    hide_gpus,
+    planning_process,
+    read,
+    read_config,
+    recipe_class,
+    settings_for,
+)
 from recipe_lib.cli.recipes import Recipe
-from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, visible
+from recipe_lib.cli.torchrun_flags import shows_plan
+from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
 from recipe_lib.logs import get_logger
 from recipe_lib.units import GIB, format_bytes, format_seconds
 
@@ -33,13 +44,11 @@ if TYPE_CHECKING:
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
 WAIT_SECONDS = 300  # for the run to have tokenised its rows
-ROOT = Path(__file__).parents[2]
 STEPS = ("first step", "step")  # the phases that a run measures
 KINDS = ("active", "allocated", "reserved")
 # With more layers, times the micro-batches that a plan goes through, a whole plan takes longer than there is time for.
 MOST_LAYERS = 36
 DOUBT = 0.06  # share that an estimate of reserved memory may be off
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -55,17 +64,19 @@ def plan_beside(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> I
 
     flags: torchrun's. words: the recipe's arguments.
     """
-    if not _can_be_planned(recipe) or not _speaks(flags):
+    if not _can_be_planned(recipe) or not shows_plan(flags):
         yield lambda code: None
         return
     with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
         figures, began = Path(folder) / "figures.json", time.time()
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command, environment = planning_process(
+            "recipe_lib.cli.plan_during_run", figures, [*flags, str(recipe.path), *words]
+        )
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "recipe_lib.cli.run_plan", str(figures), *flags, str(recipe.path), *words],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
+            env=environment,
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
@@ -81,13 +92,6 @@ def _can_be_planned(recipe: Recipe) -> bool:
         return recipe.shipped or "def train_step" in recipe.path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def _speaks(flags: Sequence[str]) -> bool:
-    """One machine of several, and one process of those that another launcher has started, shows the plan."""
-    from recipe_lib.cli.run import value_of
-
-    return (value_of(flags, "--node-rank") or "0") == "0" and os.environ.get("RANK", "0") == "0"
 
 
 def _compare(figures: Path, began: float, code: int) -> None:
@@ -161,12 +165,6 @@ def figures_of_quick(found: "Quick", usable: int) -> dict[str, Any]:
     }
 
 
-def is_expandable() -> bool:
-    """Whether the run's allocator has expandable segments."""
-    configured = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES).lower().replace(" ", "")
-    return "expandable_segments:true" in configured
-
-
 def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
     """The plan as a line. own: the device is one of this machine's."""
     memory = settings.hardware.memory
@@ -190,22 +188,18 @@ class _TooSlow(BaseException):  # nothing on the way is to catch it
 
 
 def main(argv: list[str]) -> int:
-    """The process beside the run: `run_plan.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
+    """The process beside the run: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
     say = _quiet()
     _be_modest()
-    from recipe_lib.cli import own_device, plan
-
-    gpus = own_device.own_gpus()  # asked before they are hidden
-    os.environ[own_device.VISIBLE] = ""
-    os.environ.update(plan.OFFLINE)
+    gpus = hide_gpus()
     try:
-        arguments = plan.read(argv[1:])
+        arguments = read(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
         figures, settings = _plan(arguments)
         temporary = Path(argv[0]).with_suffix(".tmp")
         temporary.write_text(json.dumps(figures), encoding="utf-8")
         temporary.rename(argv[0])
-        say(describe(figures, settings, bool(gpus)))
+        say(describe(figures, settings, gpus))
     except UserError:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
@@ -218,14 +212,7 @@ def main(argv: list[str]) -> int:
 
 def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     """(figures, what they are for). A model of many layers is estimated from two of few."""
-    from recipe_lib.cli.plan import explained, recipe_class, settings_for
-    from recipe_lib.config import load_config
-    from recipe_lib.config.plugins import load_plugin
-
-    for plugin in arguments.plugin:
-        load_plugin(plugin)
-    recipe = Recipe.find(arguments.recipe)
-    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    recipe, cfg = read_config(arguments)
     settings, _ = settings_for(recipe, cfg, arguments)
     settings = dataclasses.replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
@@ -278,6 +265,4 @@ def _end_with_the_run() -> None:
 
 
 if __name__ == "__main__":
-    from recipe_lib.errors import end_process
-
     end_process(main(sys.argv[1:]))

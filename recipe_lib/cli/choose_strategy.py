@@ -6,7 +6,6 @@ its own device alone, so that machines with equal GPUs agree; name the strategy 
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,16 +14,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.cli.local_gpus import is_expandable
+from recipe_lib.cli.plan_request import hide_gpus, planning_process, read, read_config, recipe_class, settings_for
 from recipe_lib.cli.recipes import Recipe
-from recipe_lib.errors import DONE, UserError
+from recipe_lib.cli.torchrun_flags import rank_count, ranks_of, shows_plan
+from recipe_lib.config import parse_arguments
+from recipe_lib.errors import DONE, UserError, end_process
 from recipe_lib.logs import get_logger
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
 KEY = "parallel.strategy"
-SECONDS = 180
-ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 180
 _IN_A_FILE = re.compile(r"^\s*strategy\s*:\s*[\"']?auto\b", re.MULTILINE)
 
 
@@ -33,14 +35,12 @@ def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
 
     flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen.
     """
-    from recipe_lib.cli.start_checks import ranks_of
-
     if not flags or ranks_of(flags) == 1 or not _asks(recipe, words):
         return list(words)
-    if _speaks(flags):
+    if shows_plan(flags):
         get_logger().info(f"{KEY}=auto: planning fsdp and ddp for this machine; {KEY}=fsdp, or ddp, saves the time")
     chosen, line = _choose_apart(flags, recipe, words)
-    if _speaks(flags):
+    if shows_plan(flags):
         get_logger().info(line)
     others = [word for word in words if word != f"~{KEY}" and word.partition("=")[0] != KEY]
     return [*others, f"{KEY}={chosen}"]
@@ -49,47 +49,38 @@ def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
 def _asks(recipe: Recipe, words: Sequence[str]) -> bool:
     """Whether the config that the words make has `auto`; of a recipe that is not ours by what is written."""
     if recipe.shipped:
-        from recipe_lib.config import parse_arguments
-
         return bool(parse_arguments(list(words), recipe.schema()).parallel.strategy == "auto")
     own = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
     if own:
         return own[-1] == "auto"
     try:
-        from recipe_lib.cli.plan import read
-
         config = read([str(recipe.path), *words]).config
         return config is not None and bool(_IN_A_FILE.search(Path(config).read_text(encoding="utf-8")))
     except (UserError, OSError, UnicodeDecodeError):
         return False  # arguments of another kind than ours
 
 
-def _speaks(flags: Sequence[str]) -> bool:
-    from recipe_lib.cli.run import value_of
-
-    return (value_of(flags, "--node-rank") or "0") == "0"
-
-
 def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> tuple[str, str]:
     """(strategy, the line that says so), from a process of its own."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with TemporaryDirectory(prefix="tune-strategy-") as folder:
         answer = Path(folder) / "choice.json"
-        command = [sys.executable, "-P", "-m", "recipe_lib.cli.strategy", str(answer), *flags, str(recipe.path), *words]
+        command, environment = planning_process(
+            "recipe_lib.cli.choose_strategy", answer, [*flags, str(recipe.path), *words]
+        )
         try:
             subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
-                timeout=SECONDS,
+                env=environment,
+                timeout=TIMEOUT_SECONDS,
                 check=False,
             )
             found = json.loads(answer.read_text(encoding="utf-8"))
             return str(found["strategy"]), str(found["line"])
         except subprocess.TimeoutExpired:
-            why = f"planning both took more than {SECONDS} s"
+            why = f"planning both took more than {TIMEOUT_SECONDS} s"
         except (OSError, ValueError, KeyError):
             why = "both could not be planned; `tune plan` with the same words says why"
     return "fsdp", f"{KEY}=auto: fsdp; {why}"
@@ -97,7 +88,6 @@ def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
 
 def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str]:
     """(a plannable config with the strategy that `tune run` would choose for `auto`, the line that says so)."""
-    from recipe_lib.cli.run_plan import is_expandable
     from recipe_lib.plan.search.choose_strategy import choose
     from recipe_lib.plan.search.trials import changed
 
@@ -106,30 +96,18 @@ def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str
 
 
 def main(argv: list[str]) -> int:
-    """The process that plans: `strategy.py ANSWER [torchrun flags] RECIPE [its arguments]`."""
-    from recipe_lib.cli import own_device, plan
-
-    gpus = own_device.own_gpus()  # asked before they are hidden
-    os.environ[own_device.VISIBLE] = ""
-    os.environ.update(plan.OFFLINE)
-    choice = _choose(plan.read(argv[1:]))
+    """The process that plans: `choose_strategy.py ANSWER [torchrun flags] RECIPE [its arguments]`."""
+    gpus = hide_gpus()
+    choice = _choose(read(argv[1:]))
     line = str(choice) if gpus else f"{choice} (planned for that device, as there is no GPU here)"
     Path(argv[0]).write_text(json.dumps({"strategy": choice.strategy, "line": line}), encoding="utf-8")
     return DONE
 
 
 def _choose(arguments: Any) -> Any:
-    from recipe_lib.cli.plan import rank_count, recipe_class, settings_for
-    from recipe_lib.cli.run_plan import is_expandable
-    from recipe_lib.config import load_config
-    from recipe_lib.config.plugins import load_plugin
-
-    for plugin in arguments.plugin:
-        load_plugin(plugin)
-    recipe = Recipe.find(arguments.recipe)
-    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    recipe, cfg = read_config(arguments)
     if rank_count(arguments.flags)[1] > 1:
-        arguments.sequence = "max"  # which rows are at hand may differ between machines
+        arguments.sequence = "max"  # each machine may have other data files
     settings, _ = settings_for(recipe, cfg, arguments)
     from recipe_lib.plan.search.choose_strategy import choose
     from recipe_lib.plan.world.shape_only_model import plannable
@@ -139,6 +117,4 @@ def _choose(arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from recipe_lib.errors import end_process
-
     end_process(main(sys.argv[1:]))

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe_lib.cli import run_plan
+from recipe_lib.cli import plan_during_run
 from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, PhasePeak
@@ -32,11 +33,11 @@ ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     ],
 )
 def test_whether_a_plan_is_shown(words, variable, wanted: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(run_plan.VARIABLE, raising=False)
+    monkeypatch.delenv(plan_during_run.VARIABLE, raising=False)
     if variable is not None:
-        monkeypatch.setenv(run_plan.VARIABLE, variable)
+        monkeypatch.setenv(plan_during_run.VARIABLE, variable)
     others = ["--nproc_per_node", "2", "recipe.py", "--config", "x", "a=--plan"]
-    assert run_plan.take_choice([*words[:1], *others, *words[1:]]) == (others, wanted)
+    assert plan_during_run.take_choice([*words[:1], *others, *words[1:]]) == (others, wanted)
 
 
 def test_steps_of_rank_0_are_compared(monkeypatch: pytest.MonkeyPatch):
@@ -52,37 +53,37 @@ def test_steps_of_rank_0_are_compared(monkeypatch: pytest.MonkeyPatch):
     first = dataclasses.replace(hand_made().rank_plans[0], peaks=peaks)
     other = dataclasses.replace(first, rank=3, peaks=[PhasePeak("step", 99, 99, 99, 99, 0)])
     plan = hand_made(rank_plans=[other, first])
-    found = run_plan.figures_of_plan(plan)
+    found = plan_during_run.figures_of_plan(plan)
     assert found["first"] == {"active": 40, "allocated": 41, "reserved": 42}
     assert (found["active"], found["allocated"], found["reserved"]) == (99, 99, 99)  # shown: the heaviest
-    (line,) = run_plan.comparison(found, {"memory_kind": "device", "peak_memory_active_gib": 50 / GIB})
+    (line,) = plan_during_run.comparison(found, {"memory_kind": "device", "peak_memory_active_gib": 50 / GIB})
     assert line == "planned / measured: active 40 B / 50 B (-20.0%)"
     monkeypatch.setenv(ALLOCATORS[0], "max_split_size_mb:64, expandable_segments: True")
-    assert run_plan.figures_of_plan(plan)["first"]["reserved"] == 36
+    assert plan_during_run.figures_of_plan(plan)["first"]["reserved"] == 36
 
 
 def test_the_comparison_is_signed():
     planned = {"output_dir": "out", "active": 11 * GIB, "allocated": 9 * GIB, "reserved": 10 * GIB}
     measured = {f"peak_memory_{kind}_gib": 10.0 for kind in ("active", "allocated", "reserved")}
-    (line,) = run_plan.comparison(planned, measured | {"memory_kind": "device"})
+    (line,) = plan_during_run.comparison(planned, measured | {"memory_kind": "device"})
     assert line == (
         "planned / measured: active 11.00 GiB / 10.00 GiB (+10.0%), allocated 9.00 GiB / 10.00 GiB (-10.0%), "
         "reserved 10.00 GiB / 10.00 GiB (+0.0%)"
     )
-    (line,) = run_plan.comparison(planned, measured | {"memory_kind": "resident set"})
+    (line,) = plan_during_run.comparison(planned, measured | {"memory_kind": "resident set"})
     assert "no comparison" in line
     assert "10.00" not in line
-    (line,) = run_plan.comparison(planned | {"reserved": None}, measured | {"memory_kind": "device"})
+    (line,) = plan_during_run.comparison(planned | {"reserved": None}, measured | {"memory_kind": "device"})
     assert line.endswith("allocated 9.00 GiB / 10.00 GiB (-10.0%)")
-    assert run_plan.comparison(planned, {"memory_kind": "device", "peak_memory_active_gib": None}) == []
+    assert plan_during_run.comparison(planned, {"memory_kind": "device", "peak_memory_active_gib": None}) == []
 
 
 SETTINGS = PlanSettings(hardware=find_hardware("rtx4090"), sequence=Sequence(512, "max_seq_len"), ranks=4)
 
 
 def test_the_line_says_what_it_was_planned_for():
-    figures = run_plan.figures_of_plan(hand_made())
-    own, other = (run_plan.describe(figures, SETTINGS, own=own) for own in (True, False))
+    figures = plan_during_run.figures_of_plan(hand_made())
+    own, other = (plan_during_run.describe(figures, SETTINGS, own=own) for own in (True, False))
     assert own.startswith("plan: fits (4 x rtx4090): active ")
     assert "rows of 512 tokens; a step 4.00s (uncalibrated)" in own
     assert other.startswith("plan: fits (4 x rtx4090, as there is no GPU here): active ")
@@ -96,9 +97,9 @@ def test_an_estimate_says_that_it_is_one(usable: int, verdict: str):
         active=100, reserved=110, reserved_expandable=105, host=0, seconds=1.0, tokens=1, held=1, parameters=1,
         trained=1, phase="step", part="forward", module="",
     )  # fmt: skip
-    figures = run_plan.figures_of_quick(quick, usable)
+    figures = plan_during_run.figures_of_quick(quick, usable)
     assert figures["verdict"] == verdict
-    assert "active 100 B, about 110 B reserved + " in run_plan.describe(figures, SETTINGS, own=True)
+    assert "active 100 B, about 110 B reserved + " in plan_during_run.describe(figures, SETTINGS, own=True)
 
 
 @pytest.fixture
@@ -117,17 +118,17 @@ def summary(tmp_path: Path):
 def test_a_run_that_failed_is_not_compared(summary: Path, code, began, lines, monkeypatch: pytest.MonkeyPatch):
     """Nor is a summary that was there before."""
     said: list[str] = []
-    monkeypatch.setattr(run_plan, "get_logger", lambda: SimpleNamespace(info=said.append))
-    run_plan._compare(summary, time.time() + began if began else 0.0, code)
+    monkeypatch.setattr(plan_during_run, "get_logger", lambda: SimpleNamespace(info=said.append))
+    plan_during_run._compare(summary, time.time() + began if began else 0.0, code)
     assert said == ["planned / measured: active 1.00 GiB / 2.00 GiB (-50.0%)"] * lines
 
 
 def test_only_recipes_of_our_kind_are_imported_for_a_plan(tmp_path: Path):
     file = tmp_path / "program.py"
     file.write_text("def main(argv): print('train_step')\n", encoding="utf-8")
-    assert not run_plan._can_be_planned(Recipe.find(str(file)))
+    assert not plan_during_run._can_be_planned(Recipe.find(str(file)))
     file.write_text("class Mine:\n    def train_step(self, batches): ...\n", encoding="utf-8")
-    assert run_plan._can_be_planned(Recipe.find(str(file)))
+    assert plan_during_run._can_be_planned(Recipe.find(str(file)))
 
 
 @pytest.mark.parametrize(
@@ -137,4 +138,4 @@ def test_one_process_shows_the_plan(flags, rank, speaks: bool, monkeypatch: pyte
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
-    assert run_plan._speaks(flags) == speaks
+    assert shows_plan(flags) == speaks

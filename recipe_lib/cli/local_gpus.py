@@ -13,8 +13,9 @@ from recipe_lib.units import GIB, MIB
 if TYPE_CHECKING:
     from recipe_lib.plan.hardware import Hardware
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SECONDS = 10  # a driver that hangs must not hold anything up
+TIMEOUT_SECONDS = 10  # a driver that hangs must not hold anything up
 SHARE_OF_TOTAL = 0.98  # of what nvidia-smi shows, CUDA reports this much or a little more: the driver keeps some
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 
@@ -23,7 +24,7 @@ QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv
 def own_gpus() -> list[tuple[str, int]]:
     """(name, bytes) of each GPU that a process started here would see; empty without a driver."""
     try:
-        listed = subprocess.run(QUERY, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        listed = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
         rows = [
             (row[0], row[1], row[2], int(row[3]) * MIB)
             for row in csv.reader(listed.splitlines(), skipinitialspace=True)
@@ -60,3 +61,9 @@ def own_device() -> "Hardware | None":
         return dataclasses.replace(find_hardware(f"{usable / GIB:.2f}GiB"), name=name, memory=usable)
     # A slice of a card, or another size of it than the table's, has the memory that it says.
     return known if 0.9 < known.memory / size <= 1 else dataclasses.replace(known, memory=usable)
+
+
+def is_expandable() -> bool:
+    """Whether the run's allocator has expandable segments."""
+    configured = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES).lower().replace(" ", "")
+    return "expandable_segments:true" in configured

@@ -1,0 +1,175 @@
+"""torchrun's flags on our command lines: told apart from ours, checked, and how many ranks they ask for."""
+
+import os
+from collections.abc import Sequence
+
+from recipe_lib.cli.launch import cores
+from recipe_lib.cli.local_gpus import own_gpus
+from recipe_lib.config.suggest import nearest, show
+from recipe_lib.errors import ConfigError
+
+# torchrun's flags, spelt with hyphens, so that most command lines are understood without importing torch.
+WITH_VALUE = {
+    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts",
+    "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee",
+    "--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--node-rank", "--master-addr",
+    "--master-port", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle", "--shutdown-timeout",
+    "-r", "-t",
+}  # fmt: skip
+WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
+REFUSED = {"-m", "--module", "--no-python", "--run-path"}
+RENDEZVOUS = ("--nnodes", "--rdzv-", "--node-rank", "--master-", "--standalone")
+RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER", "PET_STANDALONE")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """(torchrun's flags, RECIPE, its arguments). RECIPE is the first word that is no flag and no flag's value."""
+    position = 0
+    given: dict[str, str] = {}
+    while position < len(words):
+        word = words[position]
+        refuse_second(given, words[position : position + 2])
+        if not word.startswith("-"):
+            if "=" in word or word.startswith("~"):
+                raise ConfigError(f"tune run: {show(word)}: overrides come after RECIPE")
+            return list(words[:position]), word, list(words[position + 1 :])
+        position += 1 + takes_next(word)
+        if position > len(words):
+            raise ConfigError(f"tune run: {show(word)}: expected a value")
+    raise ConfigError("tune run: no recipe; expected: tune run [torchrun flags] RECIPE --config CONFIG")
+
+
+def refuse_second(given: dict[str, str], words: Sequence[str]) -> None:
+    """Notes a flag of torchrun's with its value in `given`; ConfigError if it is there already."""
+    name, equals, value = words[0].partition("=")
+    flag = name.replace("_", "-")
+    if flag not in WITH_VALUE:
+        return
+    value = value if equals else "".join(words[1:2])
+    if flag in given:
+        raise ConfigError(
+            f"command line: {name}: given twice, as {show(given[flag])} and {show(value)}; remove one of the two"
+        )
+    given[flag] = value
+
+
+def takes_next(word: str) -> bool:
+    """True if the word after this torchrun flag is the flag's value."""
+    name, equals, _ = word.partition("=")
+    flag = name.replace("_", "-")
+    if flag in ("--config", "--plugin"):
+        raise ConfigError(f"tune run: {flag} comes after RECIPE: tune run [torchrun flags] RECIPE --config CONFIG")
+    if flag in REFUSED:
+        raise ConfigError(f"tune run: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
+    if flag in WITHOUT_VALUE:
+        return False
+    if flag in WITH_VALUE:
+        return not equals
+    if len(word) > 2 and word[:2] in ("-r", "-t"):  # `-t3`
+        return False
+    known = sorted(WITH_VALUE | WITHOUT_VALUE)
+    begun = [full for full in known if len(flag) > 3 and full.startswith(flag)]
+    close = begun[0] if begun else nearest(flag, known, cutoff=0.75)
+    if close:
+        hint = f"; did you mean {close}?"
+        raise ConfigError(f"tune run: unknown torchrun flag {show(name)}{hint}")
+    return _ask_torchrun(name) and not equals
+
+
+def _ask_torchrun(name: str) -> bool:
+    # A flag newer than our table: torchrun's own parser knows.
+    from torch.distributed.run import get_args_parser
+
+    for action in get_args_parser()._actions:
+        if name in action.option_strings:
+            return action.nargs != 0
+    raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; see `torchrun --help`")
+
+
+def value_of(flags: Sequence[str], flag: str) -> str | None:
+    """The value of a torchrun flag (spelt with hyphens), the last one given; None if it is not there."""
+    found = None
+    for position, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if equals else flags[position + 1]
+    return found
+
+
+def check_launch(flags: Sequence[str], verb: str = "run") -> None:
+    """Refuses process counts that torchrun would answer with a traceback. verb: of ours, for the line."""
+    ranks = value_of(flags, "--nproc-per-node")
+    if ranks is not None and ranks not in ("auto", "cpu", "gpu", "xpu") and not _is_count(ranks):
+        raise ConfigError(
+            f"tune {verb}: --nproc_per_node {show(ranks)}: expected a number from 1 to 99999, or auto, cpu, gpu, xpu"
+        )
+    nodes = value_of(flags, "--nnodes")
+    if nodes is not None:
+        low, colon, high = nodes.partition(":")
+        if not _is_count(low) or (colon and (not _is_count(high) or int(low) > int(high))):
+            raise ConfigError(f"tune {verb}: --nnodes {show(nodes)}: expected N or MIN:MAX, numbers from 1 to 99999")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 6 and int(text) >= 1
+
+
+def with_rendezvous(flags: list[str]) -> list[str]:
+    """The flags, with --standalone unless they or torchrun's environment variables say how the nodes meet."""
+    told = any(flag.replace("_", "-").startswith(RENDEZVOUS) for flag in flags)
+    told_by_environment = any(name.startswith(RENDEZVOUS_VARIABLES) for name in os.environ)
+    return flags if told or told_by_environment else ["--standalone", *flags]
+
+
+def ranks_of(flags: Sequence[str]) -> int | None:
+    """Processes of a run that torchrun's flags ask for; None where that depends on the machine, or may change."""
+    if not flags:
+        text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+        return int(text) if text.isascii() and text.isdigit() else None
+    numbers = [value_of(flags, "--nproc-per-node") or "1", value_of(flags, "--nnodes") or "1"]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        return None
+    return int(numbers[0]) * int(numbers[1])
+
+
+def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(torchrun's flags, the other words): they may stand anywhere, as `tune plan` starts nothing."""
+    flags: list[str] = []
+    others: list[str] = []
+    given: dict[str, str] = {}
+    position = 0
+    while position < len(words):
+        word = words[position]
+        name, equals, _ = word.partition("=")
+        flag = name.replace("_", "-") if name.startswith("-") else ""
+        if flag in REFUSED:
+            raise ConfigError(f"tune plan: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
+        taken = 0
+        if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):
+            taken = 1
+        elif flag in WITH_VALUE:
+            refuse_second(given, words[position : position + 2])
+            taken = 1 if equals else 2
+        if position + taken > len(words):
+            raise ConfigError(f"tune plan: {show(word)}: expected a value")
+        (flags if taken else others).extend(words[position : position + max(1, taken)])
+        position += max(1, taken)
+    return flags, others
+
+
+def rank_count(flags: Sequence[str]) -> tuple[int, int]:
+    """(processes of a machine, machines) that torchrun's flags ask for; of MIN:MAX machines the fewest, which have the
+    most to hold each."""
+    here = value_of(flags, "--nproc-per-node") or "1"
+    if here in ("auto", "gpu", "cpu", "xpu"):
+        gpus = 0 if here in ("cpu", "xpu") else len(own_gpus())
+        if not gpus and here in ("gpu", "xpu"):
+            raise ConfigError(f"--nproc_per_node {here}: this machine has none; give a number, and --device")
+        here = str(gpus or cores())
+    machines = (value_of(flags, "--nnodes") or "1").partition(":")[0]
+    return int(here), int(machines)
+
+
+def shows_plan(flags: Sequence[str]) -> bool:
+    """Whether this machine of several, and this process of another launcher's, says what is planned."""
+    return (value_of(flags, "--node-rank") or "0") == "0" and os.environ.get("RANK", "0") == "0"
