@@ -93,11 +93,6 @@ def buffer_names(spec: ModelSpec) -> frozenset[str]:
     return frozenset()
 
 
-def expected_shape(spec: ModelSpec, our_name: str) -> tuple[int, ...]:
-    """The shape of one parameter (`parameter_shapes` for many)."""
-    return parameter_shapes(spec)[our_name]
-
-
 def _foreign_map(spec: ForeignSpec, file_names: Collection[str]) -> list[WeightEntry]:
     """Of a foreign model: the file has the model's own names, or lacks the prefix of those of its body; or it has those
     of which transformers makes the model's.

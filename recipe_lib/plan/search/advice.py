@@ -55,16 +55,6 @@ class Tried:
     usable: int
 
 
-def advise(recipe_class: type, cfg: Any, settings: PlanSettings, plan: Plan) -> list[Advice]:
-    """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained.
-
-    cfg: plannable. Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some
-    percent off. Levers that the config's table of combinations or the recipe refuses are left out, and so is what
-    neither lowers the peak nor makes the step faster.
-    """
-    return advice_from(plan, *try_levers(recipe_class, cfg, settings))
-
-
 def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Quick | None, list[Tried]]:
     """The run as it is, None where it could not be tried, and with each lever.
 

@@ -29,7 +29,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     kept = {*typed, "parallel.reshard_after_forward=false"}
     every = module.levers(cfg, wanted)
     module.levers = lambda cfg, wanted: [lever for lever in every if override_text(lever.changes) in kept]
-    return plan.verdict, module.advise(recipe_class, cfg, wanted, plan), active
+    return plan.verdict, module.advice_from(plan, *module.try_levers(recipe_class, cfg, wanted)), active
 
 
 def test_bytes_are_the_difference_of_two_plans():

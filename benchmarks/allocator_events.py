@@ -1,4 +1,4 @@
-"""Recorded event streams of the real caching allocator, and their replay through the model of it.
+"""Recorded event streams of the real caching allocator, their replay through the model of it, and its smallest cap.
 
 A stream is a dict, stored as JSON, compressed by gzip:
 
@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.plan.allocation.blocks import Block, round_size, segment_size
+from recipe_lib.plan.allocation.blocks import SEGMENT_ROUNDING, Block, round_size, segment_size
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.replay import replay
+from recipe_lib.plan.trace import Trace
 
 _TAKEN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _GIVEN_BACK = ("segment_free", "segment_unmap")
@@ -208,3 +210,24 @@ def _collects_garbage(allocator: CachingAllocator, events: list[Event], index: i
 
 def _gives_back(events: list[Event]) -> bool:
     return any(action in _GIVEN_BACK for action, *_ in events)
+
+
+def smallest_cap(trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING) -> int:
+    """The least device memory, in bytes, that the segments can be held to and the run still goes through, with retries.
+
+    Found by halving between the most that is asked for at a time, below which nothing goes through, and what is
+    reserved without a cap, which always does; a multiple of `step`, or the latter. With a little more memory the run
+    can, rarely, fail again, because blocks then come to lie differently.
+    """
+    free_run = replay(trace, AllocatorSettings(expandable=expandable))
+    enough = free_run.reserved
+    peaks = free_run.phases.values()
+    too_little = max((phase.requested for phase in peaks), default=0) // step - 1
+    steps = -(-enough // step)
+    while steps - too_little > 1:
+        middle = (steps + too_little) // 2
+        if replay(trace, AllocatorSettings(expandable=expandable, cap=middle * step)).survived:
+            steps, enough = middle, middle * step
+        else:
+            too_little = middle
+    return enough
