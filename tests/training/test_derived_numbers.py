@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.parallel.world import MESH_DIMS
 from recipe_lib.training.derived_numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
 

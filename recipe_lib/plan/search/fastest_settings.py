@@ -217,11 +217,11 @@ def _could_fit(cfg: Any, settings: PlanSettings, changes: Changes, known: _Candi
     if before is None or after is None:
         return False
     meshes = [mesh_shape(one.parallel, settings.ranks) for one in (before, after)]
-    parts_before, parts = (pipeline * shards for pipeline, _, shards, _ in meshes)
+    parts_before, parts = (mesh["pipeline"] * mesh["data_shard"] for mesh in meshes)
     held = known.quick.held * parts_before // parts if not after.memory.cpu_offload else 0
     gradients = known.quick.trained // parts if not after.memory.cpu_offload else 0
-    shards = meshes[1][2]
-    whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * (shards - 1) // parts
+    others = meshes[1]["data_shard"] - 1
+    whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * others // parts
     return held + max(gradients, whole) <= usable_bytes(after, settings) + _doubt(settings)
 
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import DecoderSpec, build_meta
 from recipe_lib.parallel import World, shard_tensors
 from recipe_lib.parallel.inference import certify, infer_plan
 from recipe_lib.parallel.inference.declared import Declaration, declared_by, differences
 from recipe_lib.parallel.inference.shrink import randomize
-from recipe_lib.parallel.world import MESH_DIMS, world_of
+from recipe_lib.parallel.world import world_of
 from tests.parallel.small_models import VOCABULARY, small_spec
 
 GEMMA = {
@@ -65,7 +65,7 @@ def one_of(size: int) -> Iterator[World]:
     """The world of rank 0 of a tensor-parallel group, whose collectives nobody answers."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        shape = mesh_shape(ParallelConfig(tensor=size), size)
+        shape = tuple(mesh_shape(ParallelConfig(tensor=size), size).values())
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=MESH_DIMS)
         yield world_of(mesh, 0, size, 0, torch.device("cpu"))
     finally:
