@@ -55,7 +55,7 @@ class RowSteps:
         self._counts: dict[str, Any] = {}  # and the like, behind the last piece
 
     def pieces(self, parameter: nn.Parameter) -> list[slice]:
-        """Runs of rows of this rank's part, of at most PIECE_BYTES of states (a row, if that has more) and nearly
+        """Runs of rows of this rank's part, of at most CHUNK_BYTES of states (a row, if that has more) and nearly
         equal; none where the parameter can only be stepped whole, or is no larger than a piece."""
         if parameter not in self._pieces:
             local = local_of(parameter)

@@ -208,7 +208,7 @@ def alike(found: Any, expected: Any) -> list[str]:
 def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, weights, states and their count; matrices that Muon makes orthogonal are stepped whole. From the
     first step on, and with states that were there before."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 8192)
     cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
     dtype = torch.bfloat16 if "bits" in case else torch.float32
     copies = [{name: nn.Parameter(value.to(dtype)) for name, value in drawn(9).items()} for _ in range(4)]
@@ -225,7 +225,7 @@ def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.Monke
 
 
 def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
     plain = {
         case: stepped(
             replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]}), copy, lambda optimizer: partial(step_only, optimizer)
@@ -252,7 +252,7 @@ def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a matrix whose columns the ranks share a state is as wide as that, and not as a rank's part."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
     matrices = ("model.embed_tokens.weight", "model.layers.0.w")
 
     def copy() -> dict[str, nn.Parameter]:
@@ -292,7 +292,7 @@ USES: dict[str, Any] = {
 @pytest.mark.parametrize("case", [*USES, "weights"])
 def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by plain training; and where a use cannot be seen, with an error and not twice."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 20_000)
     tokens, labels = small_batch()
 
     def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
@@ -323,7 +323,7 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
 
 def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer tokens than channels no gradient of either is ever whole; norms and weights are as without."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 40_000)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 40_000)
     world, few = ALONE, slice(0, 2)
     spec = small_spec()
     norms, _ = train(plain := made(spec), PLAIN, world, few)
