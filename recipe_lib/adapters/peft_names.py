@@ -32,7 +32,7 @@ _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.item
 
 @dataclass(frozen=True)
 class MergedRows:
-    """A module of ours and its rows of the file's matrix: `[start, start + rows)`; target: its word in lora.targets."""
+    """A module of ours and its rows of the file's matrix: `[start, start + rows)`; target: its word in lora.target_modules."""
 
     module: str
     target: str
@@ -64,7 +64,7 @@ class FileModule:
 
 
 def target_of(module: str) -> str | None:
-    """The word that lora.targets has for a module of ours; None: it cannot have an adapter."""
+    """The word that lora.target_modules has for a module of ours; None: it cannot have an adapter."""
     if module in (EMBEDDING, HEAD):
         return "embedding" if module == EMBEDDING else "head"
     return _LEAVES.get(".".join(module.split(".")[-2:]))
@@ -97,7 +97,7 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
 
 
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
-    """Those of which at least one part is a target. Raises ConfigError for a name in lora.modules that none has."""
+    """Those of which at least one part is a target. Raises ConfigError for a name in lora.target_modules that none has."""
     modules = file_modules(spec)
     if isinstance(spec, ForeignSpec):
         from recipe_lib.models.foreign_build import layout

@@ -231,7 +231,7 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
         damages.append(f"{root / name}: {damage}")
     if damages:
         raise CheckpointError(
-            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite=true or another output_dir"
+            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite_output_dir=true or another output_dir"
         )
     if world.rank == 0:
         get_logger().info("resume=latest: %s holds no state yet; starting from the first step", root)
@@ -286,7 +286,7 @@ def _manifest_of(path: Path) -> Manifest:
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup) -> dict[str, Any]:
     """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
 
-    The model must be materialised, and the optimizer built over its parameters. Works for any world size; random
+    The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
     number generators are restored when it is the one that saved. Raises CheckpointError if the state is that of
     another model, dtype or optimizer.
     """

@@ -1,4 +1,4 @@
-"""Combinations of settings of adapters and of preference optimisation that are refused."""
+"""Combinations of settings of adapters and of preference optimization that are refused."""
 
 from recipe_lib.config.combination import Incompatible
 
@@ -13,20 +13,20 @@ _LORA_KEYS = {
 ADAPTERS: tuple[Incompatible, ...] = (
     Incompatible(
         "no targets",
-        lambda cfg: len(cfg.lora.targets) == 0,
-        ("lora.targets",),
+        lambda cfg: len(cfg.lora.target_modules) == 0,
+        ("lora.target_modules",),
         "an empty list leaves nothing to train",
         "name at least one of q, k, v, o, gate, up, down, embedding, head",
-        ("lora.targets=[]",),
+        ("lora.target_modules=[]",),
         recipe=_LORA,
     ),
     Incompatible(
-        "quantised fp64",
-        lambda cfg: cfg.lora.quantize != "none" and cfg.dtype == "fp64",
-        ("dtype", "lora.quantize"),
+        "quantized fp64",
+        lambda cfg: cfg.lora.quantize_base != "none" and cfg.dtype == "fp64",
+        ("dtype", "lora.quantize_base"),
         "rounding the frozen weights would undo what fp64 is for",
-        "remove lora.quantize, or choose bf16 or fp32",
-        ("dtype=fp64", "lora.quantize=nf4"),
+        "remove lora.quantize_base, or choose bf16 or fp32",
+        ("dtype=fp64", "lora.quantize_base=nf4"),
         recipe=_LORA,
     ),
     Incompatible(
@@ -40,31 +40,31 @@ ADAPTERS: tuple[Incompatible, ...] = (
     ),
     Incompatible(
         "merge into random weights",
-        lambda cfg: cfg.lora.merge and cfg.model.path is None and cfg.model.preset is not None,
-        ("model.preset", "lora.merge"),
+        lambda cfg: cfg.lora.merge_on_save and cfg.model.path is None and cfg.model.preset is not None,
+        ("model.preset", "lora.merge_on_save"),
         "adapters are merged into the files of a checkpoint, and random weights have none",
-        "remove lora.merge, or set model.path",
-        ("~model.path", "model.preset=llama3/8B", "tokenizer.path=x", "lora.merge=true"),
+        "remove lora.merge_on_save, or set model.path",
+        ("~model.path", "model.preset=llama3/8B", "tokenizer.path=x", "lora.merge_on_save=true"),
         recipe=_LORA,
         reads=("model.path",),
     ),
     Incompatible(
         "merge of what is not saved",
-        lambda cfg: cfg.lora.merge and not cfg.checkpoint.save_model,
-        ("checkpoint.save_model", "lora.merge"),
+        lambda cfg: cfg.lora.merge_on_save and not cfg.checkpoint.save_model,
+        ("checkpoint.save_model", "lora.merge_on_save"),
         "the adapter that would be merged is not written",
         "remove one of the two",
-        ("checkpoint.save_model=false", "lora.merge=true"),
+        ("checkpoint.save_model=false", "lora.merge_on_save=true"),
         recipe=_LORA,
     ),
     *(
         Incompatible(
             f"lora.{word} without adapters",
-            lambda cfg: cfg.dpo.train == "full",
-            ("dpo.train", f"lora.{word}"),
+            lambda cfg: cfg.dpo.trainable == "all",
+            ("dpo.trainable", f"lora.{word}"),
             "every parameter is trained, and there are no adapters",
-            f"remove lora.{word}, or set dpo.train to lora",
-            ("dpo.train=full", f"lora.{word}={value}"),
+            f"remove lora.{word}, or set dpo.trainable to lora",
+            ("dpo.trainable=all", f"lora.{word}={value}"),
             unread=f"lora.{word}",
             recipe=_DPO,
         )
@@ -102,11 +102,11 @@ ADAPTERS: tuple[Incompatible, ...] = (
     Incompatible(
         "margin of another loss",
         lambda cfg: cfg.dpo.loss != "simpo",
-        ("dpo.loss", "dpo.margin"),
+        ("dpo.loss", "dpo.simpo_gamma"),
         "only simpo reads it",
-        "remove dpo.margin, or choose simpo",
-        ("dpo.margin=1.0",),
-        unread="dpo.margin",
+        "remove dpo.simpo_gamma, or choose simpo",
+        ("dpo.simpo_gamma=1.0",),
+        unread="dpo.simpo_gamma",
         recipe=_DPO,
     ),
     Incompatible(

@@ -93,7 +93,7 @@ def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
 
 
 def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
-    schedule = cfg.lr_schedule
+    schedule = cfg.lr_scheduler
     start = f"warm-up over {schedule.warmup_steps} steps to " if schedule.warmup_steps else ""
     after = steps - schedule.warmup_steps
     if after <= 0:
@@ -101,14 +101,14 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
     if schedule.kind == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
-    final = schedule.final_share * cfg.optimizer.lr
+    final = schedule.min_lr_ratio * cfg.optimizer.lr
     return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.kind} over {after} steps towards {final:.2e}"
 
 
 def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    stored = stored_weights(model)  # quantised: fewer, packed numbers stand for the weights
+    stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
     plain = (parameter for name, parameter in model.named_parameters() if name.rpartition("_")[0] not in stored)
     count = sum(parameter.numel() for parameter in plain)
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
