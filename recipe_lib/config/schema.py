@@ -237,7 +237,7 @@ class LoraConfig:
 
 @dataclass
 class DpoConfig:
-    """Preference optimisation on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290)."""
+    """Preference optimization on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290)."""
 
     loss: str = key(
         "sigmoid",

@@ -11,7 +11,7 @@ class ModelConfig:
 
     path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
     preset: str | None = key(
-        None, "Architecture to initialise at random: a shipped name, or a config.json of yours.", path=True
+        None, "Architecture to initialize at random: a shipped name, or a config.json of yours.", path=True
     )
     source: str = key(
         "native",
@@ -103,12 +103,12 @@ class DataConfig:
     bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
     long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
     workers: int | None = key(
-        None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1, most=2**10
+        None, "Processes per machine that tokenize; null: one for each CPU core.", minimum=1, most=2**10
     )
     loader_workers: int = key(
         0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8
     )
-    cache: bool = key(True, "Keep tokenised rows on disk for the next start and for the other ranks of the machine.")
+    cache: bool = key(True, "Keep tokenized rows on disk for the next start and for the other ranks of the machine.")
     cache_dir: str | None = key(
         None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
     )

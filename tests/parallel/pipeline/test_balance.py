@@ -140,8 +140,8 @@ def test_frozen_weights_weigh_less():
     lora = config(split="memory", recipe=LoraFinetuneConfig)
     plain = memory_of(LLAMA, lora)(1, {1: 1})
     lora.lora.quantize = "nf4"
-    quantised = memory_of(LLAMA, lora)(1, {1: 1})
-    assert full > 3 * plain > 3 * 2 * quantised
+    quantized = memory_of(LLAMA, lora)(1, {1: 1})
+    assert full > 3 * plain > 3 * 2 * quantized
     dpo = config(split="memory", recipe=DpoFinetuneConfig)
     dpo.dpo.train = "full"  # and a frozen copy
     assert memory_of(LLAMA, dpo)(1, {1: 1}) > 1.2 * full
