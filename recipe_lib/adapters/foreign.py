@@ -51,11 +51,13 @@ def foreign_targets(linears: Collection[str], modules: Collection[str], left: Ma
     for end in modules:
         refused = next((name for name in left if ends_in(name, end)), None)
         if refused is not None:
-            raise ConfigError(f"lora.modules: {end!r}: {refused} cannot have an adapter: {left[refused]}; remove it")
+            raise ConfigError(
+                f"lora.target_modules: {end!r}: {refused} cannot have an adapter: {left[refused]}; remove it"
+            )
         if not any(ends_in(name, end) for name in linears):
             leaves = sorted({leaf_of(name) for name in linears if name not in left})
             raise ConfigError(
-                f"lora.modules: {end!r} is the end of no linear of this model; its linears end in {', '.join(leaves)}"
+                f"lora.target_modules: {end!r} is the end of no linear of this model; its linears end in {', '.join(leaves)}"
             )
     return [
         name for name in linears if name not in left and (not modules or any(ends_in(name, end) for end in modules))
@@ -103,7 +105,7 @@ def add_foreign_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings)
     left = without_adapter(linears, uncalled_linears(model), model.spec.family)
     wanted = set(foreign_targets(linears, cfg.modules, left))
     if not wanted:
-        raise ConfigError("lora.modules: the model's layers have no linears that could have an adapter")
+        raise ConfigError("lora.target_modules: the model's layers have no linears that could have an adapter")
     for name, base in linears.items():
         owner, _, child = name.rpartition(".")
         own = settings if name in wanted else None

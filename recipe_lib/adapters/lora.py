@@ -34,7 +34,7 @@ from recipe_lib.ops.dtensor_shards import local_part, own_parts
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Where a layer's linears are, by the word that lora.targets has for them.
+# Where a layer's linears are, by the word that lora.target_modules has for them.
 LINEARS = {
     "q": ("self_attn", "q_proj"),
     "k": ("self_attn", "k_proj"),
@@ -71,7 +71,7 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         owners = [layer.get_submodule(owner) for layer in places if _has_linear(layer, f"{owner}.{child}")]
         if target in cfg.targets and names and not owners:
             raise ConfigError(
-                f"lora.targets: {target}: no layer of the model has a linear {owner}.{child}; remove it from the list"
+                f"lora.target_modules: {target}: no layer of the model has a linear {owner}.{child}; remove it from the list"
             )
         for module in owners:
             own = settings if target in cfg.targets else None

@@ -12,8 +12,8 @@ _IDLE = {
     "pipeline_schedule": "zbv",
     "pipeline_microbatches": "4",
     "pipeline_stages_per_rank": "3",
-    "pipeline_put_off": "1",
-    "pipeline_split": "memory",
+    "pipeline_max_deferred_weight_grads": "1",
+    "pipeline_balance": "memory",
 }
 _HAVE_WEIGHTS_LATER = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
 
@@ -91,20 +91,20 @@ PIPELINE: tuple[Incompatible, ...] = (
     Incompatible(
         "weight gradients that no schedule puts off",
         lambda cfg: cfg.parallel.pipeline > 1 and not SCHEDULES[cfg.parallel.pipeline_schedule].splits,
-        ("parallel.pipeline_schedule", "parallel.pipeline_put_off"),
+        ("parallel.pipeline_schedule", "parallel.pipeline_max_deferred_weight_grads"),
         f"only {_HAVE_WEIGHTS_LATER} put weight gradients off",
-        "remove parallel.pipeline_put_off, or choose one of these",
-        (*_PIPELINE, "parallel.pipeline_put_off=2"),
-        unread="parallel.pipeline_put_off",
+        "remove parallel.pipeline_max_deferred_weight_grads, or choose one of these",
+        (*_PIPELINE, "parallel.pipeline_max_deferred_weight_grads=2"),
+        unread="parallel.pipeline_max_deferred_weight_grads",
         reads=("parallel.pipeline",),
     ),
     Incompatible(
         "stages of another model's class",
-        lambda cfg: cfg.parallel.pipeline > 1 and cfg.model.source != "native",
-        ("model.source", "parallel.pipeline"),
+        lambda cfg: cfg.parallel.pipeline > 1 and cfg.model.implementation != "native",
+        ("model.implementation", "parallel.pipeline"),
         "only our own models are cut into stages",
-        "remove model.source, or set parallel.pipeline=1",
-        (*_PIPELINE, "model.source=transformers"),
+        "remove model.implementation, or set parallel.pipeline=1",
+        (*_PIPELINE, "model.implementation=transformers"),
     ),
     Incompatible(
         "compiled layers and weight gradients that are put off",

@@ -29,12 +29,12 @@ TRAINING: tuple[Incompatible, ...] = (
     ),
     Incompatible(
         "final share of a constant rate",
-        lambda cfg: cfg.lr_schedule.kind == "constant",
-        ("lr_schedule.kind", "lr_schedule.final_share"),
+        lambda cfg: cfg.lr_scheduler.type == "constant",
+        ("lr_scheduler.type", "lr_scheduler.min_lr_ratio"),
         "a constant rate does not fall",
-        "remove lr_schedule.final_share, or choose cosine or linear",
-        ("lr_schedule.kind=constant", "lr_schedule.final_share=0.1"),
-        unread="lr_schedule.final_share",
+        "remove lr_scheduler.min_lr_ratio, or choose cosine or linear",
+        ("lr_scheduler.type=constant", "lr_scheduler.min_lr_ratio=0.1"),
+        unread="lr_scheduler.min_lr_ratio",
     ),
     Incompatible(
         "momentum of adamw",
@@ -88,11 +88,11 @@ TRAINING: tuple[Incompatible, ...] = (
         ("device=cpu", "memory.cpu_offload=true"),
     ),
     Incompatible(
-        "resume and overwrite",
-        lambda cfg: cfg.resume is not None and cfg.overwrite,
-        ("resume", "overwrite"),
+        "resume and overwrite_output_dir",
+        lambda cfg: cfg.resume is not None and cfg.overwrite_output_dir,
+        ("resume", "overwrite_output_dir"),
         "one goes on from what output_dir holds, the other replaces it",
         "remove one of the two",
-        ("resume=latest", "overwrite=true"),
+        ("resume=latest", "overwrite_output_dir=true"),
     ),
 )

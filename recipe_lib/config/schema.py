@@ -18,7 +18,7 @@ __all__ = [
     "LogConfig",
     "LoraConfig",
     "LoraFinetuneConfig",
-    "LrScheduleConfig",
+    "LrSchedulerConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -60,12 +60,12 @@ class OptimizerConfig:
 
 
 @dataclass
-class LrScheduleConfig:
+class LrSchedulerConfig:
     """The learning rate over the steps."""
 
     kind: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0)
-    final_share: float = key(
+    min_lr_ratio: float = key(
         0.0, "Share of optimizer.lr that the rate falls to, one step after the last.", minimum=0, maximum=1
     )
 
@@ -91,12 +91,12 @@ class ParallelConfig:
     tensor: int = key(
         1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1, most=2**16
     )
-    tensor_recompute_gather: str = key(
+    tensor_regather_in_backward: str = key(
         "auto",
         "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
         choices=("auto", "true", "false"),
     )
-    tensor_copy_kv_heads: bool = key(
+    tensor_replicate_kv_heads: bool = key(
         False, "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs."
     )
     pipeline: int = key(
@@ -121,13 +121,13 @@ class ParallelConfig:
         minimum=2,
         most=2**10,
     )
-    pipeline_put_off: int | None = key(
+    pipeline_max_deferred_weight_grads: int | None = key(
         None,
         "Most micro-batches of a rank (each of its stages counted) that wait for their weight gradients at a time, in "
         "schedules that put these off; fewer take less memory, the bubble is longer; null: as the schedule has it.",
         minimum=1,
     )
-    pipeline_split: str | list[int] = key(
+    pipeline_balance: str | list[int] = key(
         "time",
         "Layers of each stage: even in `time`, or in `memory` of parameters and states, embedding and head counted; "
         "or a list, one number a stage.",
@@ -159,22 +159,22 @@ class MemoryConfig:
     activation_checkpointing: str = key(
         "none",
         "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul; "
-        "`budget`: keep what saves the most time, up to activation_budget.",
+        "`budget`: keep what saves the most time, up to activation_budget_gib.",
         choices=("none", "full", "selective", "budget"),
     )
-    activation_budget: float | None = key(
+    activation_budget_gib: float | None = key(
         None, "GiB on a rank that the layers may keep for backward; of checkpointing `budget`.", above=0, most=2**20
     )
     activation_offload: bool = key(
         False, "Keep what the layers keep for backward in pinned host memory; copied beside the computation."
     )
-    activation_offload_ahead: int = key(
+    activation_offload_prefetch_layers: int = key(
         1,
         "Layers whose kept tensors are back on the device, or still on their way out, beside the present one's.",
         minimum=1,
         most=2**12,
     )
-    mlp_chunks: int = key(
+    mlp_tiles: int = key(
         1,
         "Pieces of a row's tokens that an MLP computes one after the other, again in backward.",
         minimum=1,
@@ -261,7 +261,7 @@ class DpoConfig:
 class CheckpointConfig:
     """What is saved, and when."""
 
-    save_every_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
+    save_every_n_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
     keep: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
     save_model: bool = key(True, "Write the trained model as a Hugging Face folder at the end.")
     max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0, most=2**20)
@@ -277,7 +277,7 @@ class CheckpointConfig:
 class LogConfig:
     """What is shown and recorded."""
 
-    every_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
+    every_n_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
     progress: str = key(
         "auto",
         "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.",
@@ -301,7 +301,7 @@ class FullFinetuneConfig:
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -321,7 +321,7 @@ class FullFinetuneConfig:
     loss: str = key("cross_entropy", "The loss.", kind="loss")
     clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
     output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.", path=True)
-    overwrite: bool = key(
+    overwrite_output_dir: bool = key(
         False, "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays."
     )
     resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)

@@ -129,7 +129,7 @@ class SourceEncoder:
 
     def _bad(self, report: DataReport, place: str, fault: RowFault) -> None:
         if self.cfg.bad_rows == "error":
-            raise DataError(f"{place}: {fault}; correct the row, or set data.bad_rows to skip") from None
+            raise DataError(f"{place}: {fault}; correct the row, or set data.on_invalid to skip") from None
         report.bad_rows[fault.cause] += 1
         report.first_bad.setdefault(fault.cause, f"{place}: {fault}")
 
@@ -188,7 +188,7 @@ class SourceEncoder:
         if policy == "error":
             raise DataError(
                 f"{place}: found {longest - 1} tokens, expected at most max_seq_len={self.max_seq_len}; "
-                "raise max_seq_len, or set data.long_rows to truncate or skip"
+                "raise max_seq_len, or set data.truncation to truncate or skip"
             )
         cut = tuple(encoded.cut(room) for encoded in rows)
         lost = any(not any(encoded.trained) for encoded in cut) or (len(cut) == 2 and cut[0].ids == cut[1].ids)

@@ -93,7 +93,7 @@ def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
 
 
 def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
-    schedule = cfg.lr_schedule
+    schedule = cfg.lr_scheduler
     start = f"warm-up over {schedule.warmup_steps} steps to " if schedule.warmup_steps else ""
     after = steps - schedule.warmup_steps
     if after <= 0:
@@ -101,7 +101,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
     if schedule.kind == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
-    final = schedule.final_share * cfg.optimizer.lr
+    final = schedule.min_lr_ratio * cfg.optimizer.lr
     return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.kind} over {after} steps towards {final:.2e}"
 
 

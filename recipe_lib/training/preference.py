@@ -108,7 +108,7 @@ def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | Non
     if moving:
         raise SetupError(
             f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the model without its "
-            "adapters, would change with it; freeze it, or set dpo.train=full or dpo.reference_free=true"
+            "adapters, would change with it; freeze it, or set dpo.trainable=all or dpo.reference_free=true"
         )
 
 

@@ -16,7 +16,7 @@ from tests.adapters.adapted import EVERYWHERE, move_adapters
 
 # Kinds of adapters that PEFT and we must agree on: what differs from `config`.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lora": {"targets": ["q", "v"]},
+    "lora": {"target_modules": ["q", "v"]},
     "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
     "dora": {"dora": True},
     "embedding": {"targets": ["embedding"]},

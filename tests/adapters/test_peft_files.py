@@ -157,7 +157,7 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
 @pytest.mark.parametrize("dora", [False, True])
 def test_two_ranks_write_and_read_what_one_does(dora: bool, tmp_path: Path) -> None:
     spec, cfg = small_spec(), config(targets=EVERYWHERE, dora=dora, rank=3)
-    setting = Setting(cfg, parallel=ParallelConfig(wrapping="memory_efficient"), dtype=torch.float32)
+    setting = Setting(cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
 
     def export(out: Path) -> None:
         with adapted(spec, setting) as (model, world):

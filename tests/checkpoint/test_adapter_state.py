@@ -22,7 +22,7 @@ from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_batch, small_spec
 
 SPEC = small_spec()
-LORA = LoraConfig(rank=3, alpha=6.0, targets=["q", "up", "head"])
+LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["q", "up", "head"])
 
 
 def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
@@ -98,7 +98,7 @@ def test_the_mark_is_the_same_for_every_sharding() -> None:
 
     one = mark()
     assert one is not None
-    assert run_ranks(lambda: mark(wrapping="memory_efficient"), 2) == [one, one]
+    assert run_ranks(lambda: mark(fsdp_wrap_policy="memory_efficient"), 2) == [one, one]
     assert run_ranks(lambda: mark(data_replicate=2), 2) == [one, one]
 
 
@@ -143,7 +143,7 @@ def test_another_base_is_refused_by_all_ranks(state: Path) -> None:
 
     line = (
         f"{state}: was saved beside other frozen weights than this run has loaded; resume with the run's own model, "
-        "dtype and lora.quantize"
+        "dtype and lora.quantize_base"
     )
     assert work() == line
     assert run_ranks(work, 2)[0] == line

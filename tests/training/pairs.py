@@ -18,7 +18,7 @@ LOSSES = {
     "cdpo": DpoConfig(loss="cdpo", beta=0.5, label_smoothing=0.2),
     "ipo": DpoConfig(loss="ipo", beta=0.4),
     "ipo without reference": DpoConfig(loss="ipo", beta=0.4, reference_free=True),
-    "simpo": DpoConfig(loss="simpo", beta=2.0, margin=0.6),
+    "simpo": DpoConfig(loss="simpo", beta=2.0, simpo_gamma=0.6),
 }
 
 

@@ -25,7 +25,7 @@ LLAMA = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
 
 def config(schedule="1f1b", ranks=4, split="time", recipe=FullFinetuneConfig, length=1, **parallel):
     cfg = recipe()
-    cfg.parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_split=split, **parallel)
+    cfg.parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_balance=split, **parallel)
     cfg.max_seq_len, cfg.gradient_accumulation_steps = length, 16
     return cfg
 
@@ -64,7 +64,7 @@ def test_what_is_computed_again_and_what_is_not_trained_counts():
     assert time_of(LLAMA, config(length=0, recipe=LoraFinetuneConfig)) == (layer * 2 / 3, head * 2 / 3)
     dpo = config(length=0, recipe=DpoFinetuneConfig)
     assert time_of(LLAMA, dpo) == (layer * 2 / 3, head * 2 / 3)
-    dpo.dpo.train = "full"
+    dpo.dpo.trainable = "all"
     assert time_of(LLAMA, dpo) == (layer, head)
     # 8192 tokens: each sees 4096 of them on average, 4 x 4096 operations for each, forward and 2.5 times backward.
     assert time_of(LLAMA, config(length=8192))[0] == layer + 3.5 * 4 * 4096 * 4096
@@ -139,11 +139,11 @@ def test_frozen_weights_weigh_less():
     full = memory_of(LLAMA, config(split="memory"))(1, {1: 1})
     lora = config(split="memory", recipe=LoraFinetuneConfig)
     plain = memory_of(LLAMA, lora)(1, {1: 1})
-    lora.lora.quantize = "nf4"
+    lora.lora.quantize_base = "nf4"
     quantized = memory_of(LLAMA, lora)(1, {1: 1})
     assert full > 3 * plain > 3 * 2 * quantized
     dpo = config(split="memory", recipe=DpoFinetuneConfig)
-    dpo.dpo.train = "full"  # and a frozen copy
+    dpo.dpo.trainable = "all"  # and a frozen copy
     assert memory_of(LLAMA, dpo)(1, {1: 1}) > 1.2 * full
 
 
