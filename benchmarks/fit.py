@@ -175,7 +175,7 @@ def long_rows(tokens: int) -> list[str]:
     """The settings that make long rows cheap; logits of 1024 tokens, and the MLPs of 8192, at a time."""
     words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}", PIECES]
     words += ["memory.activation_offload=true", f"memory.loss_chunks={max(1, tokens // 1024)}"]
-    return [*words, f"memory.mlp_chunks={max(1, tokens // 8192)}"]
+    return [*words, f"memory.mlp_tiles={max(1, tokens // 8192)}"]
 
 
 def read(model: str, method: str, words: tuple[str, ...] | list[str]) -> Any:

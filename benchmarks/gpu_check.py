@@ -190,12 +190,12 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         make: Callable[..., FullFinetuneConfig] = FullFinetuneConfig
         if case.method != "full":
-            lora = LoraConfig(quantize="nf4" if case.method == "qlora" else "none")
+            lora = LoraConfig(quantize_base="nf4" if case.method == "qlora" else "none")
             make = functools.partial(LoraFinetuneConfig, lora=lora)
         cfg = make(
             model=ModelConfig(preset=case.preset),
             optimizer=OptimizerConfig(lr=1e-5),
-            parallel=ParallelConfig(wrapping=case.wrapping),
+            parallel=ParallelConfig(fsdp_wrap_policy=case.wrapping),
             memory=MemoryConfig(activation_checkpointing=case.activation_checkpointing),
             batch_size=case.batch_size,
             max_seq_len=case.sequence,
@@ -220,7 +220,7 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         recipe.setup_model()
         fill_weights(recipe.model)
         recipe.setup_optimizer()
-        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.wrapping))
+        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy))
         batches = random_batches(case, recipe)
         for step in range(1, case.steps + 1):
             phase = f"step {step}"

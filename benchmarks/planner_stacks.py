@@ -91,9 +91,9 @@ class _Imitated:
         if self.world.size == 1:
             materialize(self.model, cfg.memory, self.device)
         elif stack.sharding == FSDP1:
-            self.model = _shard_with_fsdp1(self.model, cfg.parallel.wrapping, self.device)
+            self.model = _shard_with_fsdp1(self.model, cfg.parallel.fsdp_wrap_policy, self.device)
         else:
-            _shard_with_fsdp2(self.model, cfg.parallel.wrapping, self.world, stack)
+            _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
 
     def train_step(self, batches: StepBatches) -> Any:

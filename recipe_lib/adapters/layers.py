@@ -194,7 +194,7 @@ class AdaptedQuantisedLinear(AdaptedMatrix, QuantisedLinear):
 
 
 def adapted_linear(base: nn.Linear, settings: AdapterSettings | None, quantize: str) -> nn.Module:
-    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize."""
+    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize_base."""
     if quantize != "none" and can_quantise(base.in_features, base.out_features, quantize):
         return QuantisedLinear(base, quantize) if settings is None else AdaptedQuantisedLinear(base, quantize, settings)
     return base if settings is None else AdaptedLinear(base, settings)

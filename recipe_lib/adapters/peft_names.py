@@ -32,7 +32,7 @@ _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.item
 
 @dataclass(frozen=True)
 class Part:
-    """A module of ours and its rows of the file's matrix: `[start, start + rows)`; target: its word in lora.targets."""
+    """A module of ours and its rows of the file's matrix, `[start, start + rows)`; target: its short name."""
 
     module: str
     target: str
@@ -64,7 +64,7 @@ class FileModule:
 
 
 def target_of(module: str) -> str | None:
-    """The word that lora.targets has for a module of ours; None: it cannot have an adapter."""
+    """The word that lora.target_modules has for a module of ours; None: it cannot have an adapter."""
     if module in (EMBEDDING, HEAD):
         return "embedding" if module == EMBEDDING else "head"
     return _LEAVES.get(".".join(module.split(".")[-2:]))
@@ -97,13 +97,13 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
 
 
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
-    """Those of which at least one part is a target. Raises ConfigError for a name in lora.modules that none has."""
+    """Those with at least one part that is a target. ConfigError for a name in lora.target_modules that none has."""
     modules = file_modules(spec)
     if isinstance(spec, ForeignSpec):
         from recipe_lib.models.foreign_build import layout
 
         left = without_adapter(modules, layout(spec).uncalled, spec.family)
-        return [modules[name] for name in foreign_targets(modules, cfg.modules, left)]
+        return [modules[name] for name in foreign_targets(modules, cfg.target_modules, left)]
     return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
 
 

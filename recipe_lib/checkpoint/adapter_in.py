@@ -47,7 +47,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     _fill_extras(adapter, model)
     if filled != adapted.keys() and not some:
         raise CheckpointError(
-            f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.targets="
+            f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.target_modules="
             f"[{','.join(targets_of(used_parts(adapter, module) for module in adapter.modules(spec)))}]"
         )
     return len(filled)

@@ -115,5 +115,5 @@ def check_mark(path: Path, saved: str | None, now: str | None) -> None:
     if saved != now:
         raise CheckpointError(
             f"{path}: was saved beside other frozen weights than this run has loaded; resume with the run's own "
-            "model, dtype and lora.quantize"
+            "model, dtype and lora.quantize_base"
         )

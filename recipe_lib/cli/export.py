@@ -98,7 +98,7 @@ def find(arguments: argparse.Namespace) -> Found:
     state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
     if state is None:
         raise CheckpointError(
-            f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_steps in the run"
+            f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_n_steps in the run"
         )
     return Found(folder, cfg, None, state)
 

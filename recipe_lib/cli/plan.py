@@ -327,12 +327,13 @@ def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # whatever a user's file raises is his to correct
-        if recipe.shipped and cfg.model.source == "native":
+        if recipe.shipped and cfg.model.implementation == "native":
             raise
         said = (str(error).strip().splitlines() or [""])[0]
         if recipe.shipped:
             raise ConfigError(
-                f"model.source={cfg.model.source}: its class raised {type(error).__name__} on the simulated device "
+                f"model.implementation={cfg.model.implementation}: its class raised {type(error).__name__} on the "
+                "simulated device "
                 f"({show(said, 160)}); a run may still work; for a plan try another dtype (found dtype={cfg.dtype})"
             ) from error
         lines = lines_in(error, recipe.path)

@@ -31,7 +31,7 @@ _work: Callable[[Any], Any] | None = None  # in a worker: what it does
 
 
 def worker_count(wanted: int | None, shared_by: int = 1) -> int:
-    """Processes to work with; wanted: `data.workers`, per machine. shared_by: how many of us do the same work on it.
+    """Processes to work with; wanted: `data.num_proc`, per machine. shared_by: how many of us do the same work on it.
 
     One where a fork is no longer safe, since a process group or a device has threads that a fork does not have; and in
     a daemonic process, which may have no children.
@@ -64,7 +64,7 @@ def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: 
             yield done.popleft().result()
     except BrokenProcessPool:
         raise SetupError(
-            f"data.workers: one of {workers} processes that tokenise was killed (out of memory?); lower data.workers"
+            f"data.num_proc: one of {workers} processes that tokenise was killed (out of memory?); lower data.num_proc"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

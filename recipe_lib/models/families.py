@@ -168,7 +168,7 @@ def _family(config: Mapping[str, Any], where: str) -> str:
         kind = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):
-            remedy = "; to train it in transformers' own class, set model.source=transformers"
+            remedy = "; to train it in transformers' own class, set model.implementation=transformers"
         raise CheckpointError(
             f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
             f"model of type {', '.join(sorted(DEFAULTS))}{remedy}"

@@ -36,7 +36,7 @@ class ForeignSpec:
 def foreign_spec(config: Mapping[str, Any], where: str, source: str = TRANSFORMERS) -> ForeignSpec:
     """The spec of a foreign model; its class is made once, without memory for parameters.
 
-    where: the file, folder or preset, named in errors. source: a value of `model.source` that is not `native`.
+    where: the file, folder or preset, named in errors. source: a value of `model.implementation` that is not `native`.
 
     Raises SetupError if transformers is not installed, ConfigError for a source that no plugin registered, and
     CheckpointError for a config.json that its class does not take, or a model without embedding or output projection.

@@ -54,7 +54,9 @@ def make_module(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
         config = dict(spec.config)
         model = make(config, spec.attention, dtype) if spec.source == TRANSFORMERS else make(config)
     if not isinstance(model, nn.Module):
-        raise SetupError(f"model.source={spec.source}: found {type(model).__name__}, expected a torch.nn.Module")
+        raise SetupError(
+            f"model.implementation={spec.source}: found {type(model).__name__}, expected a torch.nn.Module"
+        )
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:

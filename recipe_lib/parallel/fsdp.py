@@ -53,7 +53,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
             f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
             "that divides it; call split_pipeline(model, cfg, world) behind build_meta, or set parallel.pipeline=1"
         )
-    units = resolve_wrapping(model, parallel.wrapping)
+    units = resolve_wrapping(model, parallel.fsdp_wrap_policy)
     if world.data_ranks == 1 and not memory.cpu_offload:
         return []
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None

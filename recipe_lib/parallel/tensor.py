@@ -77,7 +77,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     quantised = [module.kind for module in model.modules() if isinstance(module, QuantisedLinear)]
     check_tensor(spec, parallel, min(quantised, default="none"))
     copied = spec.num_kv_heads % group.size != 0
-    recompute = parallel.tensor_recompute_gather
+    recompute = parallel.tensor_regather_in_backward
     keep = memory.activation_checkpointing != "none" if recompute == "auto" else recompute == "false"
     sharing = _Sharing(group, keep, group.rank * spec.num_kv_heads // group.size if copied else None)
     for name, module in model.named_modules():

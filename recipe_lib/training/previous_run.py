@@ -1,4 +1,4 @@
-"""The run that `overwrite=true` replaces: what of it is known as a run's, where it is until then, and when it goes.
+"""The run that `overwrite_output_dir=true` replaces: its known files, where they are until then, when they go.
 
     output_dir/model/ adapter/   stay, until the new ones are whole and are exchanged with them
                earlier/          its states, config.yaml, metrics.jsonl, summary.json, report.html and trackers/
@@ -50,7 +50,7 @@ _CONFIG_KEYS = {
     "dtype",
     "batch_size",
     "output_dir",
-    "overwrite",
+    "overwrite_output_dir",
     "resume",
 }
 
@@ -188,7 +188,9 @@ def keep_earlier(root: Path) -> None:
         files.remove_file(root / name)
     places = [str(root / name) for name in (*record.earlier, *record.kept)]
     if places:
-        get_logger().info("overwrite: the earlier run stays until this one's model is complete: %s", ", ".join(places))
+        get_logger().info(
+            "overwrite_output_dir: the earlier run stays until this one's model is complete: %s", ", ".join(places)
+        )
 
 
 def _folder_for(root: Path, record: Record) -> Path:
@@ -257,5 +259,5 @@ def say_kept(root: Path) -> None:
     places = [str(root / name) for name in (*record.earlier, *record.kept)] if record else []
     if places:
         get_logger().info(
-            "overwrite: this run has written no model; the earlier run is still there: %s", ", ".join(places)
+            "overwrite_output_dir: this run has written no model; the earlier run is still there: %s", ", ".join(places)
         )

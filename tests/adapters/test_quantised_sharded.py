@@ -48,8 +48,8 @@ def qlora(folder: Path, cfg: LoraFinetuneConfig, dtype: torch.dtype = torch.floa
 
 
 def config(quantize: str = "nf4", **options: Any) -> LoraFinetuneConfig:
-    lora = LoraConfig(rank=4, quantize=quantize, dora=options.pop("dora", False))
-    parallel = ParallelConfig(wrapping="layers", reshard_after_forward=options.pop("reshard", True))
+    lora = LoraConfig(rank=4, quantize_base=quantize, dora=options.pop("dora", False))
+    parallel = ParallelConfig(fsdp_wrap_policy="layers", reshard_after_forward=options.pop("reshard", True))
     compiled = options.pop("compile", False)
     return LoraFinetuneConfig(
         device="cpu", lora=lora, parallel=parallel, memory=MemoryConfig(**options), compile=compiled
@@ -113,7 +113,7 @@ SETTINGS = {
 
 def plain(cfg: LoraFinetuneConfig) -> tuple[str, bool]:
     """What losses depend on: how weights are kept, and the adapter's kind."""
-    return cfg.lora.quantize, cfg.lora.dora
+    return cfg.lora.quantize_base, cfg.lora.dora
 
 
 @pytest.fixture(scope="module")

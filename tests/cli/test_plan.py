@@ -20,7 +20,7 @@ from tests.cli.commands import ROOT, environment
 from tests.plan.apart import apart
 
 RECIPE = "full_finetune_distributed"
-CONFIG = ["--config", "demo/full", "data.max_rows=200", "~validation.source", "batch_size=2"]
+CONFIG = ["--config", "demo/full", "data.max_samples=200", "~validation.source", "batch_size=2"]
 
 
 def main(words: list[str]) -> int:
@@ -131,7 +131,7 @@ def test_a_relative_path_and_what_a_recipe_prints(
 
 def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixture):
     """Its momentum is as large as the parameters. Rates are those of the run's own dtype."""
-    words = [*CONFIG, "--sequence", "30", "--device", "24GB", "dtype=fp32", "data.pad_to_multiple=64", "--json", "-"]
+    words = [*CONFIG, "--sequence", "30", "--device", "24GB", "dtype=fp32", "data.pad_to_multiple_of=64", "--json", "-"]
     assert main(["plan", *words, "optimizer.name=sgd", "optimizer.momentum=0.9"]) == 0
     plan = Plan.from_json(json.loads(capsys.readouterr().out))
     alive = {kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind) for kind in KINDS}

@@ -204,8 +204,10 @@ def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"^{told}"):
         with plan.explained(recipe, load_config("demo/full")):
             step()
-    foreign = load_config("demo/full", ["model.source=transformers"])
-    with pytest.raises(ConfigError, match="^model.source=transformers: its class raised KeyError on the simulated"):
+    foreign = load_config("demo/full", ["model.implementation=transformers"])
+    with pytest.raises(
+        ConfigError, match="^model.implementation=transformers: its class raised KeyError on the simulated"
+    ):
         with plan.explained(Recipe.find("full_finetune_distributed"), foreign):
             step()
     with pytest.raises(KeyError), plan.explained(Recipe.find("full_finetune_distributed"), load_config("demo/full")):

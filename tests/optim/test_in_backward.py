@@ -89,7 +89,7 @@ def test_two_ranks(alone: Any) -> None:
     tied, norms, expected = alone
 
     def work() -> tuple[list[float], dict[str, Tensor], int, int]:
-        cfg = ParallelConfig(wrapping="memory_efficient")
+        cfg = ParallelConfig(fsdp_wrap_policy="memory_efficient")
         with start_world(FullFinetuneConfig(device="cpu", parallel=cfg)) as world:
             spec = small_spec(tied=tied)
             model = build_meta(spec, torch.float64)

@@ -32,7 +32,7 @@ CONFIG = {
 CASES = [
     {"tensor": 2},
     {"tensor": 2, "data_shard": 2},
-    {"tensor": 4, "tensor_copy_kv_heads": True},
+    {"tensor": 4, "tensor_replicate_kv_heads": True},
 ]
 
 
@@ -43,7 +43,7 @@ def spec() -> DecoderSpec:
 def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bool = False) -> Any:
     """The model as the recipe makes it; without a world, plain."""
     model = build_meta(spec(), torch.float32)
-    add_adapters(model, LoraConfig(rank=4, quantize=kind, targets=["q", "v", "o", "down"]), torch.float32)
+    add_adapters(model, LoraConfig(rank=4, quantize_base=kind, target_modules=["q", "v", "o", "down"]), torch.float32)
     if world is None:
         model.to_empty(device="cpu")
     else:
@@ -91,7 +91,7 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
                 faults.append(f"gradient of {name}")
         stored = sum(local_part(module.weight_codes)[0].numel() for module in quantised(model).values())
         bytes_of_all = sum(module.weight_codes.numel() for module in quantised(plain).values())
-        if stored != bytes_of_all // world.size and not parallel.tensor_copy_kv_heads:
+        if stored != bytes_of_all // world.size and not parallel.tensor_replicate_kv_heads:
             faults.append(f"{stored} bytes of codes, of {bytes_of_all}")
         faults += parts_that_differ(quantised(plain), model)
     return faults

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.allocation.test_snapshot import snapshot_of
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.units import MIB
+from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
 
 RECORDED = sorted((Path(__file__).parent / "fixtures").glob("*.json.gz"))

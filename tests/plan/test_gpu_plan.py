@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plan.allocation.test_snapshot import snapshot_of
 
 from benchmarks import gpu_check, gpu_plan, planner_replications
 from benchmarks.gpu_plan import Job
@@ -23,6 +22,7 @@ from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, write_f
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.units import GIB
+from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
@@ -38,7 +38,7 @@ def test_the_cases_cover_what_is_asked_and_are_valid() -> None:
         "ranks": {1, 2, 4, 8},
         "sequence": {512, 2048, 8192, 32768},
         "checkpointing": {"none", "selective", "full", "budget"},
-        "wrapping": {"layers", "memory_efficient"},
+        "fsdp_wrap_policy": {"layers", "memory_efficient"},
     }.items():
         assert {getattr(case, name) for case in found} == wanted
     assert {case.optimizer for case in found} >= {"fused", "foreach", "single", "sgd foreach"}

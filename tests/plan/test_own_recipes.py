@@ -44,10 +44,10 @@ def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str
 
 
 SHIPPED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (FULL, ("parallel.wrapping=layers", "memory.activation_checkpointing=full")),
+    (FULL, ("parallel.fsdp_wrap_policy=layers", "memory.activation_checkpointing=full")),
     (FULL, ("device=cuda", "memory.activation_offload=true", "memory.optimizer_offload=true")),
     (FULL, ("parallel.tensor=2",)),
-    (LORA, ("parallel.strategy=ddp", "lora.quantize=nf4")),
+    (LORA, ("parallel.strategy=ddp", "lora.quantize_base=nf4")),
     (DPO, (PAIRS,)),
 )
 TWO_RANKS = [("sums_losses", 4), ("keeps_from_the_third", 4)]

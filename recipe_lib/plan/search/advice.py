@@ -155,8 +155,8 @@ def _layers(cfg: Any) -> list[Lever]:
     found = [Lever(checkpointing(cfg, kind)) for kind in CHECKPOINTING if kind != own]
     if cfg.memory.loss_chunks < MOST_LOSS_CHUNKS:
         found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MOST_LOSS_CHUNKS)}))
-    if cfg.max_seq_len >= LONG and cfg.memory.mlp_chunks == 1:
-        found.append(Lever({"memory.mlp_chunks": cfg.max_seq_len // (LONG // 2)}))
+    if cfg.max_seq_len >= LONG and cfg.memory.mlp_tiles == 1:
+        found.append(Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG // 2)}))
     if not cfg.memory.activation_offload:
         found.append(Lever({"memory.activation_offload": True}, "kept in host memory meanwhile"))
     return found
@@ -166,8 +166,8 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
     """What a rank holds of the model."""
     parallel, found = cfg.parallel, []
     if ranks > 1:
-        if parallel.wrapping in ("auto", "layers"):
-            found.append(Lever({"parallel.wrapping": "memory_efficient"}))
+        if parallel.fsdp_wrap_policy in ("auto", "layers"):
+            found.append(Lever({"parallel.fsdp_wrap_policy": "memory_efficient"}))
         found.append(Lever({"parallel.reshard_after_forward": not parallel.reshard_after_forward}))
         if parallel.data_replicate > 1:
             found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
@@ -213,14 +213,18 @@ def _weights(cfg: Any) -> list[Lever]:
             found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))
         found.append(Lever({"optimizer.name": "sgd"}, "another optimizer, without states: needs its own optimizer.lr"))
     adapters, preference = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    if preference is not None and preference.train == "full":
-        found.append(Lever({"dpo.train": "lora"}, "trains adapters in place of every parameter"))
+    if preference is not None and preference.trainable == "all":
+        found.append(Lever({"dpo.trainable": "adapters"}, "trains adapters in place of every parameter"))
     elif adapters is not None:
         note = "frozen weights are rounded"
-        found += [Lever({"lora.quantize": kind}, note) for kind in QUANTIZED if kind not in (adapters.quantize, "none")]
-        if adapters.quantize != "none":
-            found.append(Lever({"lora.quantize": "none"}, "frozen weights are not rounded"))
-        if adapters.rank > 1 and adapters.adapter is None:
+        found += [
+            Lever({"lora.quantize_base": kind}, note)
+            for kind in QUANTIZED
+            if kind not in (adapters.quantize_base, "none")
+        ]
+        if adapters.quantize_base != "none":
+            found.append(Lever({"lora.quantize_base": "none"}, "frozen weights are not rounded"))
+        if adapters.rank > 1 and adapters.adapter_path is None:
             found.append(Lever({"lora.rank": adapters.rank // 2}, "smaller adapters"))
     return found
 
@@ -233,7 +237,7 @@ def _length(cfg: Any, settings: PlanSettings) -> list[Lever]:
         note = (
             "shorter packs: more of them"
             if cfg.data.packing
-            else f"data.long_rows={cfg.data.long_rows} for longer rows"
+            else f"data.truncation={cfg.data.truncation} for longer rows"
         )
         found.append(Lever({"max_seq_len": half}, note, tokens=half, timed=False))
     histogram = sequence.histogram

@@ -57,10 +57,10 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
     if cfg.parallel.pipeline > 1:
         return quick_pipeline(recipe_class, cfg, settings)
     layers = layer_count(cfg)
-    ahead = cfg.memory.activation_offload_ahead if cfg.memory.activation_offload else 0
+    ahead = cfg.memory.activation_offload_prefetch_layers if cfg.memory.activation_offload else 0
     short, long = short_depths(layers, layer_period(cfg), ahead)
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
-    if long >= layers or budget or _names_layers(cfg.parallel.wrapping):
+    if long >= layers or budget or _names_layers(cfg.parallel.fsdp_wrap_policy):
         whole = _simulate(recipe_class, cfg, settings, layers)
         return _continue(whole, whole, layers)
     pair = [_simulate(recipe_class, with_layers(cfg, depth), settings, depth) for depth in (short, long)]

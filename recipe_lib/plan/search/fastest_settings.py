@@ -44,7 +44,7 @@ from recipe_lib.units import format_bytes, format_count
 CHECKPOINTING_KEY = "memory.activation_checkpointing"
 CHECKPOINTING = ("full", "selective", "none")
 # Settings that cost little time, and are tried together where the peak is outside of the layers.
-OUTSIDE_LAYERS = {"parallel.wrapping": "memory_efficient", "memory.loss_chunks": 64}
+OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_chunks": 64}
 OUTSIDE_SHARE = 0.1
 
 # Estimates of reserved memory are some percent off: what is beyond the device by less than this is planned in full.
@@ -194,8 +194,8 @@ def _try(
 ) -> _Candidate | None:
     """The estimate; where it does not fit and the peak is outside of the layers, with what makes less of that."""
     less = {key: value for key, value in OUTSIDE_LAYERS.items() if key not in fixed and value_of(cfg, key) != value}
-    if isinstance(value_of(cfg, "parallel.wrapping"), list):
-        less.pop("parallel.wrapping")
+    if isinstance(value_of(cfg, "parallel.fsdp_wrap_policy"), list):
+        less.pop("parallel.fsdp_wrap_policy")
     best = None
     for more in ({}, less):
         other = changed(cfg, changes | more)

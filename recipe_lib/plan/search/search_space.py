@@ -44,14 +44,14 @@ def data_ranks(cfg: Any, ranks: int) -> int:
 
 def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
     """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
-    quantize = value_of(cfg, "lora.quantize")
-    free = quantize is not None and "lora.quantize" not in fixed
+    quantize = value_of(cfg, "lora.quantize_base")
+    free = quantize is not None and "lora.quantize_base" not in fixed
     stays = {} if "memory.cpu_offload" in fixed else {"memory.cpu_offload": False}
-    yield [stays, *([stays | {"lora.quantize": "none"}] if free and quantize != "none" else [])]
+    yield [stays, *([stays | {"lora.quantize_base": "none"}] if free and quantize != "none" else [])]
     rounded: list[Changes] = []
     if free:
         rounded = [
-            {"lora.quantize": kind}
+            {"lora.quantize_base": kind}
             for kind in ("int8", "nf4")
             if quantize == "none" or (quantize, kind) == ("int8", "nf4")
         ]

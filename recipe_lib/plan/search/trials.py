@@ -56,8 +56,8 @@ def _refused(cfg: Any) -> set[str]:
 def checkpointing(cfg: Any, kind: str) -> Changes:
     """What sets the kind of checkpointing; a budget belongs to `budget` alone."""
     changes: Changes = {"memory.activation_checkpointing": kind}
-    if kind != "budget" and value_of(cfg, "memory.activation_budget") is not None:
-        changes["memory.activation_budget"] = None
+    if kind != "budget" and value_of(cfg, "memory.activation_budget_gib") is not None:
+        changes["memory.activation_budget_gib"] = None
     return changes
 
 
@@ -115,7 +115,7 @@ def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> li
     try:
         return list(in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers))[: len(pieces)]  # type: ignore[return-value]
     except SetupError as error:
-        if "data.workers" not in str(error):
+        if "data.num_proc" not in str(error):
             raise
         raise SetupError(
             "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"

@@ -11,7 +11,13 @@ from tests.plan.apart import apart, settings
 from tests.plan.configs import load
 from tests.plan.plans import hand_made
 
-CONFIG = ("batch_size=4", "gradient_accumulation_steps=2", "parallel.wrapping=layers", "device=auto", "max_seq_len=64")
+CONFIG = (
+    "batch_size=4",
+    "gradient_accumulation_steps=2",
+    "parallel.fsdp_wrap_policy=layers",
+    "device=auto",
+    "max_seq_len=64",
+)
 
 
 def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
@@ -74,7 +80,7 @@ def test_levers_that_the_table_refuses_are_left_out():
     from recipe_lib.plan.search.advice import levers
     from recipe_lib.plan.search.trials import changed, override_text
 
-    cfg = load("demo/full", "optimizer.betas=[0.8,0.9]", "lr_schedule.warmup_steps=0")
+    cfg = load("demo/full", "optimizer.betas=[0.8,0.9]", "lr_scheduler.warmup_steps=0")
     assert changed(cfg, {"optimizer.name": "sgd"}) is None
     assert changed(cfg, {"memory.cpu_offload": True}) is None  # demo/full names the CPU
     assert changed(cfg, {"lora.rank": 4}) is None

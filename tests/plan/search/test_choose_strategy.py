@@ -144,7 +144,7 @@ def test_the_faster_that_fits_is_taken(shards: Any, whole: Any, expandable: bool
 
 
 def test_what_ddp_does_not_go_with_is_sharded():
-    recipe, cfg, wanted = settings("demo/full", 2, "parallel.strategy=auto", "parallel.wrapping=layers")
+    recipe, cfg, wanted = settings("demo/full", 2, "parallel.strategy=auto", "parallel.fsdp_wrap_policy=layers")
     assert choose(recipe, cfg, wanted).reason == "ddp does not go with other settings of the run"
 
 

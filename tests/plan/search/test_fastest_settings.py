@@ -69,9 +69,11 @@ def test_what_was_typed_stays():
     seen: list[tuple[int, int, str, int]] = []
 
     def refuse(recipe_class: type, cfg: Any, settings: Any) -> None:
-        seen.append((cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.wrapping, cfg.memory.loss_chunks))
+        seen.append(
+            (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.fsdp_wrap_policy, cfg.memory.loss_chunks)
+        )
 
-    fixed = {"batch_size", "parallel.wrapping", "memory.loss_chunks"}
+    fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "try_quick", refuse)
         module._micro_batches(object, cfg, wanted, {}, fixed)

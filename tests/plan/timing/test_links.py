@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.plan.timing.test_calibrate import good, written
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
@@ -14,6 +13,7 @@ from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate, read_calib
 from recipe_lib.plan.timing.cost import collective_seconds, wire_bytes
 from recipe_lib.plan.timing.links import Links
 from recipe_lib.plan.trace import Collective
+from tests.plan.timing.test_calibrate import good, written
 
 CARD = replace(HARDWARE["rtx4090"], ranks_per_node=4)
 POINTS = {"all_gather": ((100.0, 1e-4), (300.0, 5e-4)), "all_reduce": ((200.0, 3e-4),)}
