@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
+from recipe_lib.cli.choose_strategy import decided
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
-from recipe_lib.cli.strategy import decided
 from recipe_lib.config import load_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import parse_fit
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.estimate import quick
-from recipe_lib.plan.search.estimate_facts import Quick
+from recipe_lib.plan.search.estimate_facts import Estimate
 from recipe_lib.plan.search.trials import usable_bytes
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.plan.world.shape_only_model import plannable
@@ -150,7 +150,7 @@ def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int,
     strategy = ["parallel.strategy=fsdp"] if auto and cards > 1 else []
     kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
 
-    def estimate(tokens: int, *, timed: bool) -> tuple[Quick, int]:
+    def estimate(tokens: int, *, timed: bool) -> tuple[Estimate, int]:
         cfg, settings = prepared(model, method, cards, [*with_long_rows(words, tokens), *strategy])
         return quick(kind, cfg, replace(settings, timed=timed)), usable_bytes(cfg, settings)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from recipe_lib.cli import doctor
 from recipe_lib.cli.doctor_findings import advice, findings
 from recipe_lib.cli.doctor_report import report
-from recipe_lib.cli.own_device import own_gpus
+from recipe_lib.cli.local_gpus import own_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DRY_RUN = "dry-run-cpu"

@@ -31,7 +31,7 @@ _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.item
 
 
 @dataclass(frozen=True)
-class Part:
+class MergedRows:
     """A module of ours and its rows of the file's matrix, `[start, start + rows)`; target: its short name."""
 
     module: str
@@ -47,7 +47,7 @@ class FileModule:
     name: str
     rows: int
     columns: int
-    parts: tuple[Part, ...]
+    parts: tuple[MergedRows, ...]
 
     @property
     def is_embedding(self) -> bool:
@@ -76,20 +76,20 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
         from recipe_lib.models.foreign_build import layout
 
         return {
-            name: FileModule(name, rows, columns, (Part(name, LINEAR, 0, rows),))
+            name: FileModule(name, rows, columns, (MergedRows(name, LINEAR, 0, rows),))
             for name, (rows, columns) in layout(spec).linears.items()
         }
     shapes = parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
     places = {entry.our_name: (entry.file_name, entry.start) for entry in weight_map(spec)}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[MergedRows]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         target = target_of(module)
         if target and module != name:
             file_name, start = places.get(name, (name, 0))
-            parts.setdefault(file_name.removesuffix(".weight"), []).append(Part(module, target, start, shape[0]))
+            parts.setdefault(file_name.removesuffix(".weight"), []).append(MergedRows(module, target, start, shape[0]))
     return {
         name: FileModule(name, sum(part.rows for part in held), shapes[f"{held[0].module}.weight"][1], tuple(held))
         for name, held in parts.items()
@@ -107,7 +107,7 @@ def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
 
 
-def is_target(part: Part, cfg: LoraConfig) -> bool:
+def is_target(part: MergedRows, cfg: LoraConfig) -> bool:
     """Whether the config wants an adapter on a part; of a foreign model's modules, `adapted_modules` has chosen."""
     return part.target == LINEAR or part.target in cfg.targets
 

@@ -14,7 +14,7 @@ from recipe_lib.adapters.peft_names import (
     LENGTHS,
     SECOND,
     FileModule,
-    Part,
+    MergedRows,
     targets_of,
 )
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
@@ -67,7 +67,7 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
 def _fill(
     adapter: AdapterFile,
     module: FileModule,
-    part: Part,
+    part: MergedRows,
     number: int,
     parts: int,
     target: AdaptedModule,

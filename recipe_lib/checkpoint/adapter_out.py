@@ -31,7 +31,7 @@ from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_out import (
@@ -58,7 +58,7 @@ def export_adapter(
     out: Path,
     *,
     base: str,
-    world: Ranks,
+    world: RankGroup,
     base_folder: Path | None = None,
     source_config: Mapping[str, Any] | None = None,
     tokenizer_folder: Path | None = None,
@@ -121,7 +121,7 @@ def export_adapter(
         raise
 
 
-def _extras(model: nn.Module, holders: Holders, world: Ranks) -> tuple[list[PlannedTensor], list[str]]:
+def _extras(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[list[PlannedTensor], list[str]]:
     """The extra parameters and buffers of all ranks, and the modules that consist of such alone. Collective."""
     tensors: list[Any] = [
         [name, DTYPE_NAMES[value.dtype], list(value.shape)] for name, value in extra_tensors(model, saved=True).items()
@@ -141,7 +141,7 @@ def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[tor
     return holders.relay(name, gather)
 
 
-def _adapters_dtype(model: nn.Module, holders: Holders, world: Ranks) -> torch.dtype:
+def _adapters_dtype(model: nn.Module, holders: Holders, world: RankGroup) -> torch.dtype:
     """The type of all adapters; a rank of a pipeline may have none. Collective."""
     own = [module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule)]
     found = holders.gather([DTYPE_NAMES[dtype] for dtype in own[:1]], world)
@@ -183,7 +183,7 @@ def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: P
 
 
 def _write_tensors(
-    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: Ranks
+    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: RankGroup
 ) -> None:
     """The file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
 

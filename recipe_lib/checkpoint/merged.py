@@ -25,7 +25,7 @@ from recipe_lib.adapters.peft_names import (
 )
 from recipe_lib.adapters.quantised import can_quantise, dequantised
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
-from recipe_lib.checkpoint.rank_agreement import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import check_weights, read_headers, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
@@ -60,7 +60,7 @@ def merge_adapter(
     *,
     quantize: str,
     dtype: torch.dtype,
-    ranks: Ranks,
+    ranks: RankGroup,
     out_dtype: torch.dtype | None = None,
     tokenizer_folder: Path | None = None,
     chat_template: Path | None = None,

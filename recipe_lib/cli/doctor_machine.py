@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.launch import cores
-from recipe_lib.cli.own_device import SECONDS, own_gpus
+from recipe_lib.cli.local_gpus import SECONDS, own_gpus
 from recipe_lib.units import MIB
 
 PACKAGES = ("torch", "torchao", "safetensors", "tokenizers", "huggingface_hub", "transformers", "peft", "triton")

@@ -13,7 +13,7 @@ from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.launch import cores, environment
 from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.plan_files import calibrate, write
-from recipe_lib.cli.recipes import Recipe, load_module, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, load_module, recipe_for
 from recipe_lib.cli.run import REFUSED, WITH_VALUE, WITHOUT_VALUE, check_launch, refuse_second, value_of
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
                 return DONE
         for plugin in arguments.plugin:
             load_plugin(plugin)
-        recipe = Recipe.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
+        recipe = RecipeFile.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
         cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
         arguments.notes = check_start(cfg, ranks=known_ranks(arguments), plans=True)
         if arguments.search:
@@ -183,7 +183,7 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def rank_count(flags: Sequence[str]) -> tuple[int, int]:
     """(processes of a machine, machines) that torchrun's flags ask for; of MIN:MAX machines the fewest, which have the
     most to hold each."""
-    from recipe_lib.cli.own_device import own_gpus
+    from recipe_lib.cli.local_gpus import own_gpus
 
     here = value_of(flags, "--nproc-per-node") or "1"
     if here in ("auto", "gpu", "cpu", "xpu"):
@@ -207,7 +207,7 @@ def known_ranks(arguments: argparse.Namespace) -> int:
 
 def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str]]:
     """(ranks, device, what was assumed)."""
-    from recipe_lib.cli.own_device import own_device
+    from recipe_lib.cli.local_gpus import own_device
     from recipe_lib.plan.hardware import find_hardware, parse_fit
 
     if arguments.fit:
@@ -223,7 +223,7 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
     return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
 
 
-def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
+def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
     """What a plan needs beside recipe and config, and what was assumed for it."""
     from recipe_lib.plan.world.sequence_lengths import check_choice, planned_sequence
 
@@ -277,7 +277,7 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", r
     return dataclasses.replace(outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given)
 
 
-def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
+def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
     """The plan of a recipe with a config, and the trace behind it."""
     from recipe_lib.plan.world.shape_only_model import plannable
 
@@ -288,7 +288,7 @@ def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan
 
     with explained(recipe, cfg):
         if shaped.parallel.strategy == "auto":
-            from recipe_lib.cli.strategy import decided
+            from recipe_lib.cli.choose_strategy import decided
 
             shaped, said = decided(planned, shaped, settings)
             more = [*more, said]
@@ -303,7 +303,7 @@ def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan
     return plan, trace
 
 
-def recipe_class(recipe: Recipe) -> type:
+def recipe_class(recipe: RecipeFile) -> type:
     """The one class of a recipe's file that has the methods a plan calls; ConfigError by name if there is not one."""
     module = load_module(recipe.path)
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
@@ -319,7 +319,7 @@ def recipe_class(recipe: Recipe) -> type:
 
 
 @contextmanager
-def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
+def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
     """What a recipe of the user's own raises on the simulated device becomes a line that says where; and what a model's
     class of another library does, a line that names it."""
     try:
@@ -346,7 +346,7 @@ def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
         raise ConfigError(f"{place}: raised {type(error).__name__} while it was planned: {show(said, 200)}") from error
 
 
-def other_plan(recipe: Recipe, arguments: argparse.Namespace) -> "Plan":
+def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> "Plan":
     """The plan to compare with: a file's, or that of another config for the same device and processes."""
     if arguments.diff.endswith(".json"):
         from recipe_lib.plan.result import read_plan
@@ -357,7 +357,7 @@ def other_plan(recipe: Recipe, arguments: argparse.Namespace) -> "Plan":
     return make(other, load_config(arguments.diff, (), other.schema()), wanted)[0]
 
 
-def search(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> "Search":
+def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> "Search":
     """The fastest settings that fit; false if none does."""
     from recipe_lib.plan.world.shape_only_model import plannable
 

@@ -17,7 +17,7 @@ _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILI
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeFile:
     """A recipe's file. shipped: it is one of ours, whose config class is known without running the file."""
 
     name: str
@@ -25,7 +25,7 @@ class Recipe:
     shipped: bool
 
     @classmethod
-    def find(cls, name_or_path: str) -> "Recipe":
+    def find(cls, name_or_path: str) -> "RecipeFile":
         """The recipe of that name or path; ConfigError with the nearest name if there is none."""
         path = find_recipe(name_or_path)
         shipped = _is_shipped(path) and path.stem in RECIPE_CONFIGS
@@ -47,15 +47,15 @@ def recipe_of(config: Path) -> str | None:
     return found[1] if found else None
 
 
-def recipe_for(config: str, recipe: str | None = None) -> Recipe:
+def recipe_for(config: str, recipe: str | None = None) -> RecipeFile:
     """The recipe to check a config against: `recipe` where given, else the one that the config names.
 
     A config that names none of ours is checked against the first of them, which reports the name with its line.
     """
     if recipe is not None:
-        return Recipe.find(recipe)
+        return RecipeFile.find(recipe)
     name = recipe_of(find_config(config))
-    return Recipe.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
+    return RecipeFile.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
 
 
 def _is_shipped(path: Path) -> bool:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from recipe_lib.cli.recipes import Recipe, run_recipe
-from recipe_lib.cli.run_plan import plan_beside, take_choice
+from recipe_lib.cli.choose_strategy import with_strategy
+from recipe_lib.cli.plan_during_run import plan_beside, take_choice
+from recipe_lib.cli.recipes import RecipeFile, run_recipe
 from recipe_lib.cli.start_checks import check_shape, check_start, ranks_of
-from recipe_lib.cli.strategy import with_strategy
 from recipe_lib.config.once import refuse_repeated
 from recipe_lib.config.suggest import did_you_mean, nearest, show
 from recipe_lib.errors import DONE, ConfigError
@@ -56,7 +56,7 @@ def run(words: list[str]) -> int:
     words, with_plan = take_choice(words)
     flags, name, rest = split(words)
     check_launch(flags)
-    recipe = Recipe.find(name)
+    recipe = RecipeFile.find(name)
     cfg = check_arguments(recipe, rest)
     if cfg is not None:
         check_start(cfg, ranks=ranks_of(flags), starts=True)
@@ -71,7 +71,7 @@ def run(words: list[str]) -> int:
     return code
 
 
-def start(flags: list[str], recipe: Recipe, rest: list[str]) -> int:
+def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
     """The recipe in this process, or on the ranks that torchrun's flags ask for; returns the exit code."""
     if not flags:
         return run_recipe(recipe.path, rest)
@@ -179,7 +179,7 @@ def with_rendezvous(flags: list[str]) -> list[str]:
     return flags if told or told_by_environment else ["--standalone", *flags]
 
 
-def check_arguments(recipe: Recipe, words: Sequence[str]) -> Any:
+def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
     """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
 
     Its config; None for a recipe of the user's own, which reads its arguments itself, and may take others than ours.

@@ -21,7 +21,7 @@ from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.data.sources import RowFile, open_sources
 from recipe_lib.data.store import ArrayWriter
 from recipe_lib.data.templates import Encoder
-from recipe_lib.data.workers import Progress, in_order, worker_count
+from recipe_lib.data.workers import WorkProgress, in_order, worker_count
 from recipe_lib.errors import DataError
 from recipe_lib.units import MIB
 
@@ -170,7 +170,7 @@ class _Build:
         rows = sum((task.stop or 0) - task.start for task in tasks)
         workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
-            Progress("data: tokenising", rows, "rows") as progress,
+            WorkProgress("data: tokenising", rows, "rows") as progress,
             closing(in_order(self._encode, tasks, workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):

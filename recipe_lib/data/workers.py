@@ -105,7 +105,7 @@ def _device_in_use() -> bool:
     return module is not None and bool(module.is_initialized())
 
 
-class Progress:
+class WorkProgress:
     """Shows how far work has come: a bar on a terminal, else a line now and then; only on rank 0, if it takes long.
 
     with Progress("data: tokenising", total, "rows") as progress:
@@ -121,7 +121,7 @@ class Progress:
         self._shown = os.environ.get("RANK", "0") == "0"
         self._bar: Any = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "WorkProgress":
         return self
 
     def __exit__(self, *_exception: Any) -> None:
@@ -145,7 +145,7 @@ class Progress:
         if self._bar is None:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import WorkProgress as Bar
 
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Bar(*columns, console=Console(stderr=True), transient=True)

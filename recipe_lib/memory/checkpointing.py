@@ -28,7 +28,7 @@ from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
-from recipe_lib.memory.budget import Choice, Chosen, choose
+from recipe_lib.memory.budget import BudgetChoice, Chosen, choose
 from recipe_lib.memory.layer_costs import layer_costs
 from recipe_lib.memory.mlp_tiles import computes_pieces
 from recipe_lib.models.find_layers import layer_names
@@ -79,7 +79,7 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return run
 
 
-def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> Choice:
+def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> BudgetChoice:
     """What each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
     rows, count = micro_batches(cfg)

@@ -35,7 +35,7 @@ class WorldConfig(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class PipelineRank:
     """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all processes."""
 
     rank: int
@@ -62,7 +62,7 @@ class World:
     data_rank: int
     data_ranks: int
     tensor: Group | None = None
-    pipeline: Place | None = None
+    pipeline: PipelineRank | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
@@ -208,7 +208,7 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
         mesh[MESH_DIMS[:3]]._flatten("data")  # by all ranks, before one of them needs it
     step = size // stages  # ranks between a stage and the next
     if stages > 1:
-        place = Place(rank // step, stages, tuple(rank % step + number * step for number in range(stages)))
+        place = PipelineRank(rank // step, stages, tuple(rank % step + number * step for number in range(stages)))
     return World(rank, size, local_rank, device, mesh, rank % step // tensors, step // tensors, group, place)
 
 

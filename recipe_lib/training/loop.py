@@ -92,7 +92,9 @@ class TrainingLoop:
         """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step."""
         source, first = self._data.batches(self.step), True
         while self.step < self.total_steps:
-            self._world.heartbeat.enter(f"step {self.step + 1}", beats.FIRST_STEP if first else beats.STEP)
+            self._world.heartbeat.enter(
+                f"step {self.step + 1}", beats.FIRST_STEP_SECONDS if first else beats.STEP_SECONDS
+            )
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()

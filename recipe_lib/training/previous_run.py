@@ -18,7 +18,7 @@ from recipe_lib import files
 from recipe_lib.checkpoint.run_files import (
     RECORD,
     Listing,
-    Record,
+    OutputRecord,
     foreign_file,
     foreign_states,
     free_names,
@@ -146,7 +146,7 @@ def begin_record(root: Path) -> None:
     found = record.folders if record else {name: _listings_without_record(root, name) for name in PUBLISHED}
     there = {name: listings for name, listings in found.items() if listings and (root / name).exists()}
     if record is None or there != record.folders:
-        write_record(root, replace(record or Record(), folders=there))
+        write_record(root, replace(record or OutputRecord(), folders=there))
 
 
 def note_trackers(root: Path) -> None:
@@ -168,7 +168,7 @@ def remove_leftovers(root: Path) -> None:
 
 def keep_earlier(root: Path) -> None:
     """Makes room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
-    record = read_record(root) or Record()
+    record = read_record(root) or OutputRecord()
     there = [name for name in PUBLISHED if (root / name).exists()]
     has_states = any((root / STATE_FOLDER).glob("step_*"))
     record.earlier = there
@@ -193,7 +193,7 @@ def keep_earlier(root: Path) -> None:
         )
 
 
-def _folder_for(root: Path, record: Record) -> Path:
+def _folder_for(root: Path, record: OutputRecord) -> Path:
     """A new folder; or the last one, if a process ended while it moved this run there."""
     last = root / (record.kept[-1] if record.kept else EARLIER_FOLDER)
     free = not any((last / name).exists() and (root / name).exists() for name in (STATE_FOLDER, TRACKERS_FOLDER))

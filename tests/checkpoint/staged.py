@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.checkpoint.rank_agreement import Ranks
+from recipe_lib.checkpoint.rank_agreement import RankGroup
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
@@ -114,7 +114,7 @@ def _normal(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return values.normal_(generator=generator)
 
 
-def held(model: Decoder, optimizer: torch.optim.Optimizer | None, world: Ranks) -> dict[str, str]:
+def held(model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGroup) -> dict[str, str]:
     """SHA-256 of every trained parameter and its states of the whole model, by name, in the file's order. Collective.
 
     Where several ranks hold the same, they have to hold it alike.

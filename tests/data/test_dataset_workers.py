@@ -13,7 +13,7 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data import tokenize_dataset as building
 from recipe_lib.data.samples import Completion, Document
-from recipe_lib.data.workers import Progress, in_order, worker_count
+from recipe_lib.data.workers import WorkProgress, in_order, worker_count
 from recipe_lib.errors import DataError, SetupError
 from tests.distributed.ranks import run_ranks
 
@@ -192,7 +192,7 @@ def test_no_fork_once_there_is_a_process_group():
 def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, said):
     clock = iter(np.array([0.0, 1.0, 16.0, 17.0, 40.0]))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with Progress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenising", 100, "rows") as progress:
         for _ in range(4):
             progress.advance(16)
     assert said == [
@@ -204,7 +204,7 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, said):
 def test_progress_on_a_terminal_is_a_bar(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr("recipe_lib.data.workers.BAR_SECONDS", 0.0)
-    with Progress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenising", 100, "rows") as progress:
         progress.advance(16)
     assert "data: tokenising" in capsys.readouterr().err
 
@@ -212,6 +212,6 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch, capsys):
 def test_other_ranks_show_no_progress(monkeypatch, said):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("recipe_lib.data.workers.LINE_SECONDS", 0.0)
-    with Progress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenising", 100, "rows") as progress:
         progress.advance(16)
     assert not said

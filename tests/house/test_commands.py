@@ -26,7 +26,7 @@ from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli import run as run_verb
 from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli.main import main as tune
-from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.recipes import RecipeFile
 from tests.house.documents import Block, blocks, documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
@@ -140,7 +140,7 @@ def check_run(words: list[str]) -> None:
     run_verb.check_launch(flags)
     config = rest[rest.index("--config") + 1]
     if flags or not (config == "demo/full" or Path(config).is_file()):
-        recipe = Recipe.find(name)
+        recipe = RecipeFile.find(name)
         run_verb.check_arguments(recipe, rest)
         return
     sys.modules.pop(f"recipe_{Path(name).stem}", None)  # the copy may have been edited since

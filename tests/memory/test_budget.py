@@ -13,7 +13,7 @@ from recipe_lib.config.pipeline import stage_count, stages_of_rank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
-from recipe_lib.memory.budget import Choice, LayerCost, Operator, choose
+from recipe_lib.memory.budget import BudgetChoice, LayerCost, Operator, choose
 from recipe_lib.memory.layer_costs import layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.parallel import materialize, shard_tensors, start_world
@@ -95,7 +95,7 @@ def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict
         assert_close(backward(found), wanted)
 
 
-def left(layers: list[LayerCost], choice: Choice) -> float:
+def left(layers: list[LayerCost], choice: BudgetChoice) -> float:
     """Bytes of the smallest thing more that could have been kept; infinite if everything is."""
     sizes = []
     for layer in layers:

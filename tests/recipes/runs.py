@@ -216,4 +216,4 @@ def offload_on_a_cpu() -> None:
     """What is kept on the host is copied there and back though the device is a CPU, and of small
     parameters some rows at a time too; for the rest of a process."""
     in_backward.has_host = activation_offload.has_host = lambda device: True
-    row_steps.PIECE_BYTES = 20_000
+    row_steps.CHUNK_BYTES = 20_000

@@ -5,7 +5,7 @@ from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
-from recipe_lib.plan.search.estimate import Quick
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.search_space import data_ranks
 from recipe_lib.plan.search.trials import (
     Changes,
@@ -22,13 +22,13 @@ from recipe_lib.plan.tracing.simulate import FIRST, STEADY
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 # A change of less than this share is none.
-SMALLEST = 0.002
+MIN_CHANGE = 0.002
 
 # From least to most memory.
 CHECKPOINTING = ("full", "selective", "none")
 QUANTIZED = ("nf4", "int8", "none")
-LONG = 8192  # tokens of a row from which on an MLP's inner width is worth cutting
-MOST_LOSS_CHUNKS = 64
+LONG_SEQUENCE = 8192  # tokens of a row from which on an MLP's inner width is worth cutting
+MAX_LOSS_CHUNKS = 64
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Tried:
     """A lever and what the run takes with it. usable: bytes that the allocator may then take."""
 
     lever: Lever
-    quick: Quick
+    quick: Estimate
     usable: int
 
 
@@ -65,7 +65,7 @@ def advise(recipe_class: type, cfg: Any, settings: PlanSettings, plan: Plan) -> 
     return advice_from(plan, *try_levers(recipe_class, cfg, settings))
 
 
-def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Quick | None, list[Tried]]:
+def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Estimate | None, list[Tried]]:
     """The run as it is, None where it could not be tried, and with each lever.
 
     In several processes if nothing has been simulated in this one yet: before its own plan is made is the better time.
@@ -84,14 +84,14 @@ def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Qu
     return found[0], tried
 
 
-def advice_from(plan: Plan, base: Quick | None, tried: list[Tried]) -> list[Advice]:
+def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
     """The advice of a plan from what was tried, in order."""
     has_room = plan.verdict != DOES_NOT_FIT
     rows = [(False, row) for row in _expandable(plan)]
     for one in tried if base is not None else []:
         assert base is not None
         gained, saved = one.quick.active - base.active, one.quick.seconds - base.seconds
-        less, faster = gained < -SMALLEST * base.active, saved < -SMALLEST * base.seconds
+        less, faster = gained < -MIN_CHANGE * base.active, saved < -MIN_CHANGE * base.seconds
         row = Advice(
             override=" ".join(filter(None, [one.lever.text, override_text(one.lever.changes)])),
             bytes=gained,
@@ -106,7 +106,7 @@ def advice_from(plan: Plan, base: Quick | None, tried: list[Tried]) -> list[Advi
     return [row for _, row in rows]
 
 
-def _fits(plan: Plan, base: Quick, one: Tried) -> bool:
+def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
     """As the verdict counts it, with expandable segments: the plan's own peak, and what the lever changes of it."""
     steps = [peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)]
     others = [peak.active for peak in plan.heaviest.peaks if peak.phase not in (FIRST, STEADY)]
@@ -117,7 +117,7 @@ def _fits(plan: Plan, base: Quick, one: Tried) -> bool:
 def _expandable(plan: Plan) -> list[Advice]:
     rank = plan.heaviest
     gained = rank.reserved_expandable - rank.reserved
-    if gained >= -SMALLEST * rank.reserved:
+    if gained >= -MIN_CHANGE * rank.reserved:
         return []
     fits = rank.reserved_expandable <= plan.device.usable
     return [Advice(EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle")]
@@ -153,10 +153,10 @@ def _layers(cfg: Any) -> list[Lever]:
     """What is kept for backward, and logits."""
     own = cfg.memory.activation_checkpointing
     found = [Lever(checkpointing(cfg, kind)) for kind in CHECKPOINTING if kind != own]
-    if cfg.memory.loss_chunks < MOST_LOSS_CHUNKS:
-        found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MOST_LOSS_CHUNKS)}))
-    if cfg.max_seq_len >= LONG and cfg.memory.mlp_tiles == 1:
-        found.append(Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG // 2)}))
+    if cfg.memory.loss_chunks < MAX_LOSS_CHUNKS:
+        found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MAX_LOSS_CHUNKS)}))
+    if cfg.max_seq_len >= LONG_SEQUENCE and cfg.memory.mlp_tiles == 1:
+        found.append(Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)}))
     if not cfg.memory.activation_offload:
         found.append(Lever({"memory.activation_offload": True}, "kept in host memory meanwhile"))
     return found

@@ -15,7 +15,7 @@ from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.rank_plans import not_simulated
-from recipe_lib.plan.search.estimate_facts import Quick, parameter_bytes, trained_bytes
+from recipe_lib.plan.search.estimate_facts import Estimate, parameter_bytes, trained_bytes
 from recipe_lib.plan.search.estimate_pipeline import quick_pipeline
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
@@ -23,7 +23,7 @@ from recipe_lib.plan.tracing.simulate import FIRST, MAKING_STATES, STEADY
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
 
 # Fewest layers of the short simulation: a first, a last, and one between them that has neighbours on both sides.
-SHORTEST = 3
+MIN_LAYERS = 3
 Number = TypeVar("Number", int, float)
 
 
@@ -46,7 +46,7 @@ class _Short:
     estimate: str = ""
 
 
-def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
+def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate:
     """The estimate for a plannable config, of the first of `settings.traced_ranks` or rank 0, without load, validation
     and save.
 
@@ -72,7 +72,7 @@ def short_depths(layers: int, period: int, ahead: int = 0) -> tuple[int, int]:
 
     ahead: layers beside a present one whose activations are on the device, where the others' are sent away.
     """
-    shortest = SHORTEST + ahead
+    shortest = MIN_LAYERS + ahead
     short = shortest + (layers - shortest) % period
     return short, short + period
 
@@ -139,7 +139,7 @@ def place_of(module: str, layers: int) -> str:
     return ".".join(names.get(int(piece), "*") if piece.isdigit() else piece for piece in module.split("."))
 
 
-def _continue(short: _Short, long: _Short, layers: int) -> Quick:
+def _continue(short: _Short, long: _Short, layers: int) -> Estimate:
     """The straight line through two simulations at the model's own depth."""
 
     def line(value: Callable[[_Short], Number]) -> Number:
@@ -155,7 +155,7 @@ def _continue(short: _Short, long: _Short, layers: int) -> Quick:
     host = [
         _line(short.host.get(phase, high), high, short.layers, long.layers, layers) for phase, high in long.host.items()
     ]
-    return Quick(
+    return Estimate(
         active=active,
         reserved=active + idle[0],
         reserved_expandable=active + idle[1],

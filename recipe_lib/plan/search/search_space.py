@@ -29,7 +29,7 @@ SCHEDULES_TRIED = ("1f1b", "zbv")
 # Where ranks cannot read each other's memory, gathering parameters costs more than it does elsewhere, and what a
 # pipeline exchanges is little.
 LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
-MOST_LENGTHS = 3  # of pipelines, the longest that there can be
+MAX_PIPELINE_LENGTHS = 3  # of pipelines, the longest that there can be
 
 
 def rows_of(cfg: Any) -> int:
@@ -89,7 +89,7 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
     groups = settings.ranks // cfg.parallel.tensor
     schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
     lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
-    for size in lengths[-MOST_LENGTHS:]:
+    for size in lengths[-MAX_PIPELINE_LENGTHS:]:
         for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
             begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
             if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:  # copies are a number of FSDP's here

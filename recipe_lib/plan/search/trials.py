@@ -15,7 +15,7 @@ from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.estimate import Quick, quick
+from recipe_lib.plan.search.estimate import Estimate, quick
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 
 # Dotted key -> value.
@@ -87,7 +87,7 @@ def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
-def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick | None:
+def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate | None:
     """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
     try:
         return quick(recipe_class, cfg, settings)

@@ -55,15 +55,15 @@ def test_bytes_are_the_difference_of_two_plans():
 def test_what_makes_it_fit_comes_first():
     """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
     from recipe_lib.plan.search.advice import Lever, Tried, advice_from
-    from recipe_lib.plan.search.estimate import Quick
+    from recipe_lib.plan.search.estimate import Estimate
 
     plan = hand_made()
     plan.device.usable = plan.heaviest.reserved_expandable - GIB
     plan.verdict = DOES_NOT_FIT
 
-    def run(gained: int) -> Quick:
+    def run(gained: int) -> Estimate:
         size = plan.heaviest.peak.active - gained
-        return Quick(size, size, size, 0, 1.0, 1, 0, 0, 0, "step", "", "")
+        return Estimate(size, size, size, 0, 1.0, 1, 0, 0, 0, "step", "", "")
 
     gains = {"little": GIB // 2, "enough": GIB, "most": 2 * GIB, "none": 0, "worse": -GIB}
     tried = [Tried(Lever({name: 1}), run(gained), plan.device.usable) for name, gained in gains.items()]

@@ -5,9 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.planted.ground import Setup
-from benchmarks.planted.running import Result
-from benchmarks.planted.tool import Tool
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool
 
 ROOT = Path(__file__).parent.parent.parent
 _CONFIG = """\

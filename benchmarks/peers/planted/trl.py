@@ -4,9 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-from benchmarks.planted.ground import Setup
-from benchmarks.planted.running import Result
-from benchmarks.planted.tool import Tool, json_script
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool, json_script
 
 _METRIC = re.compile(r"(\{'(?:loss|eval_loss|train_runtime)'.*\})")
 _SCRIPT = Path(__file__).parent / "scripts" / "trl_labels.py"

@@ -4,9 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks.planted.ground import Setup
-from benchmarks.planted.running import Result
-from benchmarks.planted.tool import Tool, json_script
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool, json_script
 
 _STEP = re.compile(r"step (\d+) \| loss train: (\S+?),")
 _SCRIPTS = Path(__file__).parent / "scripts"

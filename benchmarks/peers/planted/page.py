@@ -3,11 +3,11 @@
 from collections import Counter
 from typing import Any
 
-from benchmarks.planted.faults import FAULTS, SOUND
-from benchmarks.planted.states import CHANGES, SOUND_RESUME
-from benchmarks.planted.verdict import FOUND, GOOD, NAMED_TRACEBACK, NOT_APPLICABLE, OUTCOMES
+from benchmarks.peers.planted.faults import FAULTS, SOUND
+from benchmarks.peers.planted.states import CHANGES, SOUND_RESUME
+from benchmarks.peers.planted.verdict import FOUND, GOOD, NAMED_TRACEBACK, NOT_APPLICABLE, OUTCOMES
 
-COMMAND = "python -m benchmarks.planted_faults --model FOLDER --environments FOLDER"
+COMMAND = "python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER"
 _GROUP_OF_STATES = "saving, going on, packing"
 _WORDS = (
     "**rejected**: ended before the first step, without a traceback, in a line that names the fault. **stopped**: the "
@@ -17,7 +17,7 @@ _WORDS = (
     "unnamed** and **traceback**: ended, and nothing names it. **hangs**: killed after five minutes. **silent**: "
     "trained as if nothing were. **n/a**: the tool has no such thing; the reason stands below.",
     "",
-    "A line names a fault if it has the fault's words (`benchmarks/planted/words.py`), is not among the lines of the "
+    "A line names a fault if it has the fault's words (`benchmarks/peers/planted/words.py`), is not among the lines of the "
     "tool's sound runs, numbers apart, is no line of metrics, and is no echo of the config. Seconds run from the start "
     "of the command to the line; where there is none, to the end.",
 )

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planted.ground import Setup, rows_between
-from benchmarks.planted.running import Result
-from benchmarks.planted.tool import Tool, newest
-from benchmarks.planted.verdict import HANDLED, NOT_APPLICABLE, SILENT, Outcome, judge
-from benchmarks.planted.words import NOTHING, WORDS
+from benchmarks.peers.planted.ground import Setup, rows_between
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool, newest
+from benchmarks.peers.planted.verdict import HANDLED, NOT_APPLICABLE, SILENT, Outcome, judge
+from benchmarks.peers.planted.words import NOTHING, WORDS
 
 BEFORE, AFTER = 4, 8  # steps of the first run, and of both together
 CLOSE = 1e-3  # largest relative difference of two losses that are the same: tools log four digits

@@ -15,20 +15,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.errors import DONE, UserError
 from recipe_lib.logs import get_logger
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
-KEY = "parallel.strategy"
+STRATEGY_KEY = "parallel.strategy"
 SECONDS = 180
 ROOT = Path(__file__).parents[2]
 _IN_A_FILE = re.compile(r"^\s*strategy\s*:\s*[\"']?auto\b", re.MULTILINE)
 
 
-def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> list[str]:
+def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> list[str]:
     """The recipe's arguments, where these ask for `auto` with the strategy that is chosen; says which and why.
 
     flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen.
@@ -38,21 +38,23 @@ def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
     if not flags or ranks_of(flags) == 1 or not _asks(recipe, words):
         return list(words)
     if _speaks(flags):
-        get_logger().info(f"{KEY}=auto: planning fsdp and ddp for this machine; {KEY}=fsdp, or ddp, saves the time")
+        get_logger().info(
+            f"{STRATEGY_KEY}=auto: planning fsdp and ddp for this machine; {STRATEGY_KEY}=fsdp, or ddp, saves the time"
+        )
     chosen, line = _choose_apart(flags, recipe, words)
     if _speaks(flags):
         get_logger().info(line)
-    others = [word for word in words if word != f"~{KEY}" and word.partition("=")[0] != KEY]
-    return [*others, f"{KEY}={chosen}"]
+    others = [word for word in words if word != f"~{STRATEGY_KEY}" and word.partition("=")[0] != STRATEGY_KEY]
+    return [*others, f"{STRATEGY_KEY}={chosen}"]
 
 
-def _asks(recipe: Recipe, words: Sequence[str]) -> bool:
+def _asks(recipe: RecipeFile, words: Sequence[str]) -> bool:
     """Whether the config that the words make has `auto`; of a recipe that is not ours by what is written."""
     if recipe.shipped:
         from recipe_lib.config import parse_arguments
 
         return bool(parse_arguments(list(words), recipe.schema()).parallel.strategy == "auto")
-    own = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
+    own = [word.partition("=")[2] for word in words if word.startswith(f"{STRATEGY_KEY}=")]
     if own:
         return own[-1] == "auto"
     try:
@@ -70,12 +72,21 @@ def _speaks(flags: Sequence[str]) -> bool:
     return (value_of(flags, "--node-rank") or "0") == "0"
 
 
-def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> tuple[str, str]:
+def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> tuple[str, str]:
     """(strategy, the line that says so), from a process of its own."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with TemporaryDirectory(prefix="tune-strategy-") as folder:
         answer = Path(folder) / "choice.json"
-        command = [sys.executable, "-P", "-m", "recipe_lib.cli.strategy", str(answer), *flags, str(recipe.path), *words]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "recipe_lib.cli.choose_strategy",
+            str(answer),
+            *flags,
+            str(recipe.path),
+            *words,
+        ]
         try:
             subprocess.run(
                 command,
@@ -92,12 +103,12 @@ def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
             why = f"planning both took more than {SECONDS} s"
         except (OSError, ValueError, KeyError):
             why = "both could not be planned; `tune plan` with the same words says why"
-    return "fsdp", f"{KEY}=auto: fsdp; {why}"
+    return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {why}"
 
 
 def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str]:
     """(a plannable config with the strategy that `tune run` would choose for `auto`, the line that says so)."""
-    from recipe_lib.cli.run_plan import is_expandable
+    from recipe_lib.cli.plan_during_run import is_expandable
     from recipe_lib.plan.search.choose_strategy import choose
     from recipe_lib.plan.search.trials import changed
 
@@ -107,7 +118,8 @@ def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str
 
 def main(argv: list[str]) -> int:
     """The process that plans: `strategy.py ANSWER [torchrun flags] RECIPE [its arguments]`."""
-    from recipe_lib.cli import own_device, plan
+    from recipe_lib.cli import local_gpus as own_device
+    from recipe_lib.cli import plan
 
     gpus = own_device.own_gpus()  # asked before they are hidden
     os.environ[own_device.VISIBLE] = ""
@@ -120,13 +132,13 @@ def main(argv: list[str]) -> int:
 
 def _choose(arguments: Any) -> Any:
     from recipe_lib.cli.plan import rank_count, recipe_class, settings_for
-    from recipe_lib.cli.run_plan import is_expandable
+    from recipe_lib.cli.plan_during_run import is_expandable
     from recipe_lib.config import load_config
     from recipe_lib.config.plugins import load_plugin
 
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    recipe = Recipe.find(arguments.recipe)
+    recipe = RecipeFile.find(arguments.recipe)
     cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
     if rank_count(arguments.flags)[1] > 1:
         arguments.sequence = "max"  # which rows are at hand may differ between machines

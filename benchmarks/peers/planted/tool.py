@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planted.ground import Setup
-from benchmarks.planted.running import Result, run
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result, run
 
 # No network, one thread: what is compared is what is said, and runs of a small model are no faster on more.
 ENVIRONMENT = {

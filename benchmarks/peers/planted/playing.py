@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planted.faults import SOUND, Fault
-from benchmarks.planted.ground import Setup, make_setup
-from benchmarks.planted.running import Result
-from benchmarks.planted.states import (
+from benchmarks.peers.planted.faults import SOUND, Fault
+from benchmarks.peers.planted.ground import Setup, make_setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.states import (
     AFTER,
     SOUND_RESUME,
     Change,
@@ -18,9 +18,9 @@ from benchmarks.planted.states import (
     play,
     run_sound,
 )
-from benchmarks.planted.tool import Tool
-from benchmarks.planted.verdict import FOUND, HANDLED, NOT_APPLICABLE, SILENT, WARNED, Outcome, judge
-from benchmarks.planted.words import WORDS
+from benchmarks.peers.planted.tool import Tool
+from benchmarks.peers.planted.verdict import FOUND, HANDLED, NOT_APPLICABLE, SILENT, WARNED, Outcome, judge
+from benchmarks.peers.planted.words import WORDS
 
 _SMALL_DISK = "size=400k"  # room for a config and a log, not for a model of 1 MB
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.planted.running import Result
+from benchmarks.peers.planted.running import Result
 
 REJECTED = "rejected"  # ended before the first step, without a traceback, in a line that has the fault's words
 STOPPED = "stopped"  # the same after a step was done

@@ -1,7 +1,7 @@
 """Planted faults: what this tool and others make of some thirty mistakes, each in a run of seconds.
 
-    python -m benchmarks.planted_faults --model FOLDER --environments FOLDER --install trl
-    python -m benchmarks.planted_faults --model FOLDER --environments FOLDER --tools ours,trl
+    python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER --install trl
+    python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER --tools ours,trl
 
 --model is a small Llama as a Hugging Face folder, in fp32 (`stories260K` was used). Results are kept in --results, a
 tool at a time, and the page is written from all that is there. Runs of peers are their documented commands; nothing is
@@ -21,19 +21,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planted.faults import FAULTS, Fault
-from benchmarks.planted.ground import make_model
-from benchmarks.planted.litgpt import LitGpt
-from benchmarks.planted.llamafactory import LlamaFactory
-from benchmarks.planted.ours import Ours
-from benchmarks.planted.page import page
-from benchmarks.planted.playing import known_sound_runs, play_one
-from benchmarks.planted.states import CHANGES, Change, Unfit
-from benchmarks.planted.tool import Tool
-from benchmarks.planted.torchtune import Torchtune
-from benchmarks.planted.trl import Trl
+from benchmarks.peers.planted.faults import FAULTS, Fault
+from benchmarks.peers.planted.ground import make_model
+from benchmarks.peers.planted.litgpt import LitGpt
+from benchmarks.peers.planted.llamafactory import LlamaFactory
+from benchmarks.peers.planted.ours import Ours
+from benchmarks.peers.planted.page import page
+from benchmarks.peers.planted.playing import known_sound_runs, play_one
+from benchmarks.peers.planted.states import CHANGES, Change, Unfit
+from benchmarks.peers.planted.tool import Tool
+from benchmarks.peers.planted.torchtune import Torchtune
+from benchmarks.peers.planted.trl import Trl
 
-COMMAND = "python -m benchmarks.planted_faults --model FOLDER --environments FOLDER"
+COMMAND = "python -m benchmarks.peers.planted_faults --model FOLDER --environments FOLDER"
 TOOLS: tuple[type[Tool], ...] = (Ours, Trl, Torchtune, LitGpt, LlamaFactory)
 RESULTS = Path("docs/measurements/planted_faults.json")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.planted import tensors
-from benchmarks.planted.ground import Row, Setup, edit_json, rows_between, write_rows
+from benchmarks.peers.planted import tensors
+from benchmarks.peers.planted.ground import Row, Setup, edit_json, rows_between, write_rows
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ from benchmarks.peers.cases import (
     cases,
 )
 from benchmarks.peers.ground import make_adapter, make_model, make_rows, make_tokenizer
+from benchmarks.peers.planted.running import Result, run
+from benchmarks.peers.planted.tool import ENVIRONMENT, make_environment
 from benchmarks.peers.report import case_entry, earlier_cases, good_runs, judge, name_of, write_peers_report
-from benchmarks.planted.running import Result, run
-from benchmarks.planted.tool import ENVIRONMENT, make_environment
 from recipe_lib.errors import ConfigError, SetupError, exit_code_of
 from recipe_lib.models.spec import preset_config, spec_from_config
 

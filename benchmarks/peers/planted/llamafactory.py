@@ -4,10 +4,10 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.planted.ground import Setup
-from benchmarks.planted.running import Result
-from benchmarks.planted.tool import Tool
-from benchmarks.planted.trl import trainer_losses
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool
+from benchmarks.peers.planted.trl import trainer_losses
 
 
 class LlamaFactory(Tool):
