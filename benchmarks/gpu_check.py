@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         result = {"failed": "no time left"}
         if left > 5:
             result = run_apart(functools.partial(measure, case), min(case.seconds, left))
-        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarise(result)}", flush=True)
+        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarize(result)}", flush=True)
         report["cases"].append({"case": dataclasses.asdict(case), "result": result})
         if gpu and case.capped and "out_of_memory" in result:
             queue.append(dataclasses.replace(case, capped=False))
@@ -323,7 +323,7 @@ def measure_matmul() -> dict[str, Any]:
     return {"size": size, "flop_per_second": 2 * size**3 * repeats / max(min(seconds[1:]), 1e-9)}
 
 
-def summarise(result: dict[str, Any]) -> str:
+def summarize(result: dict[str, Any]) -> str:
     """A result in a few words."""
     if "failed" in result:
         return f"failed, {result['failed']}"

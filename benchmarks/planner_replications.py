@@ -170,7 +170,7 @@ def groups() -> Iterator[Group]:
     ]
     yield Group(
         "torchtune: Llama 3.2 3B, full, on one A100",
-        "README of torchtune, the table of optimisations: bf16, AdamW, 2 packed rows of 4096 tokens; every row keeps "
+        "README of torchtune, the table of optimizations: bf16, AdamW, 2 packed rows of 4096 tokens; every row keeps "
         "what the rows above it have switched on",
         "GiB",
         ladder,

@@ -1,4 +1,4 @@
-"""Preference optimisation: of two answers to a prompt the chosen one is made likelier, on one process or many.
+"""Preference optimization: of two answers to a prompt the chosen one is made likelier, on one process or many.
 
     tune run dpo_distributed --config llama3/8B_dpo                                        adapters on one GPU
     tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.trainable=all      every parameter on four

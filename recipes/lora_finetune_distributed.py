@@ -37,7 +37,7 @@ Config = LoraFinetuneConfig
 
 
 class LoraFinetune:
-    """Trains adapters; the weights beside them are frozen, and perhaps quantised."""
+    """Trains adapters; the weights beside them are frozen, and perhaps quantized."""
 
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
@@ -69,7 +69,7 @@ class LoraFinetune:
         self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def load_weights(self) -> None:
-        """Frozen weights: each rank reads, and quantises, its own part. Adapters: new ones, or those of a folder."""
+        """Frozen weights: each rank reads, and quantizes, its own part. Adapters: new ones, or those of a folder."""
         model, cfg = self.model, self.cfg
         seed = training.derive_seed(cfg.seed, "model")
         if self.source.folder:

@@ -29,7 +29,7 @@ from recipe_lib.ops.dtensor_shards import local_part, own_parts
 def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
     """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how many modules.
 
-    model: with adapters, materialised, plain or sharded. An adapter of a lower rank than the model's is filled up with
+    model: with adapters, materialized, plain or sharded. An adapter of a lower rank than the model's is filled up with
     zeros, and stays at its rank: where A and B are both zero, so are their gradients. One that is scaled by another
     number has the ratio put into B. some: a module that has no adapter in the folder (those of some layers) is left as
     `init_adapters` made it, which changes nothing; without it that is a fault. Extra parameters, which a recipe added,

@@ -26,7 +26,7 @@ from recipe_lib.adapters.peft_names import (
     is_target,
     tensor_name,
 )
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
@@ -170,7 +170,7 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
     """What PEFT looks for, and what merging has to know of the base."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
-    stored = stored_weights(model)  # what is quantised has types of its own
+    stored = stored_weights(model)  # what is quantized has types of its own
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()
@@ -241,11 +241,11 @@ def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def frozen_weight(module: nn.Module) -> torch.Tensor:
-    """The whole weight `[out, in]` of a linear, gathered and dequantised. Collective."""
-    if not isinstance(module, QuantisedLinear):
+    """The whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
+    if not isinstance(module, QuantizedLinear):
         return whole(module.get_parameter("weight").detach())
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype)
-    copy = QuantisedLinear(linear, module.kind)
+    copy = QuantizedLinear(linear, module.kind)
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":
             setattr(copy, name, nn.Parameter(whole(parameter.detach()), requires_grad=False))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.peft_names import TARGETS, target_of
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.ownership import FROZEN, Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, together
 from recipe_lib.errors import CheckpointError
@@ -69,7 +69,7 @@ def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[st
             [module.settings.rank, module.settings.scaling, module.settings.dora] for _, module in adapted[:1]
         ],
         "targets": sorted({target_of(name) or name.rpartition(".")[2] for name, _ in adapted}),
-        "kinds": sorted({module.kind for module in model.modules() if isinstance(module, QuantisedLinear)}),
+        "kinds": sorted({module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}),
     }
     parts = holders.gather(own, world)
     settings, targets, kinds = (

@@ -23,7 +23,7 @@ from recipe_lib.adapters.peft_names import (
     SECOND,
     target_of,
 )
-from recipe_lib.adapters.quantised import can_quantise, dequantised
+from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
@@ -164,9 +164,9 @@ def _reader(base: _Base, name: str) -> _Reader:
         return read
     shape = base.found[entry.file_name].entry.shape
     rows = entry.length or shape[0]
-    if not can_quantise(shape[1], rows, base.storage):
+    if not can_quantize(shape[1], rows, base.storage):
         return read
-    weight = dequantised(read(0, rows), base.storage)
+    weight = dequantized(read(0, rows), base.storage)
     return lambda start, stop: weight[start:stop]
 
 

@@ -287,7 +287,7 @@ def _manifest_of(path: Path) -> Manifest:
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup) -> dict[str, Any]:
     """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
 
-    The model must be materialised, and the optimizer built over its parameters. Works for any world size; random
+    The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
     number generators are restored when it is the one that saved. Raises CheckpointError if the state is that of
     another model, dtype or optimizer.
     """

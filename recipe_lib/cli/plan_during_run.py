@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
-WAIT_SECONDS = 300  # for the run to have tokenised its rows
+WAIT_SECONDS = 300  # for the run to have tokenized its rows
 ROOT = Path(__file__).parents[2]
 STEP_PHASES = ("first step", "step")  # the phases that a run measures
 MEMORY_KINDS = ("active", "allocated", "reserved")

@@ -34,7 +34,7 @@ SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit c
 3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a write, 7 a rank is
 gone, stopped or stands still."""
 
-# torchrun's flags, spelt with hyphens, so that most command lines are understood without importing torch.
+# torchrun's flags, spelled with hyphens, so that most command lines are understood without importing torch.
 WITH_VALUE = {
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts",
     "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee",
@@ -145,7 +145,7 @@ def _ask_torchrun(name: str) -> bool:
 
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
-    """The value of a torchrun flag (spelt with hyphens), the last one given; None if it is not there."""
+    """The value of a torchrun flag (spelled with hyphens), the last one given; None if it is not there."""
     found = None
     for position, word in enumerate(flags):
         name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Combinations of settings of adapters and of preference optimisation that are refused."""
+"""Combinations of settings of adapters and of preference optimization that are refused."""
 
 from recipe_lib.config.combination import Incompatible
 
@@ -21,7 +21,7 @@ ADAPTERS: tuple[Incompatible, ...] = (
         recipe=_LORA,
     ),
     Incompatible(
-        "quantised fp64",
+        "quantized fp64",
         lambda cfg: cfg.lora.quantize_base != "none" and cfg.dtype == "fp64",
         ("dtype", "lora.quantize_base"),
         "rounding the frozen weights would undo what fp64 is for",

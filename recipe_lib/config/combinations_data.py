@@ -17,7 +17,7 @@ def formats(cfg: Any) -> set[str]:
 
 
 def trains_on_pairs(cfg: Any) -> bool:
-    """It is the config of preference optimisation."""
+    """It is the config of preference optimization."""
     return getattr(cfg, "dpo", None) is not None
 
 

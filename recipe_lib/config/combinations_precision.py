@@ -64,7 +64,7 @@ PRECISION: tuple[Incompatible, ...] = (
         ("parallel.tensor=2", "matmul_dtype=int8"),
     ),
     Incompatible(
-        "low-precision matmuls of quantised weights",
+        "low-precision matmuls of quantized weights",
         lambda cfg: _has_matmuls(cfg) and cfg.lora.quantize_base != "none",
         ("lora.quantize_base", "matmul_dtype"),
         "weights of 4 or 8 bits are multiplied in dtype, since rounding them a second time would lose more",

@@ -11,7 +11,7 @@ class ModelConfig:
 
     path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
     preset: str | None = key(
-        None, "Architecture to initialise at random: a shipped name, or a config.json of yours.", path=True
+        None, "Architecture to initialize at random: a shipped name, or a config.json of yours.", path=True
     )
     implementation: str = key(
         "native",

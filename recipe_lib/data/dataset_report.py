@@ -101,7 +101,7 @@ class DataReport:
     def share_fault(self) -> str | None:
         """What is wrong with the share of trained tokens of one source; None: nothing.
 
-        Texts are learnt as a whole, and so is everything where `data.train_on` is all. A row's first token is never
+        Texts are learned as a whole, and so is everything where `data.train_on` is all. A row's first token is never
         trained, because nothing stands before it; it is a prompt only if it was meant to be one.
         """
         tokens, trained = self.tokens - self.text_tokens, self.trained_tokens - self.text_tokens

@@ -1,4 +1,4 @@
-"""Rows of a file to tokens and labels, a run of rows at a time: what a tokenising process does."""
+"""Rows of a file to tokens and labels, a run of rows at a time: what a tokenizing process does."""
 
 from array import array
 from collections.abc import Mapping, Sequence

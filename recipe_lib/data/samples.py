@@ -27,7 +27,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Document:
-    """Text that is learnt as a whole."""
+    """Text that is learned as a whole."""
 
     text: str
 

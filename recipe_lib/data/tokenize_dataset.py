@@ -1,4 +1,4 @@
-"""From a config to a dataset: tokenises its sources in parallel, or maps what the cache has of them."""
+"""From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of them."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def build_dataset(
     format: str | None = None,
     max_samples: int | None = None,
 ) -> Dataset:
-    """All rows of all sources, tokenised; out of the cache if they are there.
+    """All rows of all sources, tokenized; out of the cache if they are there.
 
     source, format: in place of those in `cfg` (for validation; then `max_samples` holds, not `cfg.max_samples`).
     Raises DataError: nothing there, a bad or too long row where those are errors, no row that trains anything, or a
@@ -67,7 +67,7 @@ def build_validation_dataset(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) 
 
 
 def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> None:
-    """Tokenises training and validation rows with `data.num_proc` processes, or finds them in the cache.
+    """Tokenizes training and validation rows with `data.num_proc` processes, or finds them in the cache.
 
     To be called before there is a process group or a device context: it forks, and nobody waits for it in a collective.
     On a machine with several ranks one of them does the work and the others map its files. What it has made is taken
@@ -164,13 +164,13 @@ class _Build:
         return self._decides() | {"max_sample_mib": self.cfg.max_sample_mib, "history": self.cfg.history}
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
-        """Tokenises everything. Raises DataError: of several faults the first in the order of the rows."""
+        """Tokenizes everything. Raises DataError: of several faults the first in the order of the rows."""
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
         rows = sum((task.stop or 0) - task.start for task in tasks)
         workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
-            WorkProgress("data: tokenising", rows, "rows") as progress,
+            WorkProgress("data: tokenizing", rows, "rows") as progress,
             closing(in_order(self._encode, tasks, workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):

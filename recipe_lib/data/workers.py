@@ -64,7 +64,7 @@ def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: 
             yield done.popleft().result()
     except BrokenProcessPool:
         raise SetupError(
-            f"data.num_proc: one of {workers} processes that tokenise was killed (out of memory?); lower data.num_proc"
+            f"data.num_proc: one of {workers} processes that tokenize was killed (out of memory?); lower data.num_proc"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -108,7 +108,7 @@ def _device_in_use() -> bool:
 class WorkProgress:
     """Shows how far work has come: a bar on a terminal, else a line now and then; only on rank 0, if it takes long.
 
-    with Progress("data: tokenising", total, "rows") as progress:
+    with Progress("data: tokenizing", total, "rows") as progress:
         progress.advance(100)
     """
 

@@ -118,10 +118,10 @@ class Fields:
 
 def read_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """See `recipe_lib.models.spec.spec_from_config`."""
-    refuse_quantised(config, where)
+    refuse_quantized(config, where)
     check_sizes(config, where)
     config = text_config(config)
-    refuse_quantised(config, where)
+    refuse_quantized(config, where)
     family = _family(config, where)
     fields = Fields(DEFAULTS[family] | dict(config), where)
     common = _common_shape(fields, family)
@@ -144,8 +144,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return outer | dict(config["text_config"]) | own
 
 
-def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError when the weights are stored in a quantised form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
+def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError when the weights are stored in a quantized form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
     for key in ("quantization_config", "compression_config", "quantization"):
         found = config.get(key)
         if not found:
@@ -154,7 +154,7 @@ def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
         if method is None:
             method = "MLX" if key == "quantization" else "unknown method"
         raise CheckpointError(
-            f"{where}: config.json: {key}: the weights are quantised ({method}); expected fp32, bf16 or fp16 weights; "
+            f"{where}: config.json: {key}: the weights are quantized ({method}); expected fp32, bf16 or fp16 weights; "
             "download the checkpoint that this one was made from"
         )
 

@@ -72,7 +72,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """The spec of a Hugging Face `config.json`.
 
     where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
-    quantised weights, and keys that are missing or make no sense.
+    quantized weights, and keys that are missing or make no sense.
     """
     from recipe_lib.models.families import read_spec  # here, because families.py takes the dataclasses from this file
 

@@ -29,7 +29,7 @@ _RMS = 0.2
 _IN_A_LAYER = re.compile(r"\.\d+\.")  # one of a list of modules
 
 
-def is_orthogonalised(parameter: Tensor, name: str) -> bool:
+def is_orthogonalized(parameter: Tensor, name: str) -> bool:
     """Whether Muon's rule is for a parameter: a matrix of a layer, an adapter's two among them.
 
     Not embedding and output head, nor their adapters, nor anything that is no matrix.
@@ -39,7 +39,7 @@ def is_orthogonalised(parameter: Tensor, name: str) -> bool:
 
 def states_of(parameter: Tensor, name: str) -> tuple[str, ...]:
     """The names of the states that are kept of a parameter."""
-    return ("momentum_buffer",) if is_orthogonalised(parameter, name) else ADAMW_STATES
+    return ("momentum_buffer",) if is_orthogonalized(parameter, name) else ADAMW_STATES
 
 
 class Muon(ChunkedOptimizer):
@@ -57,7 +57,7 @@ class Muon(ChunkedOptimizer):
 
     def is_elementwise(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter may be stepped by rows: not one that is made orthogonal, which takes it whole."""
-        return not is_orthogonalised(parameter, self.names.get(parameter, ""))
+        return not is_orthogonalized(parameter, self.names.get(parameter, ""))
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:

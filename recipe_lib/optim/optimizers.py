@@ -103,7 +103,7 @@ def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     """Puts the config's numbers in every group, over those that a saved state has brought back.
 
     The learning rate is set before every step. Of an optimizer that a plugin registered nothing is touched: what its
-    groups hold may be what it has learnt.
+    groups hold may be what it has learned.
     """
     shared = {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     numbers: dict[str, dict[str, Any]] = {

@@ -95,7 +95,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
-    """Gives a meta model uninitialised memory on `device`; with `memory.cpu_offload` its parameters on the host.
+    """Gives a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters on the host.
 
     Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them, those of modules that
     a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values would

@@ -1,6 +1,6 @@
 """Which sizes of a tensor-parallel group can share a model, told from its shape alone."""
 
-from recipe_lib.adapters.quantised import can_cut, can_quantise
+from recipe_lib.adapters.quantized import can_cut, can_quantize
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec
@@ -56,7 +56,7 @@ def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
 
 
 def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
-    """The linears of a layer whose quantised weight `size` ranks cannot cut."""
+    """The linears of a layer whose quantized weight `size` ranks cannot cut."""
     if quantize == "none" or size == 1:
         return []
     heads = spec.num_heads * spec.head_width
@@ -68,7 +68,7 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
         out_features = spec.width if matrix in ROW else outputs.get(matrix, spec.mlp_width)
         in_features = inputs.get(matrix, spec.width)
         parts = spec.num_kv_heads if _copied(spec, copies, size) and matrix in ("k_proj", "v_proj") else size
-        if can_quantise(in_features, out_features, quantize) and not can_cut(
+        if can_quantize(in_features, out_features, quantize) and not can_cut(
             in_features, out_features, quantize, parts, by_columns=matrix in ROW
         ):
             found.append(matrix)

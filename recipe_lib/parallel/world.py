@@ -21,7 +21,7 @@ from recipe_lib.ops.gathered import Group
 from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, outlast_heartbeat, start_heartbeat
 from recipe_lib.parallel.hang_detection.peers import PeerFailedError, node_name
 
-# Outermost first: neighbours share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
+# Outermost first: neighbors share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
 _STORE_SECONDS = 5
 _PRINTING_SECONDS = 0.5

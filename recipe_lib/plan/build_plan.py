@@ -110,7 +110,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
         pipeline=pipeline.plan if pipeline else None,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
-        not_modelled=_not_modelled(cfg, hardware, settings.ranks, found.trace),
+        not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
         estimate=estimate,
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
@@ -327,7 +327,7 @@ def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
     ]
 
 
-def _not_modelled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
+def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
     lines = ["memory of kernels compiled by torch.compile, and CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")

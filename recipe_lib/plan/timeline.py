@@ -24,7 +24,7 @@ class Point:
 def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
     """At most `most` points of the trace, and at which event each phase begins.
 
-    Where there are more events, neighbouring ones of a phase make a group that keeps its highest and its lowest
+    Where there are more events, neighboring ones of a phase make a group that keeps its highest and its lowest
     point, so that no phase loses its peak. A phase that comes again counts on.
     """
     events = sum(1 for kind, number in trace.events if kind in (ALLOC, FREE) and trace.storages[number].device)
@@ -127,7 +127,7 @@ def _phase_marks(begins: list[tuple[str, float]]) -> list[str]:
 
 
 def _keys(highest: Point, unit: Unit) -> str:
-    """Colour, name and bytes at the highest point of each kind."""
+    """Color, name and bytes at the highest point of each kind."""
     items = []
     for place, num_bytes in enumerate(highest.kinds):
         if num_bytes:

@@ -108,7 +108,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str | None:
-    """A token is spelt as a string, or as an object with `content`."""
+    """A token is spelled as a string, or as an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 

@@ -110,7 +110,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
 def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    stored = stored_weights(model)  # quantised: fewer, packed numbers stand for the weights
+    stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
     plain = (parameter for name, parameter in model.named_parameters() if name.rpartition("_")[0] not in stored)
     count = sum(parameter.numel() for parameter in plain)
     count += sum(weight.in_features * weight.out_features for weight in stored.values())

@@ -38,7 +38,7 @@ class TrainingData:
     """
 
     def __init__(self, cfg: FullFinetuneConfig, source: ModelSource, world: "World") -> None:
-        """Tokenises, or maps what is tokenised already. Raises DataError."""
+        """Tokenizes, or maps what is tokenized already. Raises DataError."""
         self._cfg, self._world = cfg, world
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
@@ -109,7 +109,7 @@ class TrainingData:
 
 
 def prepare(cfg: FullFinetuneConfig) -> None:
-    """Tokenises into the cache, in parallel: called before ranks wait for each other in a process group.
+    """Tokenizes into the cache, in parallel: called before ranks wait for each other in a process group.
 
     With several ranks, what is wrong with config, model or data is left to be found again and told once, when they
     agree on it.

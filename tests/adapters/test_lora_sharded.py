@@ -130,7 +130,7 @@ def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
 
 
 def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -> None:
-    """What preference optimisation does: the frozen model without gradients, then the adapted one with them."""
+    """What preference optimization does: the frozen model without gradients, then the adapted one with them."""
 
     def work() -> list[float]:
         found = []
@@ -180,7 +180,7 @@ def test_logits_can_be_trained_on_too() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_log_probabilities_of_tokens(tied: bool) -> None:
-    """Preference optimisation: an adapted head projects again in backward, with a weight that is gathered again."""
+    """Preference optimization: an adapted head projects again in backward, with a weight that is gathered again."""
     _, labels = small_batch()
     setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"))
 
@@ -201,8 +201,8 @@ def test_log_probabilities_of_tokens(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_dora_beside_quantised_weights(quantize: str) -> None:
-    """Lengths begin as those of the weights that are in use, the quantised ones; and two ranks equal one."""
+def test_dora_beside_quantized_weights(quantize: str) -> None:
+    """Lengths begin as those of the weights that are in use, the quantized ones; and two ranks equal one."""
     lora = LoraConfig(rank=3, alpha=5, target_modules=["q", "down"], dora=True, quantize_base=quantize)
     setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
 

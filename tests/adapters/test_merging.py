@@ -56,7 +56,7 @@ def test_merging_is_exact_in_fp64(variant: str, realdata: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_a_quantised_base_is_merged_as_it_was_trained(kind: str, family: str, tmp_path: Path) -> None:
+def test_a_quantized_base_is_merged_as_it_was_trained(kind: str, family: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "base", family)
     cfg = config(quantize_base=kind, target_modules=["q", "v", "down"])
     model = trained(folder, cfg, tmp_path / "adapter")

@@ -22,7 +22,7 @@ from tests.checkpoint.staged import CONFIG, WORLDS, build, held, optimizer_of, s
 from tests.checkpoint.tiny import tree
 from tests.distributed.ranks import run_ranks
 
-QUANTISED = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}  # nf4 takes blocks of 64
+QUANTIZED = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}  # nf4 takes blocks of 64
 TARGETS = ["q", "up", "embedding", "head"]
 CASES: dict[str, tuple[dict[str, Any], LoraConfig | None]] = {
     "untied": (CONFIG, None),
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], LoraConfig | None]] = {
     "adapters": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS, dora=True)),
     "tied adapters": (CONFIG | {"tie_word_embeddings": True}, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS)),
     "ends": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=["embedding", "head"])),  # some ranks train nothing
-    "quantised": (QUANTISED, LoraConfig(rank=2, alpha=4.0, target_modules=["q", "up"], quantize_base="nf4")),
+    "quantized": (QUANTIZED, LoraConfig(rank=2, alpha=4.0, target_modules=["q", "up"], quantize_base="nf4")),
 }
 # Which of WORLDS a case has; all of them where it is not named.
 USED = {
@@ -38,7 +38,7 @@ USED = {
     "adapters": ["one", "stages", "shards", "four stages"],
     "tied adapters": ["one", "stages", "stages of tensors"],
     "ends": ["one", "four stages"],
-    "quantised": ["one", "stages", "shards"],
+    "quantized": ["one", "stages", "shards"],
 }
 # Who goes on from whose state.
 CROSSINGS = [

@@ -1,4 +1,4 @@
-"""Tokenising in several processes gives what one process gives, faults included."""
+"""Tokenizing in several processes gives what one process gives, faults included."""
 
 import multiprocessing
 import os
@@ -110,7 +110,7 @@ def test_a_killed_worker_is_one_line(chatml, rows_file):
 
     source = rows_file(*({"prompt": "the cat", "completion": " sat"} for _ in range(9)))
     with pytest.raises(
-        SetupError, match=r"^data.num_proc: one of 2 processes that tokenise was killed \(out of memory\?"
+        SetupError, match=r"^data.num_proc: one of 2 processes that tokenize was killed \(out of memory\?"
     ):
         build(chatml, source, 2, format="deadly")
 
@@ -192,26 +192,26 @@ def test_no_fork_once_there_is_a_process_group():
 def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, said):
     clock = iter(np.array([0.0, 1.0, 16.0, 17.0, 40.0]))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with WorkProgress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "rows") as progress:
         for _ in range(4):
             progress.advance(16)
     assert said == [
-        "data: tokenising: 32 of 100 rows, 2 rows/s",
-        "data: tokenising: 64 of 100 rows, 2 rows/s",
+        "data: tokenizing: 32 of 100 rows, 2 rows/s",
+        "data: tokenizing: 64 of 100 rows, 2 rows/s",
     ]
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr("recipe_lib.data.workers.BAR_SECONDS", 0.0)
-    with WorkProgress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "rows") as progress:
         progress.advance(16)
-    assert "data: tokenising" in capsys.readouterr().err
+    assert "data: tokenizing" in capsys.readouterr().err
 
 
 def test_other_ranks_show_no_progress(monkeypatch, said):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("recipe_lib.data.workers.LINE_SECONDS", 0.0)
-    with WorkProgress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "rows") as progress:
         progress.advance(16)
     assert not said

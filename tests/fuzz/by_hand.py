@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from torch.func import functional_call
 
-from recipe_lib.adapters.quantised import dequantised
+from recipe_lib.adapters.quantized import dequantized
 from tests.recipes.watched import rate_of
 from tests.training.formulas import Formula, clipped
 
@@ -63,7 +63,7 @@ class ByHand:
         if self.cfg.lora.quantize_base != "none":
             for name, value in self.frozen.items():
                 if ".layers." in name and value.dim() == 2:
-                    self.frozen[name] = dequantised(value, self.cfg.lora.quantize_base)
+                    self.frozen[name] = dequantized(value, self.cfg.lora.quantize_base)
 
     def _effective(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights that the model computes with."""

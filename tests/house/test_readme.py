@@ -230,7 +230,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "For Llama 3 8B with rank 16": adapters_of_8b,
     "On several cards, configs whose model fits one of 24 GB": "tests/models/test_planned_peaks.py::"
     "test_adapters_have_whole_models_where_they_fit",
-    "no rank ever holds the model in 16 bits": "tests/adapters/test_quantised_sharded.py::"
+    "no rank ever holds the model in 16 bits": "tests/adapters/test_quantized_sharded.py::"
     "test_loading_reads_a_ranks_blocks_in_pieces",
     "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
     "no row has been measured on a GPU": nothing_ran_on_a_gpu,

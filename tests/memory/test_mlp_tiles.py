@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_whole_mlps(changes: dict[str, Any]) -> None:
     wanted = backward(decoder(1, **changes))
     for mode in ("none", "selective", "full"):
         model = decoder(CHUNKS, mode, **changes)
-        assert ("nf4" in str(changes)) == isinstance(model.model.layers[0].mlp.up_proj, QuantisedLinear)
+        assert ("nf4" in str(changes)) == isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
         assert_close(backward(model), wanted)
 
 

@@ -287,9 +287,9 @@ def test_a_save_holds_one_whole_parameter_at_a_time(found: dict[str, Found], nam
 
 @pytest.mark.parametrize(("name", "ranks"), [("nf4", 4), ("nf4, one", 1)])
 def test_a_base_in_four_bits_has_codes_scales_and_factors(found: dict[str, Found], name: str, ranks: int) -> None:
-    quantised = LAYERS * sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS)
+    quantized = LAYERS * sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS)
     plain = [(VOCABULARY, WIDTH)] * 2 + NORMS * LAYERS + LAST_NORM + ADAPTERS * LAYERS
-    assert found[name].most["parameters"] == quantised + part(plain, ranks) * BF16
+    assert found[name].most["parameters"] == quantized + part(plain, ranks) * BF16
     assert found[name].most["gradients"] == part(ADAPTERS * LAYERS, ranks) * BF16
     if ranks > 1:
         layer = sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS) * ranks

@@ -39,7 +39,7 @@ class Kind:
         return self.name
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         return any(override.startswith("lora.quantize_base=") for override in self.overrides)
 
 
@@ -64,7 +64,7 @@ KINDS = [
 class Lever:
     """Levers that change how numbers are computed. basis: overrides of the run of one rank that has the same numbers.
     tolerance: relative, of losses, where it is wider than the kind's. plain_base: words of the line that it is refused
-    with for a base that is quantised; none: it goes with every kind.
+    with for a base that is quantized; none: it goes with every kind.
     """
 
     overrides: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Lever:
 
     def refuses(self, kind: Kind) -> str:
         """Words of the line that a kind is refused with, if it is."""
-        return self.plain_base if kind.is_quantised else ""
+        return self.plain_base if kind.is_quantized else ""
 
 
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading is refused

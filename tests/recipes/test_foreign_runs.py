@@ -129,7 +129,7 @@ def test_peft_opens_the_adapter(runs: tuple[Path, Any], kind: str, ranks: int):
     assert len(names) == {"gpt2": 4, "qwen3": 14, "phi3": 8, "mixtral": 8}[kind]
 
 
-def test_an_adapter_goes_on_beside_quantised_weights(runs: tuple[Path, Any], tmp_path: Path):
+def test_an_adapter_goes_on_beside_quantized_weights(runs: tuple[Path, Any], tmp_path: Path):
     """QLoRA and a folder's adapter: the run begins with what the adapter changes."""
     folder, _ = runs
     words = ["model.implementation=transformers", "~model.preset", f"model.path={folder}/qwen3-1/model", "dtype=fp32",

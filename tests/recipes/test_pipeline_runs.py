@@ -69,7 +69,7 @@ class Runs:
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         return done(run_here(argv, recipe=LORA))
 
-    def quantised(self, name: str, *overrides: str) -> Any:
+    def quantized(self, name: str, *overrides: str) -> Any:
         model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize_base=nf4")
         return self.adapters(name, *model, f"tokenizer.path={self.realdata / 'stories260K-hf'}", *overrides)
 
@@ -85,7 +85,7 @@ class Runs:
 def alone(runs: Runs) -> torch.Tensor:
     runs.packed("packed 1")
     runs.adapters("lora 1")
-    runs.quantised("nf4 1")
+    runs.quantized("nf4 1")
     runs.preference("preference 1")
     runs.preference("preference full 1", "dpo.trainable=all")
     model = runs.full("full 1", 1).recipe.model
@@ -98,7 +98,7 @@ def pipeline_of_two(runs: Runs) -> None:
     runs.full("full 2", 1, PIPELINE, ZBV)
     runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
     runs.adapters("lora 2", PIPELINE, ZERO_BUBBLE)
-    runs.quantised("nf4 2", PIPELINE, ZBV)
+    runs.quantized("nf4 2", PIPELINE, ZBV)
     runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
     runs.preference("preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2")
 

@@ -42,7 +42,7 @@ def test_rows_may_differ_between_groups_and_not_within_one() -> None:
         cases = [[first, first, second, second], [first, first, second, other_label]]
         cases += [[first, longer, second, second], [starts, first, first, first]]
         found = [check(case, tensor=2) for case in cases]
-        # The ranks of a pipeline are not neighbours.
+        # The ranks of a pipeline are not neighbors.
         found += [check([first, second, first, second], pipeline=2), check([first, second] * 2, pipeline=2, tensor=2)]
         return [*found, check([first, second, first, other_label], pipeline=2)]
 

@@ -19,7 +19,7 @@ from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-_QUANTISED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
+_QUANTIZED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
 _BLOCKS = {8: 256, 4: 128}  # numbers of a state of so many bits that share a scale in fp32, in long rows
 # Of a token's pass through a layer's matrices: how much of it is done again in backward.
 _AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
@@ -110,7 +110,7 @@ def _read(cfg: Any) -> _Run:
     trained = lora is None or (dpo is not None and dpo.trainable == "all")
     memory, optimizer = getattr(cfg, "memory", None), getattr(cfg, "optimizer", None)
     width = BYTES.get(getattr(cfg, "dtype", "bf16"), 2)
-    quantised = None if trained or lora is None else _QUANTISED.get(lora.quantize_base)
+    quantized = None if trained or lora is None else _QUANTIZED.get(lora.quantize_base)
     length = getattr(cfg, "max_seq_len", 0)
     rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
     on_host = memory is not None and memory.optimizer_offload
@@ -120,7 +120,7 @@ def _read(cfg: Any) -> _Run:
         again="none" if memory is None else memory.activation_checkpointing,
         width=width,
         trained=trained,
-        layer_width=width if quantised is None else quantised,
+        layer_width=width if quantized is None else quantized,
         adapters=0 if trained or lora is None else lora.rank,
         copies=2 if dpo is not None and dpo.trainable == "all" and _has_reference(dpo) else 1,
         states=0 if on_host else state_bytes(optimizer, width, in_layer=True),

@@ -22,7 +22,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, MAKING_STATES, STEADY
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
 
-# Fewest layers of the short simulation: a first, a last, and one between them that has neighbours on both sides.
+# Fewest layers of the short simulation: a first, a last, and one between them that has neighbors on both sides.
 MIN_LAYERS = 3
 Number = TypeVar("Number", int, float)
 

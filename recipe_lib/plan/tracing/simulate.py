@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from recipe_lib.adapters import nf4, quantised
+from recipe_lib.adapters import nf4, quantized
 from recipe_lib.checkpoint.weights_out import refused_extra, whole
 from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -103,7 +103,7 @@ def simulate(
                 _quiet_collector(),
                 tracer.running(),
                 following_actions(tracer.trace),
-                tracer.remembering(quantised, "_dequantise"),
+                tracer.remembering(quantized, "_dequantize"),
                 tracer.remembering(cross_entropy, "_sum_over_chunks"),
                 _scales_without_values(),
             ):
@@ -289,8 +289,8 @@ def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
 
 @contextmanager
 def _scales_without_values() -> Iterator[None]:
-    """Quantising to NF4 looks at numbers in two places; in a simulation they have none, and torchao takes seconds."""
-    borders, scales = nf4._borders, nf4.quantise_scales
+    """Quantizing to NF4 looks at numbers in two places; in a simulation they have none, and torchao takes seconds."""
+    borders, scales = nf4._borders, nf4.quantize_scales
 
     def sizes_of_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         factors = largest.new_empty(nf4.factors_of(len(largest)), dtype=torch.float32)
@@ -298,11 +298,11 @@ def _scales_without_values() -> Iterator[None]:
 
     module = cast(Any, nf4)
     module._borders = lambda dtype: torch.empty(len(nf4.LEVELS) - 1, dtype=dtype)
-    module.quantise_scales = sizes_of_scales
+    module.quantize_scales = sizes_of_scales
     try:
         yield
     finally:
-        module._borders, module.quantise_scales = borders, scales
+        module._borders, module.quantize_scales = borders, scales
 
 
 @contextmanager

@@ -140,8 +140,8 @@ def test_frozen_weights_weigh_less():
     lora = config(balance="memory", recipe=LoraFinetuneConfig)
     plain = memory_of(LLAMA, lora)(1, {1: 1})
     lora.lora.quantize_base = "nf4"
-    quantised = memory_of(LLAMA, lora)(1, {1: 1})
-    assert full > 3 * plain > 3 * 2 * quantised
+    quantized = memory_of(LLAMA, lora)(1, {1: 1})
+    assert full > 3 * plain > 3 * 2 * quantized
     dpo = config(balance="memory", recipe=DpoFinetuneConfig)
     dpo.dpo.trainable = "all"  # and a frozen copy
     assert memory_of(LLAMA, dpo)(1, {1: 1}) > 1.2 * full

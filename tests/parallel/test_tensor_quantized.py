@@ -1,4 +1,4 @@
-"""Quantised weights that a tensor-parallel group shares: a rank's part has the bits of the whole weight's, losses and
+"""Quantized weights that a tensor-parallel group shares: a rank's part has the bits of the whole weight's, losses and
 gradients are those of one process, and what a rank keeps is its share."""
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
-from recipe_lib.adapters.quantised import QuantisedLinear, dequantised
+from recipe_lib.adapters.quantized import QuantizedLinear, dequantized
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
@@ -60,8 +60,8 @@ def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bo
     return model
 
 
-def quantised(model: nn.Module) -> dict[str, QuantisedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def backward(model: Any, tokens: Tensor) -> Tensor:
@@ -89,20 +89,20 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
             found = whole(parameter.grad) / world.data_ranks
             if not torch.allclose(found, wanted[name].grad, rtol=1e-3, atol=1e-6):
                 faults.append(f"gradient of {name}")
-        stored = sum(local_part(module.weight_codes)[0].numel() for module in quantised(model).values())
-        bytes_of_all = sum(module.weight_codes.numel() for module in quantised(plain).values())
+        stored = sum(local_part(module.weight_codes)[0].numel() for module in quantized(model).values())
+        bytes_of_all = sum(module.weight_codes.numel() for module in quantized(plain).values())
         if stored != bytes_of_all // world.size and not parallel.tensor_replicate_kv_heads:
             faults.append(f"{stored} bytes of codes, of {bytes_of_all}")
-        faults += parts_that_differ(quantised(plain), model)
+        faults += parts_that_differ(quantized(plain), model)
     return faults
 
 
-def parts_that_differ(plain: dict[str, QuantisedLinear], model: nn.Module) -> list[str]:
+def parts_that_differ(plain: dict[str, QuantizedLinear], model: nn.Module) -> list[str]:
     faults = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    for name, module in quantised(model).items():
+    for name, module in quantized(model).items():
         expected = plain[name].full_weight()[slice(*module.rows), slice(*module.columns)]
         if not torch.equal(module.product(torch.eye(expected.shape[1])).t(), expected):
             faults.append(f"part of {name}")
@@ -113,7 +113,7 @@ def parts_that_differ(plain: dict[str, QuantisedLinear], model: nn.Module) -> li
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_parts_losses_and_gradients_are_those_of_one_process(kind: str) -> None:
-    dequantised(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
+    dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
     for ranks, cases in ((2, CASES[:1]), (4, CASES[1:])):
 
         def compare(cases: list[dict[str, Any]] = cases) -> list[str]:
@@ -123,7 +123,7 @@ def test_parts_losses_and_gradients_are_those_of_one_process(kind: str) -> None:
 
 
 def test_compiled_layers_have_the_same_parts() -> None:
-    dequantised(torch.zeros(64, 64), "nf4")
+    dequantized(torch.zeros(64, 64), "nf4")
     import_compiler()
     assert run_ranks(lambda: differences("nf4", CASES[0], compiled=True), 2) == [[], []]
 

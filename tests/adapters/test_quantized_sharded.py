@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
-from recipe_lib.adapters.quantised import QuantisedLinear, dequantised
+from recipe_lib.adapters.quantized import QuantizedLinear, dequantized
 from recipe_lib.checkpoint import weights_in
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
@@ -120,7 +120,7 @@ def plain(cfg: LoraFinetuneConfig) -> tuple[str, bool]:
 def lost(realdata: Path) -> tuple[dict[tuple[str, bool], list[float]], list[dict[str, list[float]]]]:
     """Losses of one rank by what they depend on, and of each of two ranks by setting."""
     folder, text = realdata / "stories260K-hf", rows_of_text(realdata)
-    dequantised(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
+    dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
     import_compiler()
     kinds = dict.fromkeys(map(plain, SETTINGS.values()))
     alone = run_ranks(lambda: [losses(folder, config(kind, dora=dora), text) for kind, dora in kinds], 1)[0]
@@ -136,7 +136,7 @@ def test_two_ranks_lose_what_one_does(lost: Any, name: str) -> None:
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=0, atol=1e-5)
 
 
-def bits_of(module: QuantisedLinear) -> list[Tensor]:
+def bits_of(module: QuantizedLinear) -> list[Tensor]:
     return [parameter.detach().view(torch.uint8).clone() for parameter in module.parameters()]
 
 
@@ -148,7 +148,7 @@ def test_any_number_of_ranks_makes_the_same_bits(kind: str, shape: tuple[int, in
 
     def fill(dims: tuple[int, ...]) -> list[Tensor]:
         linear = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=torch.bfloat16)
-        module = QuantisedLinear(linear, kind)
+        module = QuantizedLinear(linear, kind)
         if dims:
             names = ("copies", "shards")[-len(dims) :]
             fully_shard(module, mesh=init_device_mesh("cpu", dims, mesh_dim_names=names))
@@ -227,7 +227,7 @@ def test_loading_reads_a_ranks_blocks_in_pieces(wide: Path, quantize: str) -> No
     model_elements = 4 * 192 * 192 + 3 * 192 * 2000
 
     def load(count: bool) -> tuple[int, int, int, str]:
-        import recipe_lib.adapters.quantised as module
+        import recipe_lib.adapters.quantized as module
 
         reads: list[int] = []
         if count:

@@ -25,10 +25,10 @@ from recipe_lib.ops.dtensor_shards import gathered, local_part
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point
-_PIECE_ELEMENTS = 2**23  # elements quantised, or of int8 dequantised, at a time
+_PIECE_ELEMENTS = 2**23  # elements quantized, or of int8 dequantized, at a time
 
 
-def can_quantise(in_features: int, out_features: int, kind: str) -> bool:
+def can_quantize(in_features: int, out_features: int, kind: str) -> bool:
     """Whether a weight `[out, in]` can be kept so: NF4 needs a whole number of blocks of 64."""
     return kind != "nf4" or nf4.blocks_of(in_features * out_features) is not None
 
@@ -39,7 +39,7 @@ def can_cut(in_features: int, out_features: int, kind: str, parts: int, *, by_co
     return cut % parts == 0 and (kind != "nf4" or cut // parts * other % nf4.BLOCK == 0)
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear with a frozen weight of 4 or 8 bits; arithmetic is done in `dtype`, on the weight made whole in passing.
 
     For backward nothing is kept but the codes; backward makes the weight a second time.
@@ -50,10 +50,10 @@ class QuantisedLinear(nn.Module):
     def __init__(self, base: nn.Linear, kind: str) -> None:
         """base: the linear that it replaces, still on the meta device; its bias is taken over. kind: of KINDS.
 
-        Raises ValueError for a weight that `can_quantise` refuses, or in fp64.
+        Raises ValueError for a weight that `can_quantize` refuses, or in fp64.
         """
         nn.Module.__init__(self)
-        possible = kind in KINDS and can_quantise(base.in_features, base.out_features, kind)
+        possible = kind in KINDS and can_quantize(base.in_features, base.out_features, kind)
         if not possible or base.weight.dtype not in nf4.DTYPES:
             shape = f"{base.out_features} x {base.in_features}"
             raise ValueError(f"a weight of {shape} numbers of type {base.weight.dtype} cannot be kept as {kind}")
@@ -125,7 +125,7 @@ class QuantisedLinear(nn.Module):
         return [begin, (last - first) // nf4.BLOCK, self.in_features // nf4.BLOCK, blocks]
 
     def full_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dequantised weight `[out, in]` of `dtype` (None: the one it was quantised from).
+        """The dequantized weight `[out, in]` of `dtype` (None: the one it was quantized from).
 
         The module is gathered, if it is sharded at all.
         """
@@ -135,12 +135,12 @@ class QuantisedLinear(nn.Module):
     def weight_rows(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows `start` to `stop` (exclusive) of `full_weight`, without the others `[stop - start, in]`."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)
-        rows = _dequantise(*storage, self.in_features, self.dtype, (), start, stop)
+        rows = _dequantize(*storage, self.in_features, self.dtype, (), start, stop)
         return rows if dtype is None else rows.to(dtype)
 
     @torch.no_grad()
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
-        """Quantises a weight while it is read; each rank its own blocks or rows of it, some at a time.
+        """Quantizes a weight while it is read; each rank its own blocks or rows of it, some at a time.
 
         read_rows: `(start, stop, columns)` to those rows and columns of the weight, of any type, on any device. The
         largest magnitude of every block, or of a row that is cut, is found over the ranks that share the weight (all
@@ -157,11 +157,11 @@ class QuantisedLinear(nn.Module):
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
         for start, stop in _pieces(len(codes), 2 * codes.shape[1:].numel()):
             blocks = self._read_blocks(read_rows, begin + start, begin + stop).to(device, self.dtype)
-            quantised, found = nf4.quantise_blocks(blocks.view(-1, nf4.BLOCK))
-            codes[start:stop].copy_(quantised.view(_BITS).view(codes[start:stop].shape))
+            quantized, found = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
+            codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
             largest[start:stop] = found.view(largest[start:stop].shape)
         every = gathered(largest, self.weight_codes, self.weight_codes.shape[:-1])
-        scales, factors = nf4.quantise_scales(every.flatten())
+        scales, factors = nf4.quantize_scales(every.flatten())
         if self.weight_scales is not None:
             _keep_part(self.weight_scales, scales.view(_BITS))
         _keep_part(self.weight_factors, factors)
@@ -185,7 +185,7 @@ class QuantisedLinear(nn.Module):
         def read(start: int, stop: int) -> Tensor:
             return read_rows(begin + start, begin + stop, slice(*self.columns)).to(device, self.dtype).float()
 
-        def quantise(start: int, stop: int, values: Tensor) -> None:
+        def quantize(start: int, stop: int, values: Tensor) -> None:
             factor = largest[start:stop] / 127
             steps = values / factor.masked_fill(factor == 0, 1).unsqueeze(1)
             codes[start:stop].copy_(steps.round_().clamp_(-127, 127).to(torch.int8).view(_BITS))
@@ -196,11 +196,11 @@ class QuantisedLinear(nn.Module):
             values = read(start, stop)
             largest[start:stop] = values.abs().amax(dim=1)
             if not cut:
-                quantise(start, stop, values)
+                quantize(start, stop, values)
         if cut:
             _largest_of_all(largest, self.weight_codes)
             for start, stop in pieces:
-                quantise(start, stop, read(start, stop))
+                quantize(start, stop, read(start, stop))
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
@@ -209,13 +209,13 @@ class QuantisedLinear(nn.Module):
 
 
 @torch.no_grad()
-def dequantised(weight: Tensor, kind: str) -> Tensor:
+def dequantized(weight: Tensor, kind: str) -> Tensor:
     """What `kind` makes of a whole weight `[out, in]`: the numbers that a model with such a base is trained with.
 
     The weight is of the type that the run had (config key `dtype`), and so is what is returned.
     """
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
-    module = QuantisedLinear(linear, kind).to_empty(device=weight.device)
+    module = QuantizedLinear(linear, kind).to_empty(device=weight.device)
     module.fill_weight(lambda start, stop, columns: weight[start:stop, columns])
     return module.full_weight()
 
@@ -231,7 +231,7 @@ def _pieces(count: int, width: int) -> list[tuple[int, int]]:
 
 
 def _working_device(parameter: Tensor) -> torch.device:
-    """Where to quantise: on the accelerator, also when the parameters are kept in host memory."""
+    """Where to quantize: on the accelerator, also when the parameters are kept in host memory."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
@@ -253,7 +253,7 @@ def _keep_part(parameter: Tensor, whole: Tensor) -> None:
     local.copy_(whole.view(parameter.shape)[part])
 
 
-def _dequantise(
+def _dequantize(
     codes: Tensor,
     scales: Tensor | None,
     factors: Tensor,
@@ -265,16 +265,16 @@ def _dequantise(
 ) -> Tensor:
     """Rows `start` to `stop` of the weight, or part of it, `[stop - start, columns]`; by default all of them."""
     if scales is None:
-        return _dequantise_int8(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
+        return _dequantize_int8(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
     first = start * columns
     last = len(codes) * nf4.BLOCK if stop is None else stop * columns
     begin, end = first // nf4.BLOCK, -(-last // nf4.BLOCK)
     bits = (codes.view(torch.uint8), scales.view(torch.int8))
-    numbers = nf4.dequantise(*bits, factors, dtype, begin, end, place).flatten()
+    numbers = nf4.dequantize(*bits, factors, dtype, begin, end, place).flatten()
     return numbers[first - begin * nf4.BLOCK : last - begin * nf4.BLOCK].view(-1, columns)
 
 
-def _dequantise_int8(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantize_int8(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for start, stop in _pieces(len(codes), codes.shape[1]):
         rows[start:stop].copy_(codes[start:stop].float().mul_(factors[start:stop].unsqueeze(1)))
@@ -298,13 +298,13 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales, factors)
         ctx.columns, ctx.dtype, ctx.place = columns, dtype, place
-        return F.linear(hidden, _dequantise(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
+        return F.linear(hidden, _dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         codes, scales, factors = ctx.saved_tensors
-        weight = _dequantise(codes, scales, factors, ctx.columns, ctx.dtype, ctx.place)
+        weight = _dequantize(codes, scales, factors, ctx.columns, ctx.dtype, ctx.place)
         return (gradient @ weight.to(gradient.dtype), *(None,) * 7)
 
 
@@ -312,7 +312,7 @@ class _Product(torch.autograd.Function):
 # backward make the same weight, and keep it in between.
 
 
-@torch.library.custom_op("tune_recipes::quantised_linear", mutates_args=())
+@torch.library.custom_op("tune_recipes::quantized_linear", mutates_args=())
 def _compiled(
     hidden: Tensor,
     codes: Tensor,
@@ -323,7 +323,7 @@ def _compiled(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    return F.linear(hidden, _dequantise(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
+    return F.linear(hidden, _dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
 
 @_compiled.register_fake
@@ -341,7 +341,7 @@ def _(
     return hidden.new_empty((*hidden.shape[:-1], rows))
 
 
-@torch.library.custom_op("tune_recipes::quantised_linear_backward", mutates_args=())
+@torch.library.custom_op("tune_recipes::quantized_linear_backward", mutates_args=())
 def _compiled_backward(
     gradient: Tensor,
     codes: Tensor,
@@ -351,7 +351,7 @@ def _compiled_backward(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    return gradient @ _dequantise(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
+    return gradient @ _dequantize(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
 
 
 @_compiled_backward.register_fake

@@ -1,6 +1,6 @@
-"""Makes the bad bases for adapters under tests/bad_inputs/quantised, each with its command; run it from the root.
+"""Makes the bad bases for adapters under tests/bad_inputs/quantized, each with its command; run it from the root.
 
-    python -m tests.bad_inputs.make_quantised
+    python -m tests.bad_inputs.make_quantized
 
 The expected lines beside them are written by hand.
 """
@@ -14,7 +14,7 @@ import torch
 
 from tests.bad_inputs.make_models import tensors, write
 
-ROOT = Path(__file__).parent / "quantised"
+ROOT = Path(__file__).parent / "quantized"
 COMMAND = (
     "tune run lora_finetune_distributed --config demo/lora lora.quantize_base=nf4 model.path={case}/model "
     "tokenizer.path=examples/demo/tokenizer output_dir={tmp}/out\n"
