@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from recipe_lib.cli.choose_strategy import decided
-from recipe_lib.cli.plan_request import recipe_class
+from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan

@@ -7,10 +7,10 @@
 data.format=preference: rows of a prompt, a chosen and a rejected answer. A pair counts as one row of batch_size and
 takes two rows of memory; both answers go through the model at once, with data.packing=true several pairs in a row.
 
-The losses sigmoid, cdpo and ipo hold the model to a reference: with dpo.trainable=adapters the model without its adapters,
+The losses sigmoid and ipo hold the model to a reference: with dpo.trainable=adapters the model without its adapters,
 which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which costs its
-parameters once more. dpo.loss=simpo and dpo.reference_free=true go without. A run that starts from lora.adapter_path is held
-to the base without it: merge it first (tune export --merge) to be held to both. The other levers:
+parameters once more. dpo.loss=simpo and dpo.reference_free=true go without. A run that starts from lora.adapter_path is
+held to the base without it: merge it first (tune export --merge) to be held to both. The other levers:
 
     memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward

@@ -4,8 +4,8 @@
     tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_qlora         two GPUs, base in 4 bits
     tune run lora_finetune_distributed --config llama3/8B_lora lora.dora=true lora.rank=8  DoRA
 
-A rank holds its share of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16 bytes; of the adapters it
-holds weights, gradients and optimizer states. No gradient of a frozen weight ever exists. What layers keep for
+A rank holds its share of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16 bytes; of the adapters
+it holds weights, gradients and optimizer states. No gradient of a frozen weight ever exists. What layers keep for
 backward is as large as in full fine-tuning: these levers act as they do there:
 
     lora.quantize_base=nf4                      frozen weights in 4 bits, made while they are read (int8: in 8)

@@ -32,7 +32,7 @@ _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.item
 
 @dataclass(frozen=True)
 class MergedRows:
-    """A module of ours and its rows of the file's matrix: `[start, start + rows)`; target: its word in lora.target_modules."""
+    """A module of ours and its rows of the file's matrix, `[start, start + rows)`; target: its short name."""
 
     module: str
     target: str
@@ -97,13 +97,13 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
 
 
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
-    """Those of which at least one part is a target. Raises ConfigError for a name in lora.target_modules that none has."""
+    """Those with at least one part that is a target. ConfigError for a name in lora.target_modules that none has."""
     modules = file_modules(spec)
     if isinstance(spec, ForeignSpec):
         from recipe_lib.models.foreign_build import layout
 
         left = without_adapter(modules, layout(spec).uncalled, spec.family)
-        return [modules[name] for name in foreign_targets(modules, cfg.modules, left)]
+        return [modules[name] for name in foreign_targets(modules, cfg.target_modules, left)]
     return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
 
 

@@ -223,7 +223,8 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
         )
     if missing or extra:
         return (
-            f"{adapter.folder}: adapts {', '.join(targets)}, found lora.target_modules {', '.join(cfg.targets)}; set "
+            f"{adapter.folder}: adapts {', '.join(targets)}, found lora.target_modules "
+            f"{', '.join(cfg.target_modules)}; set "
             f"lora.target_modules=[{','.join(targets)}]"
         )
     return None

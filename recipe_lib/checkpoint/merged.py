@@ -69,8 +69,8 @@ def merge_adapter(
 ) -> None:
     """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
-    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of the files, if another
-    one. tokenizer_folder (default: the
+    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of the files, if
+    another one. tokenizer_folder (default: the
     base's), chat_template, stop_ids, max_shard_bytes: as for `export_model`. A tied model whose embedding or head is
     adapted is no longer tied in `out`. The files are dealt out to the ranks, which need a disk in common.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.

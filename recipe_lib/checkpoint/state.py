@@ -231,7 +231,8 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
         damages.append(f"{root / name}: {damage}")
     if damages:
         raise CheckpointError(
-            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite_output_dir=true or another output_dir"
+            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite_output_dir=true or "
+            "another output_dir"
         )
     if world.rank == 0:
         get_logger().info("resume=latest: %s holds no state yet; starting from the first step", root)

@@ -86,7 +86,7 @@ def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]
     if tolerant:
         data = dataclasses.replace(cfg.data, on_invalid="skip", check_label_mask=False, cache=False)
         truncation = "truncate" if data.truncation == "error" else data.truncation
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, long_rows=long_rows))
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
     source = find_model(cfg.model) if cfg.tokenizer.path is None else None
     tokenizer = load_tokenizer_of(cfg, source)
     rows = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)

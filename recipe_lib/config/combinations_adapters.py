@@ -6,8 +6,8 @@ _LORA, _DPO = "lora_finetune_distributed", "dpo_distributed"
 
 # A key of the section `lora`, and a value that is not its default.
 _LORA_KEYS = {
-    "rank": "4", "alpha": "8", "dropout": "0.1", "targets": "[q]", "rslora": "true", "dora": "true", "quantize": "nf4",
-    "dtype": "fp32", "adapter": "outputs/run/adapter", "merge": "true",
+    "rank": "4", "alpha": "8", "dropout": "0.1", "target_modules": "[q]", "rslora": "true", "dora": "true",
+    "quantize_base": "nf4", "dtype": "fp32", "adapter_path": "outputs/run/adapter", "merge_on_save": "true",
 }  # fmt: skip
 
 ADAPTERS: tuple[Incompatible, ...] = (
@@ -63,7 +63,7 @@ ADAPTERS: tuple[Incompatible, ...] = (
             lambda cfg: cfg.dpo.trainable == "all",
             ("dpo.trainable", f"lora.{word}"),
             "every parameter is trained, and there are no adapters",
-            f"remove lora.{word}, or set dpo.trainable to lora",
+            f"remove lora.{word}, or set dpo.trainable to adapters",
             ("dpo.trainable=all", f"lora.{word}={value}"),
             unread=f"lora.{word}",
             recipe=_DPO,
@@ -81,21 +81,12 @@ ADAPTERS: tuple[Incompatible, ...] = (
         recipe=_DPO,
     ),
     Incompatible(
-        "cdpo without smoothing",
-        lambda cfg: cfg.dpo.loss == "cdpo" and cfg.dpo.label_smoothing == 0,
-        ("dpo.loss", "dpo.label_smoothing"),
-        "cdpo without label smoothing is sigmoid",
-        "set dpo.label_smoothing to the share of pairs that may be the wrong way round, or choose sigmoid",
-        ("dpo.loss=cdpo",),
-        recipe=_DPO,
-    ),
-    Incompatible(
         "smoothing of another loss",
-        lambda cfg: cfg.dpo.loss != "cdpo",
+        lambda cfg: cfg.dpo.loss != "sigmoid",
         ("dpo.loss", "dpo.label_smoothing"),
-        "only cdpo reads it",
-        "remove dpo.label_smoothing, or choose cdpo",
-        ("dpo.label_smoothing=0.1",),
+        "only sigmoid reads it",
+        "remove dpo.label_smoothing, or choose sigmoid",
+        ("dpo.loss=ipo", "dpo.label_smoothing=0.1"),
         unread="dpo.label_smoothing",
         recipe=_DPO,
     ),

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.combination import Incompatible
+from recipe_lib.config.schema import LINEARS
+from recipe_lib.config.suggest import did_you_mean, quote
 
 _LORA = "lora_finetune_distributed"
-_LINEARS = {"q", "k", "v", "o", "gate", "up", "down"}
+_TARGETS = (*LINEARS, "embedding", "head", "all-linear")
 _FOREIGN = "model.implementation=transformers"
 
 
@@ -14,25 +17,27 @@ def _foreign(also: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda cfg: cfg.model.implementation != "native" and also(cfg)
 
 
+def _unknown_targets(cfg: Any) -> list[str]:
+    return [name for name in cfg.lora.target_modules if name not in _TARGETS]
+
+
+def _unknown_target(cfg: Any) -> str:
+    found = _unknown_targets(cfg)[0]
+    hint = did_you_mean(found, _TARGETS) if found not in CHOICE_ALIASES else f"; did you mean {CHOICE_ALIASES[found]}?"
+    return f"found {quote(found)}, expected a list [...] of {', '.join(_TARGETS)}{hint}"
+
+
 MODELS: tuple[Incompatible, ...] = (
     Incompatible(
-        "words for the linears of our models",
-        _foreign(lambda cfg: set(cfg.lora.target_modules) != _LINEARS),
-        ("model.implementation", "lora.target_modules"),
-        "its words are for linears of our own models, and adapters of embedding and head too",
-        "remove lora.target_modules, and set lora.target_modules to the ends of its linears' names, as c_attn",
-        (_FOREIGN, "lora.target_modules=[q, v]"),
-        recipe=_LORA,
-    ),
-    Incompatible(
-        "names of modules of our models",
-        lambda cfg: cfg.model.implementation == "native",
-        ("model.implementation", "lora.target_modules"),
-        "it names linears of models that are not native",
-        "remove lora.target_modules and set lora.target_modules",
+        "targets that a native model has not",
+        lambda cfg: cfg.model.implementation == "native" and bool(_unknown_targets(cfg)),
+        ("lora.target_modules",),
+        "a native model has no linears of such names",
+        f"choose of {', '.join(_TARGETS)}",
         ("lora.target_modules=[c_attn]",),
-        unread="lora.target_modules",
         recipe=_LORA,
+        reads=("model.implementation",),
+        told=_unknown_target,
     ),
     Incompatible(
         "merged weights of another model's class",

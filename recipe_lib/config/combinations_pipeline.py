@@ -14,6 +14,7 @@ _IDLE = {
     "pipeline_stages_per_rank": "3",
     "pipeline_max_deferred_weight_grads": "1",
     "pipeline_balance": "memory",
+    "pipeline_layers_per_stage": "[1, 1]",
 }
 _HAVE_WEIGHTS_LATER = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
 
@@ -89,13 +90,23 @@ PIPELINE: tuple[Incompatible, ...] = (
         reads=("parallel.pipeline",),
     ),
     Incompatible(
-        "weight gradients that no schedule puts off",
+        "weight gradients that no schedule defers",
         lambda cfg: cfg.parallel.pipeline > 1 and not SCHEDULES[cfg.parallel.pipeline_schedule].splits,
         ("parallel.pipeline_schedule", "parallel.pipeline_max_deferred_weight_grads"),
-        f"only {_HAVE_WEIGHTS_LATER} put weight gradients off",
+        f"only {_HAVE_WEIGHTS_LATER} defer weight gradients",
         "remove parallel.pipeline_max_deferred_weight_grads, or choose one of these",
         (*_PIPELINE, "parallel.pipeline_max_deferred_weight_grads=2"),
         unread="parallel.pipeline_max_deferred_weight_grads",
+        reads=("parallel.pipeline",),
+    ),
+    Incompatible(
+        "balance of layers that are listed",
+        lambda cfg: cfg.parallel.pipeline > 1 and cfg.parallel.pipeline_layers_per_stage is not None,
+        ("parallel.pipeline_balance", "parallel.pipeline_layers_per_stage"),
+        "the list says how many layers each stage has",
+        "remove one of the two",
+        (*_PIPELINE, "parallel.pipeline_layers_per_stage=[1, 1]", "parallel.pipeline_balance=memory"),
+        unread="parallel.pipeline_balance",
         reads=("parallel.pipeline",),
     ),
     Incompatible(
@@ -107,10 +118,10 @@ PIPELINE: tuple[Incompatible, ...] = (
         (*_PIPELINE, "model.implementation=transformers"),
     ),
     Incompatible(
-        "compiled layers and weight gradients that are put off",
+        "compiled layers and deferred weight gradients",
         lambda cfg: cfg.parallel.pipeline > 1 and cfg.compile and SCHEDULES[cfg.parallel.pipeline_schedule].splits,
         ("parallel.pipeline_schedule", "compile"),
-        f"the weight gradients of compiled layers cannot be put off, as {_HAVE_WEIGHTS_LATER} do",
+        f"the weight gradients of compiled layers cannot be deferred, as {_HAVE_WEIGHTS_LATER} do",
         "set compile=false, or choose gpipe, 1f1b or interleaved_1f1b",
         (*_PIPELINE, "parallel.pipeline_schedule=zbv", "compile=true"),
         reads=("parallel.pipeline",),

@@ -28,13 +28,21 @@ TRAINING: tuple[Incompatible, ...] = (
         ("~model.path", "model.preset=llama3/8B"),
     ),
     Incompatible(
-        "final share of a constant rate",
+        "least rate of a constant one",
         lambda cfg: cfg.lr_scheduler.type == "constant",
         ("lr_scheduler.type", "lr_scheduler.min_lr_ratio"),
         "a constant rate does not fall",
         "remove lr_scheduler.min_lr_ratio, or choose cosine or linear",
         ("lr_scheduler.type=constant", "lr_scheduler.min_lr_ratio=0.1"),
         unread="lr_scheduler.min_lr_ratio",
+    ),
+    Incompatible(
+        "warm-up steps and a warm-up ratio",
+        lambda cfg: cfg.lr_scheduler.warmup_ratio is not None and cfg.lr_scheduler.warmup_steps > 0,
+        ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_ratio"),
+        "both are set",
+        "keep one of the two",
+        ("lr_scheduler.warmup_steps=10", "lr_scheduler.warmup_ratio=0.1"),
     ),
     Incompatible(
         "momentum of adamw",

@@ -40,12 +40,14 @@ def check_earlier_run(cfg: Any) -> None:
         held = "saved states" if has_state or (kept and not has_model) else "a trained model"
         remedy = "resume=latest goes on from them, " if has_state else ""
         raise ConfigError(
-            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite_output_dir=true replaces what is there, "
+            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite_output_dir=true replaces what "
+            "is there, "
             "or choose another output_dir"
         )
     if cfg.resume == "latest" and has_model and not has_state:
         raise ConfigError(
-            f"resume=latest: {folder} holds a trained model and no saved state to go on from; overwrite_output_dir=true trains "
+            f"resume=latest: {folder} holds a trained model and no saved state to go on from; "
+            "overwrite_output_dir=true trains "
             "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
         )
 

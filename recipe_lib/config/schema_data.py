@@ -13,7 +13,7 @@ class ModelConfig:
     preset: str | None = key(
         None, "Architecture to initialize at random: a shipped name, or a config.json of yours.", path=True
     )
-    source: str = key(
+    implementation: str = key(
         "native",
         "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
         "`transformers`); or what a plugin registered.",
@@ -79,11 +79,7 @@ class DataConfig:
         "own; `refuse`: such a row is a bad one.",
         choices=("auto", "split", "refuse"),
     )
-    trained_share: str = key(
-        "check",
-        "`check`: a run in which no token or every token is trained stops; `any`: it does not.",
-        choices=("check", "any"),
-    )
+    check_label_mask: bool = key(True, "Stop a run in which no token or every token is a label; false: do not.")
     packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
     pad_to_multiple_of: int = key(
         1, "Row lengths are rounded up to a multiple of it, with padding; at most max_seq_len.", minimum=1
@@ -96,13 +92,13 @@ class DataConfig:
     max_samples: int | None = key(None, "Use only the first rows of the source.", minimum=1)
     max_sample_mib: float = key(
         16.0,
-        "Largest row as it is in its file, MiB; a larger one cannot be read (bad_rows).",
+        "Largest row as it is in its file, MiB; a larger one cannot be read (on_invalid).",
         above=0,
         most=4096,
     )
-    bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
-    long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
-    workers: int | None = key(
+    on_invalid: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
+    truncation: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "drop", "error"))
+    num_proc: int | None = key(
         None, "Processes per machine that tokenize; null: one for each CPU core.", minimum=1, most=2**10
     )
     num_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8)

@@ -81,8 +81,8 @@ class ParquetRows(LocalFile):
         if row > MAX_ROW_BYTES:
             raise DataError(
                 f"{self.place}: a row may unpack to {format_bytes(row)}, expected at most "
-                f"{format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or take it "
-                "from a source you trust"
+                f"{format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or take it from a "
+                "source you trust"
             )
         return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(row, 1))))
 

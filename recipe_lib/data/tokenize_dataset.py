@@ -129,7 +129,7 @@ class _Build:
         if stored is None:
             stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
         arrays, report = stored.arrays, stored.report
-        if self.cfg.trained_share == "check":
+        if self.cfg.check_label_mask:
             report.check_share()
         return Dataset(
             arrays["ids"],
@@ -154,8 +154,8 @@ class _Build:
             "add_bos": self.add_bos,
             "max_seq_len": self.max_seq_len,
             "max_samples": [source.max_samples for source in self.sources],
-            "bad_rows": cfg.bad_rows,
-            "long_rows": cfg.long_rows,
+            "on_invalid": cfg.on_invalid,
+            "truncation": cfg.truncation,
             "vocab_size": self.tokenizer.vocab_size,
         }
 
@@ -168,7 +168,7 @@ class _Build:
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
         rows = sum((task.stop or 0) - task.start for task in tasks)
-        workers = min(worker_count(self.cfg.workers, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
+        workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
             WorkProgress("data: tokenizing", rows, "rows") as progress,
             closing(in_order(self._encode, tasks, workers)) as chunks,

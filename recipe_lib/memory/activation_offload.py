@@ -52,7 +52,8 @@ def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.de
     resident = 0 if hasattr(model, "pipeline") else memory.activation_offload_prefetch_layers
     if resident >= len(names):
         raise ConfigError(
-            f"memory.activation_offload_prefetch_layers: found {resident} for a model of {len(names)} layers, of which so many "
+            f"memory.activation_offload_prefetch_layers: found {resident} for a model of {len(names)} layers, of "
+            "which so many "
             f"at the end are not sent, expected fewer than {len(names)}; set it lower, or remove "
             "memory.activation_offload"
         )

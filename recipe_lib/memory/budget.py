@@ -81,7 +81,8 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Budg
     least = room.after(_inputs(layers))
     if least > room.budget:
         raise ConfigError(
-            f"memory.activation_budget_gib: found {budget:g} GiB, expected at least {least / GIB:.3g}, which the layers' "
+            f"memory.activation_budget_gib: found {budget:g} GiB, expected at least {least / GIB:.3g}, which the "
+            "layers' "
             "inputs take (checkpointing `full`); raise it, or make batch_size or max_seq_len smaller"
         )
     room.take(_inputs(layers))

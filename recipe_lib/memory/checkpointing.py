@@ -44,8 +44,8 @@ def apply_activation_checkpointing(
 
     mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also keeps the outputs of
     attention, of its own sums over ranks and of every second matmul, so that about half is computed again. `budget`:
-    what `memory.activation_budget_gib` of `cfg` has room for, for micro-batches of its longest rows; `device` is the one
-    that layers will run on. `none`: nothing changes. Layers are the elements of the model's module lists. A layer's
+    what `memory.activation_budget_gib` of `cfg` has room for, for micro-batches of its longest rows; `device` is the
+    one that layers will run on. `none`: nothing changes. Layers are the elements of the model's module lists. A layer's
     forward is wrapped, the module is not: parameter names stay as they are. Random numbers (dropout) come out the same
     the second time.
 

@@ -58,6 +58,6 @@ def _pipeline_levers(cfg: FullFinetuneConfig) -> list[str]:
         found.append(f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}")
     if cfg.parallel.pipeline_schedule == "gpipe":
         found.append("parallel.pipeline_schedule=1f1b")
-    if cfg.parallel.pipeline_balance == "compute":
+    if cfg.parallel.pipeline_balance == "compute" and cfg.parallel.pipeline_layers_per_stage is None:
         found.append("parallel.pipeline_balance=memory")
     return found

@@ -47,7 +47,8 @@ def resolve_wrapping(model: nn.Module, wrapping: str | Iterable[str]) -> list[Un
     if isinstance(wrapping, str):
         if wrapping not in POLICIES:
             raise ConfigError(
-                f"parallel.fsdp_wrap_policy: found {quote(wrapping)}, expected {', '.join(POLICIES)} or a list of module-name "
+                f"parallel.fsdp_wrap_policy: found {quote(wrapping)}, expected {', '.join(POLICIES)} or a list of "
+                "module-name "
                 f"patterns such as [model.layers.*]{did_you_mean(wrapping, POLICIES)}"
             )
         return _units_of_policy(model, wrapping)
@@ -96,7 +97,8 @@ def _units_of_policy(model: nn.Module, policy: str) -> list[Unit]:
     layers = layer_names(model)
     if not layers:
         raise ConfigError(
-            f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name its units by patterns, "
+            f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name its units by "
+            "patterns, "
             f"such as [{_templates(model)[0]}]"
         )
     matrices = [] if policy == "layers" else _matrices_outside(model, layers)

@@ -42,7 +42,8 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(
-            f"parallel.tensor={size}: lora.quantize_base={quantize} keeps blocks of 64 numbers whole, which the parts of "
+            f"parallel.tensor={size}: lora.quantize_base={quantize} keeps blocks of 64 numbers whole, which the "
+            "parts of "
             f"{' and '.join(uncuttable)} are no multiple of; {sizes}; or set lora.quantize_base=int8"
         )
     if faults:
@@ -50,7 +51,7 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
 
 
 def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
-    """Whether all of `size` ranks have all kv heads, of which each needs one, if `parallel.tensor_replicate_kv_heads`."""
+    """Whether all `size` ranks have all kv heads, of which each needs one (`parallel.tensor_replicate_kv_heads`)."""
     return copies and size % spec.num_kv_heads == 0
 
 

@@ -321,7 +321,8 @@ def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
     ranks, most = _host_taken(settings, trace)
     verdict = "enough" if _host_suffices(cfg, settings, trace) else "too little, a run is refused"
     return [
-        f"{HOST_ALLOWS} {cfg.memory.host_memory_limit_gib:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which "
+        f"{HOST_ALLOWS} {cfg.memory.host_memory_limit_gib:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a "
+        "machine, which "
         f"take {format_bytes(most)}: {verdict}"
     ]
 

@@ -44,7 +44,7 @@ def export_trained_model(
 def export_trained_adapter(
     cfg: LoraFinetuneConfig, model: nn.Module, source: ModelSource, data: TrainingData, world: "World"
 ) -> None:
-    """Writes output_dir/adapter in PEFT's layout; with lora.merge_on_save also the merged model, output_dir/model. Collective.
+    """Writes output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged. Collective.
 
     The model is merged from the checkpoint's files: weights of a random start (model.preset) are in none.
     """

@@ -14,7 +14,7 @@ from recipe_lib.parallel import World
 
 
 def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, beside: nn.Module | None = None) -> None:
-    """SetupError where what all ranks of this machine keep on the host is more than `memory.host_memory_limit_gib`, or is free.
+    """SetupError where all ranks of this machine keep more on the host than `memory.host_memory_limit_gib`, or is free.
 
     Call it when the model is sharded and has no memory yet. Parameters, gradients and states are judged at once;
     activations when the first layer of the first micro-batch has run, by what it kept, for all layers that are sent,

@@ -1,4 +1,4 @@
-"""The run that `overwrite_output_dir=true` replaces: what of it is known as a run's, where it is until then, and when it goes.
+"""The run that `overwrite_output_dir=true` replaces: its known files, where they are until then, when they go.
 
     output_dir/model/ adapter/   stay, until the new ones are whole and are exchanged with them
                earlier/          its states, config.yaml, metrics.jsonl, summary.json, report.html and trackers/

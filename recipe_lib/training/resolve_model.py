@@ -36,10 +36,10 @@ def find_model(cfg: ModelConfig) -> ModelSource:
     config = read_config(folder) if folder else preset_config(name)
     where = str(folder or name)
     spec: ModelSpec
-    if cfg.source == "native":
+    if cfg.implementation == "native":
         spec = spec_from_config(config, where)
     else:
-        spec = foreign_spec(config, where, cfg.source)
+        spec = foreign_spec(config, where, cfg.implementation)
     if folder:
         check_weights(spec, folder)
     return ModelSource(name, folder, config, spec)

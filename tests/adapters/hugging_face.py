@@ -19,9 +19,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q", "v"]},
     "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
     "dora": {"dora": True},
-    "embedding": {"targets": ["embedding"]},
-    "head": {"targets": ["head"]},
-    "everywhere": {"targets": EVERYWHERE, "dora": True},
+    "embedding": {"target_modules": ["embedding"]},
+    "head": {"target_modules": ["head"]},
+    "everywhere": {"target_modules": EVERYWHERE, "dora": True},
 }
 
 

@@ -65,8 +65,8 @@ def build(
 ) -> Decoder:
     """This rank's part of a model in fp32 with weights from the seed; None: NaN where it is trained."""
     parallel, memory = replace(cfg.parallel), MemoryConfig()
-    if isinstance(parallel.pipeline_balance, list):
-        *others, _ = parallel.pipeline_balance
+    if parallel.pipeline_layers_per_stage is not None:
+        *others, _ = parallel.pipeline_layers_per_stage
         parallel.pipeline_layers_per_stage = [*others, spec.num_layers - sum(others)]
     model = build_meta(spec, torch.float32)
     split_pipeline(model, replace(cfg, parallel=parallel), world)

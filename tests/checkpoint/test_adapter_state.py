@@ -92,7 +92,7 @@ def test_any_number_of_ranks_reads_it(saved_by: int, read_by: int, kind: dict, m
 
 def test_the_mark_is_the_same_for_every_sharding() -> None:
     def mark(**parallel: Any) -> str | None:
-        setting = Setting(replace(LORA, targets=EVERYWHERE), ParallelConfig(**parallel))
+        setting = Setting(replace(LORA, target_modules=EVERYWHERE), ParallelConfig(**parallel))
         with adapted(SPEC, setting) as (model, world):
             return frozen_mark(model, world)
 
@@ -121,13 +121,13 @@ def test_the_mark_tells_one_changed_number() -> None:
         ({"rank": 2, "alpha": 4.0}, "was saved with lora rank 3, found rank 2"),
         ({"alpha": 12.0}, "was saved with lora scaling 2.0, found scaling 4.0"),
         ({"dora": True}, "was saved with lora dora False, found dora True"),
-        ({"targets": ["q", "up"]}, "was saved with lora targets q, up, head, found targets q, up"),
-        ({"quantize": "int8"}, "was saved with lora quantize none, found quantize int8"),
+        ({"target_modules": ["q", "up"]}, "was saved with lora targets q, up, head, found targets q, up"),
+        ({"quantize_base": "int8"}, "was saved with lora quantize none, found quantize int8"),
     ],
 )
 def test_other_settings_are_refused(changes: dict, what: str, state: Path) -> None:
     with pytest.raises(CheckpointError) as error:
-        resume(state, replace(LORA, **changes), dtype=torch.float32 if "quantize" in changes else torch.float64)
+        resume(state, replace(LORA, **changes), dtype=torch.float32 if "quantize_base" in changes else torch.float64)
     assert str(error.value) == f"{state}: {what}; resume with the run's own section lora"
 
 

@@ -33,7 +33,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "earlier model": (
         ("output_dir={folder}/earlier",),
-        "output_dir: {folder}/earlier holds a trained model of an earlier run; overwrite_output_dir=true replaces what is there, "
+        "output_dir: {folder}/earlier holds a trained model of an earlier run; overwrite_output_dir=true replaces "
+        "what is there, "
         "or choose another output_dir",
     ),
     "state": (

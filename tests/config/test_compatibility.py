@@ -78,7 +78,10 @@ def test_predicates_read_objects_too():
 
 def test_the_line_is_that_of_the_later_key(faults):
     text = GOOD + "overwrite_output_dir: true\nseed: 3\nresume: latest\n"
-    reason = "resume, overwrite_output_dir: one goes on from what output_dir holds, the other replaces it; remove one of the two"
+    reason = (
+        "resume, overwrite_output_dir: one goes on from what output_dir holds, the other replaces it; "
+        "remove one of the two"
+    )
     assert faults(text, whole=True) == [f"c.yaml:5: {reason}"]
     assert faults(GOOD + "resume: latest\n", "overwrite_output_dir=true", whole=True) == [f"command line: {reason}"]
 
@@ -134,7 +137,7 @@ def test_sensible_things_are_not_refused(load):
         load("", *overrides, schema=LoraFinetuneConfig)
     for overrides in (
         ["data.packing=true", "dpo.loss=simpo", "dpo.simpo_gamma=1"],
-        ["dpo.loss=cdpo", "dpo.label_smoothing=0.1", "dpo.reference_free=true"],
+        ["dpo.label_smoothing=0.1", "dpo.reference_free=true"],
         ["dpo.trainable=all", "dpo.loss=ipo"],
         ["~data.source", "data.sources=[{source: a, weight: 0.5}, {source: b}]"],
     ):

@@ -94,25 +94,28 @@ WRONG_IN_SECTIONS = [
     ("parallel", "data_shard: -2", "parallel.data_shard: found -2, expected an integer >= 1, or -1"),
     (
         "parallel",
-        "wrapping: layer",
-        "parallel.fsdp_wrap_policy: found 'layer', expected one of auto, layers, memory_efficient, or a list [...] of texts; "
+        "fsdp_wrap_policy: layer",
+        "parallel.fsdp_wrap_policy: found 'layer', expected one of auto, layers, memory_efficient, or a list [...] "
+        "of texts; "
         "did you mean layers?",
     ),
     (
         "parallel",
-        "wrapping: model.layers.*",
-        "parallel.fsdp_wrap_policy: found 'model.layers.*', expected one of auto, layers, memory_efficient, or a list [...] of "
+        "fsdp_wrap_policy: model.layers.*",
+        "parallel.fsdp_wrap_policy: found 'model.layers.*', expected one of auto, layers, memory_efficient, or a "
+        "list [...] of "
         "texts; write [model.layers.*]",
     ),
     (
         "parallel",
-        "wrapping: []",
-        "parallel.fsdp_wrap_policy: found a list of 0, expected one of auto, layers, memory_efficient, or a list [...] of "
+        "fsdp_wrap_policy: []",
+        "parallel.fsdp_wrap_policy: found a list of 0, expected one of auto, layers, memory_efficient, or a list "
+        "[...] of "
         "texts",
     ),
     (
         "parallel",
-        "wrapping: [3]",
+        "fsdp_wrap_policy: [3]",
         "parallel.fsdp_wrap_policy: found 3, expected one of auto, layers, memory_efficient, or a list [...] of texts; "
         "if it is meant as text, put it in quotes",
     ),

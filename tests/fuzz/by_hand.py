@@ -114,5 +114,5 @@ class ByHand:
             return (margin - 1 / (2 * dpo.beta)) ** 2
         if dpo.loss == "simpo":
             return -F.logsigmoid(dpo.beta * margin - dpo.simpo_gamma)
-        wrong = dpo.label_smoothing if dpo.loss == "cdpo" else 0.0
+        wrong = dpo.label_smoothing
         return -(1 - wrong) * F.logsigmoid(dpo.beta * margin) - wrong * F.logsigmoid(-dpo.beta * margin)

@@ -149,7 +149,7 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
     )
     found += draw.maybe(0.35, [["data.packing=true"]])
     if recipe == DPO:
-        losses = [["dpo.loss=ipo"], ["dpo.loss=cdpo", "dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
+        losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
         found += draw.maybe(0.6, losses)
         found += draw.one([[], ["dpo.trainable=all"]])
     if recipe == LORA or (recipe == DPO and "dpo.trainable=all" not in found):

@@ -238,7 +238,8 @@ def test_a_cpu_is_left_alone_and_so_is_a_model_without_the_lever(monkeypatch: py
 
 @pytest.mark.parametrize("ahead", [LAYERS, LAYERS + 1])
 def test_no_layer_that_could_be_sent_is_refused_in_one_line(ahead: int) -> None:
-    words = rf"^memory\.activation_offload_prefetch_layers: found {ahead} for a model of {LAYERS} layers, .* fewer than {LAYERS}; "
+    key = "memory.activation_offload_prefetch_layers"
+    words = rf"^{key}: found {ahead} for a model of {LAYERS} layers, .* fewer than {LAYERS}; "
     with pytest.raises(ConfigError, match=words):
         decoder("none", ahead)
     _, window = decoder("none", ahead, change=lambda model: setattr(model, "pipeline", None))

@@ -39,7 +39,7 @@ def test_levers_of_a_pipeline() -> None:
     cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "gpipe"
     expected = ["parallel.pipeline_schedule=1f1b", "parallel.pipeline_balance=memory", "batch_size=2 with "]
     assert [found.startswith(lever) for found, lever in zip(levers(cfg), expected, strict=False)] == [True] * 3
-    cfg.parallel.pipeline_schedule, cfg.parallel.pipeline_balance = "1f1b", [9, 7]
+    cfg.parallel.pipeline_schedule, cfg.parallel.pipeline_layers_per_stage = "1f1b", [9, 7]
     cfg.parallel.pipeline_microbatches = 4  # of 4 rows each, whatever batch_size is
     assert levers(cfg)[:2] == ["parallel.pipeline_microbatches=8", "memory.activation_checkpointing=full"]
     cfg.batch_size, cfg.parallel.pipeline_microbatches = 3, 4

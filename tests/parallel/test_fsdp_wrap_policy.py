@@ -112,20 +112,21 @@ def test_bytes_and_the_line_of_the_log() -> None:
 @pytest.mark.parametrize(
     ("wrapping", "line"),
     [
-        ("layer", "parallel.fsdp_wrap_policy: found 'layer', expected auto, layers, memory_efficient or a list of module-name "
-         "patterns such as [model.layers.*]; did you mean layers?"),
+        ("layer", "parallel.fsdp_wrap_policy: found 'layer', expected auto, layers, memory_efficient or a list of "
+         "module-name patterns such as [model.layers.*]; did you mean layers?"),
         ([], "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as [model.layers.*], or one of "
          "auto, layers, memory_efficient"),
         (["model.layers.*", "decoder.tok_embeddings"],
-         "parallel.fsdp_wrap_policy: pattern 'decoder.tok_embeddings' matches no module; there are: model, model.embed_tokens, "
+         "parallel.fsdp_wrap_policy: pattern 'decoder.tok_embeddings' matches no module; there are: model, "
+         "model.embed_tokens, "
          "lm_head, model.layers.*, model.layers.*.mlp"),
         (["model.layer.*"],
          "parallel.fsdp_wrap_policy: pattern 'model.layer.*' matches no module; nearest: model.layers.*, model, "
          "model.embed_tokens, lm_head, model.layers.*.mlp"),
-        (["zzz"], "parallel.fsdp_wrap_policy: pattern 'zzz' matches no module; there are: model, model.embed_tokens, lm_head, "
-         "model.layers.*, model.layers.*.mlp"),
-        ([3], "parallel.fsdp_wrap_policy: pattern '3' matches no module; there are: model, model.embed_tokens, lm_head, "
-         "model.layers.*, model.layers.*.mlp"),
+        (["zzz"], "parallel.fsdp_wrap_policy: pattern 'zzz' matches no module; there are: model, model.embed_tokens, "
+         "lm_head, model.layers.*, model.layers.*.mlp"),
+        ([3], "parallel.fsdp_wrap_policy: pattern '3' matches no module; there are: model, model.embed_tokens, "
+         "lm_head, model.layers.*, model.layers.*.mlp"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(wrapping: str | list[str], line: str) -> None:
@@ -154,7 +155,8 @@ def test_a_policy_without_layers_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_wrapping(model, "layers")
     assert str(caught.value) == (
-        "parallel.fsdp_wrap_policy: found layers, but the model has no list of layers; name its units by patterns, such as [*]"
+        "parallel.fsdp_wrap_policy: found layers, but the model has no list of layers; name its units by patterns, "
+        "such as [*]"
     )
 
 

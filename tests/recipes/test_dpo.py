@@ -31,7 +31,7 @@ KINDS = {
         "dpo.loss=ipo",
         "dpo.beta=0.4",
     ),
-    "full cdpo": ("dpo.trainable=all", "dpo.loss=cdpo", "dpo.label_smoothing=0.1"),
+    "full cdpo": ("dpo.trainable=all", "dpo.label_smoothing=0.1"),
     "full simpo": ("dpo.trainable=all", "dpo.loss=simpo", "dpo.beta=2", "dpo.simpo_gamma=1"),
 }
 LEVERS: list[tuple[str, ...]] = [

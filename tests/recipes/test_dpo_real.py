@@ -32,7 +32,7 @@ def train(realdata: Path, output: Path, kind: str) -> Run:
         "epochs=100",
         f"max_steps={STEPS}",
         "optimizer.lr=1e-3",
-        f"dpo.trainable={kind}",
+        f"dpo.trainable={'adapters' if kind == 'lora' else 'all'}",
         f"dpo.beta={BETA}",
         f"output_dir={output}",
         "log.every_n_steps=1000",

@@ -1,4 +1,4 @@
-"""Architectures whose files, configs or modules are unlike others': trained through `model.implementation=transformers`.
+"""Architectures whose files, configs or modules are unlike others', trained by `model.implementation=transformers`.
 
 The oracle is transformers: its loss on the same tokens, and its logits of the folders that a run leaves.
 """
@@ -142,7 +142,8 @@ REFUSED = {
     "experts in 4 bits": (
         "qwen3_moe",
         "lora.quantize_base=nf4",
-        "lora.quantize_base=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of the layers' weights) would "
+        "lora.quantize_base=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of the layers' weights) "
+        "would "
         "stay in fp32: parameters of 3 dimensions, as a mixture's experts are, are not quantized; set "
         "lora.quantize_base=none",
     ),

@@ -46,8 +46,8 @@ def prefer(folder: Path, ranks: int) -> None:
     rows = [{"prompt": f"Say {word}", "chosen": f"{word} it is", "rejected": "no"} for word in ("one", "two") * 4]
     pairs = folder / f"pairs{ranks}{torch.distributed.get_rank()}.jsonl"
     pairs.write_text("\n".join(map(json.dumps, rows)))
-    words = ["recipe=dpo_distributed", f"model.path={folder}/phi3-1/model", "model.implementation=transformers", "dtype=fp32",
-             "device=cpu", "data.format=preference", f"data.source={pairs}", "dpo.beta=0.5",
+    words = ["recipe=dpo_distributed", f"model.path={folder}/phi3-1/model", "model.implementation=transformers",
+             "dtype=fp32", "device=cpu", "data.format=preference", f"data.source={pairs}", "dpo.beta=0.5",
              "tokenizer.path=examples/demo/tokenizer", "optimizer.lr=1e-2", "max_steps=4", "epochs=4", "max_seq_len=64",
              f"batch_size={8 // DATA_RANKS[ranks]}", "lora.rank=4", f"output_dir={folder}/pairs-{ranks}"]  # fmt: skip
     tensor = [lever for lever in LEVERS[ranks] if "tensor" in lever]

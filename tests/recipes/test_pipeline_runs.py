@@ -196,7 +196,7 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
             "parallel.pipeline: found 6 stages for 5 layers, expected a layer for each stage at least; set "
         ),
         ("parallel.pipeline=2", "parallel.pipeline_layers_per_stage=[2, 2]"): (
-            "parallel.pipeline_balance: found 2 stages with 4 layers, expected 2 stages of one layer or more "
+            "parallel.pipeline_layers_per_stage: found 2 stages with 4 layers, expected 2 stages of one layer or more "
             "(parallel.pipeline_schedule=1f1b on 2 ranks) with the model's 5 layers in all"
         ),
         ("parallel.pipeline=2", "gradient_accumulation_steps=1"): (
@@ -212,7 +212,7 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
         assert tune(["validate", *argv[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, line
-        if "pipeline_balance" in str(overrides) or "pipeline=6" in str(overrides):  # what only the model's shape tells
+        if "per_stage" in str(overrides) or "pipeline=6" in str(overrides):  # what only the model's shape tells
             read: list[Any] = []
             assert run_here(argv, before_model=read.append, recipe=FULL).code == 2
             assert read == []

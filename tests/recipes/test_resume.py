@@ -218,7 +218,8 @@ def test_a_run_that_only_left_a_model_is_not_resumed(runs: dict[str, Any], tmp_p
     code, said = alone(command(output, 1, "resume=latest"))
     assert code == 2
     assert said == [
-        f"error: resume=latest: {output} holds a trained model and no saved state to go on from; overwrite_output_dir=true trains "
+        f"error: resume=latest: {output} holds a trained model and no saved state to go on from; "
+        "overwrite_output_dir=true trains "
         "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
     ]
     assert tree(output) == before

@@ -41,13 +41,15 @@ def test_a_trained_model_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_output(config(tmp_path))
     assert str(caught.value) == (
-        f"output_dir: {tmp_path} holds a trained model of an earlier run; overwrite_output_dir=true replaces what is there, "
+        f"output_dir: {tmp_path} holds a trained model of an earlier run; overwrite_output_dir=true replaces what is "
+        "there, "
         "or choose another output_dir"
     )
     with pytest.raises(ConfigError) as caught:
         check_output(config(tmp_path, resume="latest"))
     assert str(caught.value) == (
-        f"resume=latest: {tmp_path} holds a trained model and no saved state to go on from; overwrite_output_dir=true trains "
+        f"resume=latest: {tmp_path} holds a trained model and no saved state to go on from; "
+        "overwrite_output_dir=true trains "
         "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
     )
 

@@ -48,9 +48,9 @@ def settings(task: dict[str, Any]) -> dict[str, Any]:
         config["lora"] = {
             "rank": task["rank"],
             "alpha": task["alpha"],
-            "targets": ["all-linear"],
-            "adapter": task["adapter"],
-            "quantize": quantize,
+            "target_modules": ["all-linear"],
+            "adapter_path": task["adapter"],
+            "quantize_base": quantize,
         }
     return config
 

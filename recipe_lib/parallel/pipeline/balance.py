@@ -30,7 +30,7 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
 
     cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
     `parallel.pipeline_balance: memory`. Raises ConfigError for fewer layers than stages, and for a
-    `parallel.pipeline_balance` that does not fit the model.
+    `parallel.pipeline_layers_per_stage` that does not fit the model.
     """
     parallel: ParallelConfig = cfg.parallel
     stages, layers = stage_count(parallel), spec.num_layers
@@ -40,18 +40,19 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
             f"set parallel.pipeline lower ({stages // parallel.pipeline} on each rank, {layers} in all at most), or a "
             "parallel.pipeline_schedule with fewer stages on a rank"
         )
-    counts = parallel.pipeline_balance
-    if isinstance(counts, str):
+    counts = parallel.pipeline_layers_per_stage
+    if counts is None:
         layer, head = time_of(spec, cfg)
-        cost = _time_cost(parallel, layer, head) if counts == "time" else memory_of(spec, cfg, shards)
+        by_time = parallel.pipeline_balance == "compute"
+        cost = _time_cost(parallel, layer, head) if by_time else memory_of(spec, cfg, shards)
         counts = _balanced(parallel, layers, cost, head / layer)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         none = next((f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), "")
         raise ConfigError(
-            f"parallel.pipeline_balance: found {len(counts)} stages with {sum(counts)} layers{none}, expected {stages} "
-            "stages of one layer or more "
+            f"parallel.pipeline_layers_per_stage: found {len(counts)} stages with {sum(counts)} layers{none}, expected "
+            f"{stages} stages of one layer or more "
             f"(parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline} ranks) with the model's "
-            f"{layers} layers in all; list {stages} numbers with that sum, or set time or memory"
+            f"{layers} layers in all; list {stages} numbers with that sum, or set null"
         )
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -32,9 +32,9 @@ PAIRS = "preference"
 class Sequence:
     """The rows of a plan.
 
-    tokens: of a row, before it is padded to data.pad_to_multiple_of; of packed pairs, half of a pack. source: where that
-    is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`; None
-    where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
+    tokens: of a row, before it is padded to data.pad_to_multiple_of; of packed pairs, half of a pack. source: where
+    that is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`;
+    None where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
     pairs. pack: documents (pairs) in a packed row, on average; 1 without packing or where it is not known.
     """
 

@@ -38,11 +38,11 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
     cfg.output_dir = str(Path(_folder()) / "output")
     cfg.resume, cfg.overwrite_output_dir, cfg.log.trackers = None, False, []
     adapters = getattr(cfg, "lora", None)
-    if adapters is not None and adapters.adapter is not None and not Path(adapters.adapter).is_dir():
+    if adapters is not None and adapters.adapter_path is not None and not Path(adapters.adapter_path).is_dir():
         assumed.append(
-            f"lora.adapter_path={adapters.adapter} is not here: new adapters of the config's shape are planned"
+            f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's shape are planned"
         )
-        adapters.adapter = None
+        adapters.adapter_path = None
     if cfg.compile:
         assumed.append("compile=true is planned without compiling, which takes more memory and time")
         cfg.compile = False
