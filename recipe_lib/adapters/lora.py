@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters.coverage import cover, describe_bare, describe_quantized, describe_targets, refuse_unquantized
-from recipe_lib.adapters.foreign import add_foreign_adapters
 from recipe_lib.adapters.layers import (
     AdaptedEmbedding,
     AdaptedHead,
@@ -26,9 +25,10 @@ from recipe_lib.adapters.layers import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.foreign.adapters import add_foreign_adapters
+from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.ops.dtensor_shards import local_part, own_parts
 from recipe_lib.units import format_bytes

@@ -7,10 +7,10 @@ models whose file fuses several linears into one (Phi 3): there one adapter of t
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recipe_lib.adapters.foreign import foreign_targets, without_adapter
 from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.foreign.adapters import foreign_targets, without_adapter
+from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, weight_map
 
@@ -73,7 +73,7 @@ def target_of(module: str) -> str | None:
 def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     """Every module that may have an adapter, by its name in a file, in the model's order."""
     if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
+        from recipe_lib.foreign.build import layout
 
         return {
             name: FileModule(name, rows, columns, (Part(name, LINEAR, 0, rows),))
@@ -100,7 +100,7 @@ def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     """Those of which at least one part is a target. Raises ConfigError for a name in lora.modules that none has."""
     modules = file_modules(spec)
     if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
+        from recipe_lib.foreign.build import layout
 
         left = without_adapter(modules, layout(spec).uncalled, spec.family)
         return [modules[name] for name in foreign_targets(modules, cfg.modules, left)]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from recipe_lib import files
-from recipe_lib.adapters.foreign import AdaptedForeign
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
@@ -44,8 +43,9 @@ from recipe_lib.checkpoint.weights_out import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.foreign.adapters import AdaptedForeign
+from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.models.extra_parameters import extra_modules, extra_tensors
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.ops.dtensor_shards import in_file_order
@@ -159,7 +159,7 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
     """
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
     if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
+        from recipe_lib.foreign.build import layout
 
         names = {module.name for module in modules}
         if any(name.rpartition(".")[2] in ends for name in layout(spec).modules if name not in names):

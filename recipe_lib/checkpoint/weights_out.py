@@ -18,8 +18,8 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTenso
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.models.families import text_config
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
@@ -27,7 +27,7 @@ from recipe_lib.ops.dtensor_shards import gathered, in_file_order
 from recipe_lib.units import MIB
 
 if TYPE_CHECKING:
-    from recipe_lib.models.foreign_files import Conversion, Writing
+    from recipe_lib.foreign.weight_conversions import Conversion, Writing
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -207,7 +207,7 @@ def _other_layout(spec: ModelSpec) -> "Writing | None":
     """The files' names and shapes of a transformers model whose class has others; None: as `weight_map` has them."""
     if not isinstance(spec, ForeignSpec):
         return None
-    from recipe_lib.models.foreign_files import writing
+    from recipe_lib.foreign.weight_conversions import writing
 
     return writing(spec)
 

@@ -28,7 +28,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizer.name": ("recipe_lib.optim.optimizers", ("adamw", "sgd", "muon")),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
     "log.trackers": ("recipe_lib.training.records.trackers", ("tensorboard", "wandb", "trackio")),
-    "model": ("recipe_lib.models.foreign_build", ("native", "transformers")),
+    "model": ("recipe_lib.foreign.build", ("native", "transformers")),
 }
 
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}

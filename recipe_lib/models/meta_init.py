@@ -8,9 +8,9 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.extra_parameters import extra_tensors, note_own_tensors, reset_extra
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.ops.dtensor_shards import own_parts
 
@@ -24,7 +24,7 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     it later is extra: see `recipe_lib.models.extra_parameters`.
     """
     if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import build_foreign
+        from recipe_lib.foreign.build import build_foreign
 
         model = cast(Decoder, build_foreign(spec, dtype))
     else:
@@ -72,7 +72,7 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
     reset_extra(model, seed)
     vectors: dict[str, Tensor] = {}
     if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import first_vectors
+        from recipe_lib.foreign.build import first_vectors
 
         vectors = first_vectors(spec, seed)
     stored = stored_weights(model)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from recipe_lib.models.foreign_files import Conversion
+    from recipe_lib.foreign.weight_conversions import Conversion
 
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
@@ -78,7 +78,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     Of a foreign model also those of the buffers that belong into a checkpoint.
     """
     if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
+        from recipe_lib.foreign.build import layout
 
         return dict(layout(spec).shapes)
     return {name: tuple(value.shape) for name, value in build_meta(spec, torch.float32).named_parameters()}
@@ -87,7 +87,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def buffer_names(spec: ModelSpec) -> frozenset[str]:
     """Those of `parameter_shapes` that are buffers; our own models have none."""
     if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
+        from recipe_lib.foreign.build import layout
 
         return layout(spec).buffers
     return frozenset()
@@ -99,8 +99,8 @@ def _foreign_map(spec: ForeignSpec, file_names: Collection[str]) -> list[WeightE
 
     A tied weight is under any of its names. A buffer that a file lacks keeps its first value.
     """
-    from recipe_lib.models.foreign_build import layout
-    from recipe_lib.models.foreign_files import reading
+    from recipe_lib.foreign.build import layout
+    from recipe_lib.foreign.weight_conversions import reading
 
     held = layout(spec)
     found, prefix = set(file_names), held.prefix
@@ -125,7 +125,7 @@ def _foreign_map(spec: ForeignSpec, file_names: Collection[str]) -> list[WeightE
 
 def _other_names(spec: ForeignSpec) -> set[str]:
     """Names of tied weights, with and without prefix: one of them is read, the others hold the same."""
-    from recipe_lib.models.foreign_build import layout
+    from recipe_lib.foreign.build import layout
 
     held = layout(spec)
     names = {other for names in held.names.values() if len(names) > 1 for other in names}

@@ -24,6 +24,8 @@ import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
 from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
 from recipe_lib.adapters.quantised import QuantisedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.foreign.spec import ForeignSpec
+from recipe_lib.foreign.tensor_parallel import shard_foreign
 from recipe_lib.models.decoder import (
     ACTIVATIONS,
     MLP,
@@ -34,7 +36,6 @@ from recipe_lib.models.decoder import (
     OutputHead,
     SandwichLayer,
 )
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.deferred import linear as linear_of
@@ -42,7 +43,6 @@ from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gath
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.token_log_probs import token_log_probs
-from recipe_lib.parallel.automatic import shard_foreign
 from recipe_lib.parallel.ddp import sum_gradients_of_replicas
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor

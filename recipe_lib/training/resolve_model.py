@@ -8,8 +8,8 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import downloaded_model
 from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, ModelConfig
+from recipe_lib.foreign.spec import foreign_spec
 from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
-from recipe_lib.models.foreign import foreign_spec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.pipeline.balance import split_layers

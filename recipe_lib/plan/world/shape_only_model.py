@@ -15,9 +15,9 @@ from typing import Any
 from recipe_lib.config.places import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.foreign.spec import foreign_spec
 from recipe_lib.models import preset_config, read_config, spec_from_config
 from recipe_lib.models.families import text_config
-from recipe_lib.models.foreign import foreign_spec
 
 CONFIG_FILE = "config.json"
 
@@ -134,7 +134,7 @@ def layer_period(cfg: Any) -> int:
     if cfg.model.source == "native":
         kinds = spec_from_config(_config_of(cfg), cfg.model.preset).windows
     else:
-        from recipe_lib.models.foreign_build import layer_kinds
+        from recipe_lib.foreign.build import layer_kinds
 
         kinds = layer_kinds(foreign_spec(_config_of(cfg), cfg.model.preset, cfg.model.source))
     count = len(kinds)

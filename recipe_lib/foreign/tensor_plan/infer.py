@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from recipe_lib.parallel.inference.analysis import Course, Point, Refusal, axes_of, follow
-from recipe_lib.parallel.inference.axes import Node, carries, find, layout, leaves
-from recipe_lib.parallel.inference.integers import Attribute
-from recipe_lib.parallel.inference.plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
-from recipe_lib.parallel.inference.rewriting import goes_the_same_way, rewrites_for
-from recipe_lib.parallel.inference.tracing import Record, Trace, Traced, trace
+from recipe_lib.foreign.tensor_plan.attribute_rewrites import goes_the_same_way, rewrites_for
+from recipe_lib.foreign.tensor_plan.axes import Node, carries, find, layout, leaves
+from recipe_lib.foreign.tensor_plan.plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
+from recipe_lib.foreign.tensor_plan.propagation import Course, Point, Refusal, axes_of, follow
+from recipe_lib.foreign.tensor_plan.sourced_integers import Attribute
+from recipe_lib.foreign.tensor_plan.tracing import Record, Trace, Traced, trace
 
 
 def infer_plan(model: torch.nn.Module, inputs: dict[str, Any], size: int = 0) -> TensorPlan:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from recipe_lib.parallel.inference.axes import Node, block
-from recipe_lib.parallel.inference.calls import tensors_in
-from recipe_lib.parallel.inference.steps import RULES, Dims, Rule, Step, broadcast, rule
+from recipe_lib.foreign.tensor_plan.axes import Node, block
+from recipe_lib.foreign.tensor_plan.calls import tensors_in
+from recipe_lib.foreign.tensor_plan.rule_table import RULES, Dims, Rule, Step, broadcast, rule
 
 
 def rule_of(function: Any) -> Rule | None:

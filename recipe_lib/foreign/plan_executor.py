@@ -1,7 +1,7 @@
 """Runs a model that nobody wrote a tensor-parallel plan for by one that was inferred: the exchanges that it names.
 
 A plan says at which call of a torch function, in which module's forward, ranks exchange what they have
-(`recipe_lib.parallel.inference.plan.Boundary`). While a module's forward runs, a torch function mode counts its calls
+(`recipe_lib.foreign.tensor_plan.plan.Boundary`). While a module's forward runs, a torch function mode counts its calls
 as the inference did, gives functions this rank's part of parameters (DTensors under FSDP and before it), and exchanges
 where the plan says so. What hooks of modules do in between (FSDP gathers parameters) is not counted. A layer that is
 checkpointed runs forward again in backward, perhaps in another thread: the outermost forward of a thread enters the
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from recipe_lib.foreign.tensor_plan.calls import CallKey, tensors_in
+from recipe_lib.foreign.tensor_plan.certificate import rewritten
+from recipe_lib.foreign.tensor_plan.exchanges import Exchanges
+from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.parallel.inference.calls import CallKey, tensors_in
-from recipe_lib.parallel.inference.certificate import rewritten
-from recipe_lib.parallel.inference.exchanges import Exchanges
-from recipe_lib.parallel.inference.plan import Boundary, TensorPlan
 
 
 class _Frame:

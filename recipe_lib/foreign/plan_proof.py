@@ -2,7 +2,7 @@
 
 A small model of the same class and with the same adapters gets random weights on the host and a plan of its own, which
 has to treat every parameter, and exchange at every call, as that of the large model does. It passes the certificate
-(`recipe_lib.parallel.inference.certificate`), and the gradients that its ranks come to are those of the whole model.
+(`recipe_lib.foreign.tensor_plan.certificate`), and the gradients that its ranks come to are those of the whole model.
 A model that is small already is proven as it is. The outcome is kept in the cache folder by the hash of the plan.
 """
 
@@ -19,20 +19,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from recipe_lib.adapters.foreign import add_foreign_adapters
 from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
 from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.data.cache import cache_root
 from recipe_lib.errors import SetupError
+from recipe_lib.foreign.adapters import add_foreign_adapters
+from recipe_lib.foreign.spec import TRANSFORMERS, ForeignSpec, foreign_spec, transformers_config
+from recipe_lib.foreign.tensor_plan.certificate import certify
+from recipe_lib.foreign.tensor_plan.gradients import WRONG, gradient_errors
+from recipe_lib.foreign.tensor_plan.infer import infer_plan
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.shrink import shrink
 from recipe_lib.models import build_meta
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, foreign_spec, transformers_config
 from recipe_lib.parallel.fsdp import materialize
-from recipe_lib.parallel.inference.certificate import certify
-from recipe_lib.parallel.inference.gradients import WRONG, gradient_errors
-from recipe_lib.parallel.inference.infer import infer_plan
-from recipe_lib.parallel.inference.plan import TensorPlan
-from recipe_lib.parallel.inference.shrink import shrink
 from recipe_lib.parallel.world import World
 
 LENGTH = 16  # tokens of a row that a forward is traced with; two rows

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.foreign.linears import layer_linears, linear_shape, other_parts, uncalled_linears
+from recipe_lib.foreign.spec import TRANSFORMERS, ForeignSpec, looks_ahead, transformers_config
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec, looks_ahead, transformers_config
-from recipe_lib.models.foreign_linears import layer_linears, linear_shape, other_parts, uncalled_linears
 from recipe_lib.models.meta_init import persistent_buffers
 
 _MANY_POSITIONS = 2**24  # of a model whose config names no limit
@@ -33,7 +33,7 @@ def build_foreign(spec: ForeignSpec, dtype: torch.dtype) -> nn.Module:
     there. Floating point buffers keep the type that the class gives them. Of a multimodal model the parts that text
     does not run through, `other_parts`, have no gradient.
     """
-    from recipe_lib.models.foreign_call import adopt_call
+    from recipe_lib.foreign.call import adopt_call
 
     model: Any = make_module(spec, dtype)
     model.first_buffers = dict(model.named_buffers())
@@ -107,7 +107,7 @@ def transformers_module(
 
 
 def describe_foreign(config: dict[str, Any], where: str, source: str) -> ForeignSpec:
-    """See `recipe_lib.models.foreign.foreign_spec`."""
+    """See `recipe_lib.foreign.spec.foreign_spec`."""
     family = str(config.get("model_type", source))
     spec = ForeignSpec(family=family, source=source, attention="sdpa", config=config)
     if source == TRANSFORMERS:

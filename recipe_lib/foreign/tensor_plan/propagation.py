@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterable
 
-from recipe_lib.parallel.inference.axes import Node, carries, layout, leaves
-from recipe_lib.parallel.inference.calls import CallKey
-from recipe_lib.parallel.inference.tracing import Call, Record, Trace, Traced
+from recipe_lib.foreign.tensor_plan.axes import Node, carries, layout, leaves
+from recipe_lib.foreign.tensor_plan.calls import CallKey
+from recipe_lib.foreign.tensor_plan.tracing import Call, Record, Trace, Traced
 
 # What may follow a product within its call: nothing of it depends on values.
 _MOVES = frozenset(

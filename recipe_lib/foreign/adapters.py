@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapted_linear
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.foreign_linears import is_transposed, layer_linears, linear_shape, uncalled_linears
+from recipe_lib.foreign.linears import is_transposed, layer_linears, linear_shape, uncalled_linears
 
 # Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of these kinds: in
 # peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from recipe_lib.parallel.inference.calls import CallKey, Calls, tensors_in
-from recipe_lib.parallel.inference.certificate import output_values, own_part, rewritten
-from recipe_lib.parallel.inference.exchanges import Exchanges
-from recipe_lib.parallel.inference.plan import Boundary, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, tensors_in
+from recipe_lib.foreign.tensor_plan.certificate import output_values, own_part, rewritten
+from recipe_lib.foreign.tensor_plan.exchanges import Exchanges
+from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
 WRONG = 1e-3

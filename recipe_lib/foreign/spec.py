@@ -41,8 +41,8 @@ def foreign_spec(config: Mapping[str, Any], where: str, source: str = TRANSFORME
     Raises SetupError if transformers is not installed, ConfigError for a source that no plugin registered, and
     CheckpointError for a config.json that its class does not take, or a model without embedding or output projection.
     """
+    from recipe_lib.foreign.build import describe_foreign
     from recipe_lib.models.families import refuse_quantised
-    from recipe_lib.models.foreign_build import describe_foreign
     from recipe_lib.models.sizes import check_sizes
 
     refuse_quantised(config, where)

@@ -1,6 +1,6 @@
 """Dimensions as trees: splitting, cutting, uniting."""
 
-from recipe_lib.parallel.inference.axes import (
+from recipe_lib.foreign.tensor_plan.axes import (
     Node,
     block,
     concatenation,

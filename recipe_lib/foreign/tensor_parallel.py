@@ -1,6 +1,6 @@
 """Tensor parallel for a model that nobody wrote a plan for: the plan is inferred, proven, and then run.
 
-Every rank traces one forward of the model without memory (`recipe_lib.parallel.inference`). Before its weights are
+Every rank traces one forward of the model without memory (`recipe_lib.foreign.tensor_plan`). Before its weights are
 read, a small model of the same class has to pass the certificate of its own plan, which must treat every parameter as
 the large one's does. The proof is kept in the cache folder, by the hash of what was proven.
 """
@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.foreign.build import embedding_and_head
+from recipe_lib.foreign.call import LogitsAfter
+from recipe_lib.foreign.plan_executor import Enter, run_by_plan
+from recipe_lib.foreign.plan_proof import plan_of_model, prove
+from recipe_lib.foreign.tensor_plan.plan import ParameterPlan, TensorPlan, bounds
 from recipe_lib.logs import get_logger
-from recipe_lib.models.foreign_build import embedding_and_head
-from recipe_lib.models.foreign_call import LogitsAfter
 from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.gathered import Group, start_gather, wait
 from recipe_lib.ops.token_log_probs import token_log_probs
-from recipe_lib.parallel.executor import Enter, run_by_plan
-from recipe_lib.parallel.inference.plan import ParameterPlan, TensorPlan, bounds
-from recipe_lib.parallel.proofs import plan_of_model, prove
 from recipe_lib.parallel.world import World
 
 

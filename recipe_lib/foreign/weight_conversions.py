@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.models.foreign import TRANSFORMERS, ForeignSpec
-from recipe_lib.models.foreign_build import layout, make_module
+from recipe_lib.foreign.build import layout, make_module
+from recipe_lib.foreign.spec import TRANSFORMERS, ForeignSpec
 
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
 

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from recipe_lib.parallel.inference.analysis import Course
-from recipe_lib.parallel.inference.axes import Node, factors, local_size, parts
-from recipe_lib.parallel.inference.integers import Attribute, Size, attributes_of, decided_alike, evaluate
-from recipe_lib.parallel.inference.tracing import Call, Trace, Traced
+from recipe_lib.foreign.tensor_plan.axes import Node, factors, local_size, parts
+from recipe_lib.foreign.tensor_plan.propagation import Course
+from recipe_lib.foreign.tensor_plan.sourced_integers import Attribute, Size, attributes_of, decided_alike, evaluate
+from recipe_lib.foreign.tensor_plan.tracing import Call, Trace, Traced
 
 _SHAPES = frozenset(
     "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand randn".split()

@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
-from recipe_lib.parallel.inference import rules, rules_of_shape
-from recipe_lib.parallel.inference.axes import Node, block
-from recipe_lib.parallel.inference.calls import CallKey, Calls, places_in, tensors_in
-from recipe_lib.parallel.inference.integers import Decision, Size, Sourced, sourced_attributes
-from recipe_lib.parallel.inference.steps import Step, assumed_result
+from recipe_lib.foreign.tensor_plan import operator_rules, view_rules
+from recipe_lib.foreign.tensor_plan.axes import Node, block
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, places_in, tensors_in
+from recipe_lib.foreign.tensor_plan.rule_table import Step, assumed_result
+from recipe_lib.foreign.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
 
-RULE_FILES = (rules, rules_of_shape)  # importing them registers their rules
+RULE_FILES = (operator_rules, view_rules)  # importing them registers their rules
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +42,7 @@ class Traced:
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """One aten operator; contractions, lookup, uniform, values are the rule's (rules.Step), in terms of the trace.
+    """One aten operator; contractions, lookup, uniform, values are the rule's (rule_table.Step), in terms of the trace.
 
     added: what a product is added to.
     """
@@ -160,7 +160,7 @@ class _Operators(TorchDispatchMode):
         tensors = list(tensors_in((args, kwargs)))
         inputs = [self.known(tensor) for tensor in tensors]
         step = Step(function, args, kwargs, outputs, place, lambda tensor: self.known(tensor).dims)
-        rule = rules.rule_of(function)
+        rule = operator_rules.rule_of(function)
         dims = rule(step) if rule is not None else None
         if dims is None or [[node.size for node in each] for each in dims] != [list(out.shape) for out in outputs]:
             self.trace.unknown[_short(function)] = place

@@ -9,12 +9,17 @@ from torch import nn
 
 from benchmarks.tensor_plans import compared, randomize
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.parallel.inference.certificate import certify
-from recipe_lib.parallel.inference.foreign import example_inputs, plan_and_mask, plan_for_config, transformers_model
-from recipe_lib.parallel.inference.gradients import gradient_errors
-from recipe_lib.parallel.inference.infer import infer_plan
-from recipe_lib.parallel.inference.plan import TensorPlan
-from recipe_lib.parallel.inference.shrink import shrink
+from recipe_lib.foreign.tensor_plan.certificate import certify
+from recipe_lib.foreign.tensor_plan.gradients import gradient_errors
+from recipe_lib.foreign.tensor_plan.infer import infer_plan
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.shrink import shrink
+from recipe_lib.foreign.tensor_plan.transformers_models import (
+    example_inputs,
+    plan_and_mask,
+    plan_for_config,
+    transformers_model,
+)
 
 _place = Path(__file__).with_name("hostile.py")
 _spec = importlib.util.spec_from_file_location("hostile", _place)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.parallel.inference.calls import CallKey, Calls, places_in, tensors_in
-from recipe_lib.parallel.inference.plan import Boundary, TensorPlan, bounds, shard_bounds
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, places_in, tensors_in
+from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds, shard_bounds
 
 # The whole and the sum of its parts differ by rounding, which some models do in float32 whatever their weights are.
 _ROUNDING = 2e-3

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from recipe_lib.parallel.inference.axes import Node, unify
-from recipe_lib.parallel.inference.calls import tensors_in
+from recipe_lib.foreign.tensor_plan.axes import Node, unify
+from recipe_lib.foreign.tensor_plan.calls import tensors_in
 
 Dims = list[Node]
 Rule = Callable[["Step"], list[Dims] | None]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from recipe_lib.parallel.inference.plan import Boundary, ParameterPlan, TensorPlan, shard_bounds
+from recipe_lib.foreign.tensor_plan.plan import Boundary, ParameterPlan, TensorPlan, shard_bounds
 
 BYTES = 2  # of a number in bf16
 WIDE_BYTES = 4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
+from recipe_lib.foreign.build import embedding_and_head
+from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.logs import get_logger
-from recipe_lib.models.foreign import ForeignSpec
-from recipe_lib.models.foreign_build import embedding_and_head
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import IGNORED, Finish, Loss, cross_entropy, linear_cross_entropy
 from recipe_lib.ops.token_log_probs import token_log_probs

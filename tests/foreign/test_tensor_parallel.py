@@ -15,15 +15,16 @@ from recipe_lib.config.registry import names as names_of
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
+from recipe_lib.foreign import plan_proof
+from recipe_lib.foreign.plan_proof import plan_of_model
+from recipe_lib.foreign.spec import foreign_spec
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
-from recipe_lib.models.foreign import foreign_spec
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.dtensor_shards import own_parts
 from recipe_lib.optim.clipping import clip_grad_norm
-from recipe_lib.parallel import World, materialize, proofs, shard_model, start_world
-from recipe_lib.parallel.inference.plan import TensorPlan
-from recipe_lib.parallel.proofs import plan_of_model
+from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from tests.distributed.ranks import run_ranks
 
@@ -220,9 +221,9 @@ def test_a_wrong_plan_is_not_run(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # what was proven cannot be kept, and is no hindrance
     model: Any = build_meta(foreign_spec(config_of(kind), kind), torch.float32)
     plan = plan_of_model(model, 2)
-    assert proofs.proof(model, plan, 2).startswith("proven on a model of")
+    assert plan_proof.proof(model, plan, 2).startswith("proven on a model of")
     with pytest.raises(SetupError, match="could not be proven on a small model: .* there"):
-        proofs.proof(model, mistake(plan), 2)
-    monkeypatch.setattr(proofs, "plan_of_model", lambda model, size: mistake(plan_of_model(model, size)))
+        plan_proof.proof(model, mistake(plan), 2)
+    monkeypatch.setattr(plan_proof, "plan_of_model", lambda model, size: mistake(plan_of_model(model, size)))
     with pytest.raises(SetupError, match=said):
-        proofs.proof(model, mistake(plan), 2)
+        plan_proof.proof(model, mistake(plan), 2)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe_lib.parallel.inference.calls import places_in
-from recipe_lib.parallel.inference.certificate import own_part, replaced
-from recipe_lib.parallel.inference.plan import Boundary, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.calls import places_in
+from recipe_lib.foreign.tensor_plan.certificate import own_part, replaced
+from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 
 from recipe_lib.config.extras import install_line
 from recipe_lib.errors import SetupError
+from recipe_lib.foreign.tensor_plan.infer import infer_plan
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan
 from recipe_lib.logs import silence_torchao
-from recipe_lib.parallel.inference.infer import infer_plan
-from recipe_lib.parallel.inference.plan import TensorPlan
 
 # The form of the attention mask: of four dimensions, because one of two makes some models read its values, which meta
 # tensors do not have; some models take no other, and some none at all.
