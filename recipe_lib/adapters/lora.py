@@ -25,9 +25,8 @@ from recipe_lib.adapters.layers import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.foreign.adapters import add_foreign_adapters
-from recipe_lib.foreign.spec import ForeignSpec
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.ops.dtensor_shards import local_part, own_parts
@@ -52,7 +51,7 @@ WORDS |= {"model.embed_tokens": "embedding", "lm_head": "head"}
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta model.
 
-    A foreign model's are on the linears of its layers that `cfg.modules` says.
+    An external model's are on the linears of its layers that `cfg.modules` says.
 
     dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
     embedding and the head share; with `cfg.quantize` all linears of the layers, adapted or not, get quantized storage.
@@ -61,8 +60,8 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """
     settings = adapter_settings(cfg, dtype)
     model.requires_grad_(False)
-    if isinstance(model.spec, ForeignSpec):
-        add_foreign_adapters(model, cfg, settings)
+    if isinstance(model.spec, ExternalSpec):
+        model.spec.add_adapters(model, cfg, dtype)
         refuse_unquantized(model, cfg.quantize)
         return
     names = layer_names(model)
@@ -192,18 +191,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """One line for the log: what is trained beside what, counted on the modules; the model may be sharded.
 
-    Of a foreign model, whose linears no words name, also what has no adapter.
+    Of an external model, whose linears no words name, also what has no adapter.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found, foreign = cover(model), isinstance(getattr(model, "spec", None), ForeignSpec)
-    targets = describe_targets(found, {} if foreign else WORDS)
+    found, external = cover(model), isinstance(getattr(model, "spec", None), ExternalSpec)
+    targets = describe_targets(found, {} if external else WORDS)
     line = (
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} beside "
         f"{_size(frozen)} frozen"
     )
-    bare = describe_bare(found) if foreign and not cfg.modules else ""
+    bare = describe_bare(found) if external and not cfg.modules else ""
     parts = [bare, describe_quantized(found, cfg.quantize, model) if cfg.quantize != "none" else ""]
     return "; ".join([line, *(part for part in parts if part)])
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapted_linear
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.foreign.linears import is_transposed, layer_linears, linear_shape, uncalled_linears
+from recipe_lib.foreign.find_modules import is_transposed, layer_linears, linear_shape, uncalled_linears
 
 # Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of these kinds: in
 # peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.
@@ -42,7 +42,7 @@ class AdaptedForeign(AdaptedMatrix):
         return self.kind.forward(self, hidden)
 
 
-def foreign_targets(linears: Collection[str], modules: Collection[str], left: Mapping[str, str]) -> list[str]:
+def adapter_targets(linears: Collection[str], modules: Collection[str], left: Mapping[str, str]) -> list[str]:
     """The names of those linears that an adapter is for. modules: ends of names; empty: all.
 
     left: names of modules that cannot have an adapter -> why, as `without_adapter` has them. Raises ConfigError for an
@@ -92,16 +92,16 @@ def ends_in(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def add_foreign_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
+def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
     """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own class if asked to.
 
-    Linears that a recipe added are left as they are. Raises ConfigError as `foreign_targets` does, and for a model
+    Linears that a recipe added are left as they are. Raises ConfigError as `adapter_targets` does, and for a model
     whose layers have no linears for an adapter.
     """
     own: Any = getattr(model, "own_tensors", None)
     linears = {name: base for name, base in layer_linears(model).items() if own is None or f"{name}.weight" in own}
     left = without_adapter(linears, uncalled_linears(model), model.spec.family)
-    wanted = set(foreign_targets(linears, cfg.modules, left))
+    wanted = set(adapter_targets(linears, cfg.modules, left))
     if not wanted:
         raise ConfigError("lora.modules: the model's layers have no linears that could have an adapter")
     for name, base in linears.items():

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
-from recipe_lib.foreign.build import embedding_and_head
-from recipe_lib.foreign.spec import ForeignSpec
+from recipe_lib.foreign.find_modules import embedding_and_head
 from recipe_lib.logs import get_logger
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import IGNORED, Finish, Loss, cross_entropy, linear_cross_entropy
@@ -54,8 +53,8 @@ class LogitsAfter:
     finish: Finish | None = None
 
 
-def adopt_call(model: Any, spec: ForeignSpec) -> None:
-    """Gives a foreign model our call signature (`Decoder.forward`); `original_forward` is its own. In place.
+def adopt_call(model: Any, config: dict[str, Any]) -> None:
+    """Gives a module our call signature (`Decoder.forward`); `original_forward` is its own. In place.
 
     The projection gets the signature of `OutputHead.forward`, so that its FSDP unit is that of a head.
     """
@@ -66,8 +65,7 @@ def adopt_call(model: Any, spec: ForeignSpec) -> None:
     owner, name = _place(model, head)
     accepted = frozenset(inspect.signature(model.forward).parameters)
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    division = _Division(head, owner, name, accepted, _has_windows(spec.config), whole=not plain)
-    model.spec = spec
+    division = _Division(head, owner, name, accepted, _has_windows(config), whole=not plain)
     model.original_forward = model.forward
     if plain:
         head.is_output_head = True

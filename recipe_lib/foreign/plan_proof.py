@@ -23,14 +23,14 @@ from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
 from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.data.cache import cache_root
 from recipe_lib.errors import SetupError
-from recipe_lib.foreign.adapters import add_foreign_adapters
-from recipe_lib.foreign.spec import TRANSFORMERS, ForeignSpec, foreign_spec, transformers_config
+from recipe_lib.foreign.adapters import add_adapters
 from recipe_lib.foreign.tensor_plan.certificate import certify
 from recipe_lib.foreign.tensor_plan.gradients import WRONG, gradient_errors
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
 from recipe_lib.foreign.tensor_plan.plan import TensorPlan
-from recipe_lib.foreign.tensor_plan.shrink import shrink
+from recipe_lib.foreign.transformers_config import TRANSFORMERS
 from recipe_lib.models import build_meta
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.parallel.fsdp import materialize
 from recipe_lib.parallel.world import World
@@ -74,7 +74,7 @@ def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
     """What a forward may be called with: tokens alone, or with a mask `[b, 1, s, s]`."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.spec.vocab_size, (2, LENGTH), generator=generator).to(device)
-    cached = {"use_cache": False} if model.spec.source == TRANSFORMERS else {}
+    cached = {"use_cache": False} if model.spec.source.implementation == TRANSFORMERS else {}
     yield {"input_ids": tokens, **cached}
     mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
     yield {"input_ids": tokens, **cached, "attention_mask": mask.contiguous().to(device)}
@@ -167,14 +167,12 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
 
 def _small_model(model: Any, dtype: torch.dtype) -> Any:
     """A model of the same class, without memory yet; of the same shape if that is small."""
-    spec: ForeignSpec = model.spec
-    if spec.source == TRANSFORMERS and sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
-        config = shrink(transformers_config(spec.config, spec.family))
-        spec = foreign_spec(json.loads(config.to_json_string(use_diff=False)), spec.family)
-    return _made_anew(model, spec, dtype)
+    of_transformers = model.spec.source.implementation == TRANSFORMERS
+    large = sum(parameter.numel() for parameter in model.parameters()) > _SMALL
+    return _made_anew(model, model.spec.shrunk() if of_transformers and large else model.spec, dtype)
 
 
-def _made_anew(model: nn.Module, spec: ForeignSpec, dtype: torch.dtype) -> Any:
+def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
     """A model of the spec with adapters on the linears that have one in `model`, parameters on meta."""
     made = build_meta(spec, dtype)
     layers = layer_names(model)
@@ -184,7 +182,7 @@ def _made_anew(model: nn.Module, spec: ForeignSpec, dtype: torch.dtype) -> Any:
         rank = next(iter(adapted.values())).settings.rank if spec == model.spec else _RANK
         settings = AdapterSettings(rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=dtype)
         made.requires_grad_(False)
-        add_foreign_adapters(made, LoraConfig(modules=sorted(ends)), settings)
+        add_adapters(made, LoraConfig(modules=sorted(ends)), settings)
     return made
 
 
@@ -230,8 +228,9 @@ def _anywhere(name: str) -> str:
 
 def _file_of(model: Any, plan: TensorPlan, size: int) -> Path:
     """Where the outcome is kept: by the plan, the class, and the releases of what runs it."""
-    parts = [plan.hash(), str(size), torch.__version__, model.spec.family, model.spec.source, model.spec.attention]
-    if model.spec.source == TRANSFORMERS:
+    source = model.spec.source
+    parts = [plan.hash(), str(size), torch.__version__, model.spec.family, source.implementation, source.attention]
+    if model.spec.source.implementation == TRANSFORMERS:
         import transformers
 
         parts.append(transformers.__version__)

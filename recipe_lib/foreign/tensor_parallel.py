@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.foreign.build import embedding_and_head
 from recipe_lib.foreign.call import LogitsAfter
+from recipe_lib.foreign.find_modules import embedding_and_head
 from recipe_lib.foreign.plan_executor import Enter, run_by_plan
 from recipe_lib.foreign.plan_proof import plan_of_model, prove
 from recipe_lib.foreign.tensor_plan.plan import ParameterPlan, TensorPlan, bounds
@@ -30,8 +30,8 @@ from recipe_lib.ops.token_log_probs import token_log_probs
 from recipe_lib.parallel.world import World
 
 
-def shard_foreign(model: Any, parallel: ParallelConfig, world: World) -> None:
-    """Shares a foreign meta model's matrices out among the ranks of each tensor-parallel group, in place.
+def shard_module(model: Any, parallel: ParallelConfig, world: World) -> None:
+    """Shares a meta model's matrices out among the ranks of each tensor-parallel group, in place.
 
     Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot be traced.
     """

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.foreign.build import layout, make_module
-from recipe_lib.foreign.spec import TRANSFORMERS, ForeignSpec
+from recipe_lib.foreign.build import ModuleSource, make_module
+from recipe_lib.foreign.layout import layout
+from recipe_lib.foreign.transformers_config import TRANSFORMERS
+from recipe_lib.models.external import WeightEntry, WrittenLayout
 
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
 
@@ -82,6 +84,33 @@ def _stacks(operations: list[Any]) -> bool:
     return known and 0 not in touched
 
 
+def weight_map(source: ModuleSource, file_names: Collection[str]) -> list[WeightEntry]:
+    """See `recipe_lib.models.weight_names.weight_map`.
+
+    The file has the model's own names, or lacks the prefix of those of its body; or it has those of which transformers
+    makes the model's. A tied weight is under any of its names. A buffer that a file lacks keeps its first value.
+    """
+    held = layout(source)
+    found, prefix = set(file_names), held.prefix
+    bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
+    read = reading(source, found) if found else None
+    entries = []
+    for name in held.shapes:
+        names = held.names.get(name, (name,))
+        spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
+        written = next((spelling for spelling in spellings if spelling in found), spellings[0])
+        made = None
+        if read is not None:
+            written = next((read.renamed[other] for other in names if other in read.renamed), written)
+            if written not in found:
+                made = next((read.made[other] for other in names if other in read.made), None)
+        if made is not None:
+            entries.append(WeightEntry(name, made.names()[0], made=made))
+        elif not (found and name in held.buffers and written not in found):
+            entries.append(WeightEntry(name, written))
+    return entries
+
+
 @dataclass(frozen=True)
 class Reading:
     """Which tensors of a file make a model's parameters: by another name alone, or by a conversion; name -> either."""
@@ -90,16 +119,16 @@ class Reading:
     made: Mapping[str, Conversion]
 
 
-def reading(spec: ForeignSpec, file_names: Collection[str]) -> Reading | None:
+def reading(source: ModuleSource, file_names: Collection[str]) -> Reading | None:
     """How transformers would read these tensors; None for a model whose files it reads as they are."""
-    if spec.source != TRANSFORMERS:
+    if source.implementation != TRANSFORMERS:
         return None
-    return _reading(spec, frozenset(file_names))
+    return _reading(source, frozenset(file_names))
 
 
 @lru_cache(maxsize=4)
-def _reading(spec: ForeignSpec, file_names: frozenset[str]) -> Reading | None:
-    module = _module(spec)
+def _reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
+    module = _module(source)
     table = _table(module, legacy=True)
     if table is None:
         return None
@@ -128,27 +157,15 @@ def _reading(spec: ForeignSpec, file_names: frozenset[str]) -> Reading | None:
     return Reading(renamed, made)
 
 
-@dataclass(frozen=True)
-class Writing:
-    """The tensors of the files that transformers writes for a model: file name -> shape; by what they are made.
-
-    renamed: file name -> parameter. made: file name -> conversion, whose tensors to take are parameters.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    renamed: Mapping[str, str]
-    made: Mapping[str, Conversion]
-
-
 @lru_cache(maxsize=4)
-def writing(spec: ForeignSpec) -> Writing | None:
+def writing(source: ModuleSource) -> WrittenLayout | None:
     """How transformers writes the model, in the layout of the architecture's own checkpoints; None: as it has it.
 
     Also None where that could not be read again as the same parameters.
     """
-    if spec.source != TRANSFORMERS:
+    if source.implementation != TRANSFORMERS:
         return None
-    module, held = _module(spec), layout(spec)
+    module, held = _module(source), layout(source)
     table = _table(module, legacy=False)
     if not table:
         return None
@@ -179,13 +196,13 @@ def writing(spec: ForeignSpec) -> Writing | None:
             made |= dict.fromkeys(names.values(), group)
     except _FAULTS:
         return None
-    found_again = Writing(shapes, renamed, made)
-    return found_again if _reads_back(spec, found_again) else None
+    found_again = WrittenLayout(shapes, renamed, made)
+    return found_again if _reads_back(source, found_again) else None
 
 
-def _reads_back(spec: ForeignSpec, written: Writing) -> bool:
+def _reads_back(source: ModuleSource, written: WrittenLayout) -> bool:
     """Whether files of these tensors would be read as the parameters that they were made of."""
-    held, read = layout(spec), _reading(spec, frozenset(written.shapes))
+    held, read = layout(source), _reading(source, frozenset(written.shapes))
     if read is None:
         return False
     for name, shape in held.shapes.items():
@@ -203,9 +220,9 @@ def _reads_back(spec: ForeignSpec, written: Writing) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _module(spec: ForeignSpec) -> nn.Module:
+def _module(source: ModuleSource) -> nn.Module:
     """The class' module without values: conversions ask it for shapes and its config."""
-    return make_module(spec, torch.float32)
+    return make_module(source)
 
 
 def _table(module: Any, *, legacy: bool) -> list[Any] | None:

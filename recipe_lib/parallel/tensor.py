@@ -24,8 +24,6 @@ import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
 from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
 from recipe_lib.adapters.quantised import QuantisedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
-from recipe_lib.foreign.spec import ForeignSpec
-from recipe_lib.foreign.tensor_parallel import shard_foreign
 from recipe_lib.models.decoder import (
     ACTIVATIONS,
     MLP,
@@ -36,6 +34,7 @@ from recipe_lib.models.decoder import (
     OutputHead,
     SandwichLayer,
 )
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.deferred import linear as linear_of
@@ -70,8 +69,8 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     if world.tensor is None:
         return
     refuse_for_tensor(model)
-    if isinstance(model.spec, ForeignSpec):
-        shard_foreign(model, parallel, world)
+    if isinstance(model.spec, ExternalSpec):
+        model.spec.shard_tensors(model, parallel, world)
         return
     spec, group = model.spec, world.tensor
     quantised = [module.kind for module in model.modules() if isinstance(module, QuantisedLinear)]

@@ -14,7 +14,7 @@ from recipe_lib.config import register
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.data import check_documents_apart
 from recipe_lib.errors import CheckpointError, SetupError
-from recipe_lib.foreign.spec import ForeignSpec, foreign_spec
+from recipe_lib.foreign.spec import ForeignSpec, read_spec
 from recipe_lib.logs import get_logger
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.weight_names import parameter_shapes
@@ -54,8 +54,8 @@ def config_of(kind: str) -> dict[str, Any]:
 def theirs(spec: ForeignSpec, dtype: torch.dtype) -> Any:
     """The same class as a user of transformers has it, with weights that are not small."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**spec.config)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=spec.attention)
+    config, attention = transformers.AutoConfig.for_model(**spec.source.config), spec.source.attention
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -78,7 +78,7 @@ def rows() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", CASES)
 def test_loss_and_gradients_are_those_of_the_class_itself(kind: str):
     """In fp64, computed in chunks, against plain cross-entropy of all logits; buffers have their class' values."""
-    spec = foreign_spec(config_of(kind), "here")
+    spec = read_spec(config_of(kind), "here")
     other, model = theirs(spec, torch.float64), ours(spec, torch.float64)
     model.load_state_dict(other.state_dict())
     found = dict(model.named_buffers())
@@ -113,7 +113,7 @@ def test_loss_and_gradients_are_those_of_the_class_itself(kind: str):
 @pytest.mark.parametrize("kind", SCALED)
 def test_what_follows_the_head_is_not_forgotten(kind: str):
     """The logits of these classes are not the head's own; so the test above is one of what comes after, too."""
-    spec = foreign_spec(config_of(kind), "here")
+    spec = read_spec(config_of(kind), "here")
     model = ours(spec, torch.float64)
     init_weights(model, 0, spec)
     read: list[Tensor] = []
@@ -143,7 +143,7 @@ def test_logits_of_all_tokens_never_exist():
                 self.elements = max(self.elements, result.numel())
             return result
 
-    spec = foreign_spec(config_of("granite"), "here")
+    spec = read_spec(config_of("granite"), "here")
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
     tokens, labels = rows()
@@ -155,7 +155,7 @@ def test_logits_of_all_tokens_never_exist():
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "qwen3"])
 def test_packed_documents_are_apart(kind: str):
-    spec = foreign_spec(config_of(kind), "here")
+    spec = read_spec(config_of(kind), "here")
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_packed_documents_are_apart(kind: str):
 
 
 def test_documents_that_a_class_cannot_keep_apart_are_refused():
-    spec = foreign_spec(config_of("bloom"), "here")
+    spec = read_spec(config_of("bloom"), "here")
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
     with pytest.raises(SetupError, match="^data.packing: bloom takes no mask .*; set data.packing=false$"):
@@ -175,7 +175,7 @@ def test_documents_that_a_class_cannot_keep_apart_are_refused():
 def test_random_weights_begin_as_the_class_begins_them():
     """Norms of ones, those around one of zeros, biases of zeros, matrices of the config's deviation."""
     for kind, norm in (("gpt2", 1.0), ("gemma2", 0.0)):
-        spec = foreign_spec(config_of(kind) | {"initializer_range": 0.05}, "here")
+        spec = read_spec(config_of(kind) | {"initializer_range": 0.05}, "here")
         model = ours(spec, torch.float32)
         init_weights(model, 7, spec)
         for name, parameter in model.named_parameters():
@@ -190,7 +190,7 @@ def test_a_saved_folder_is_read(tmp_path: Path, prefix: bool):
     """As save_pretrained writes it, and as the first files of GPT-2 were: without the name of the body."""
     from safetensors.torch import load_file, save_file
 
-    spec = foreign_spec(config_of("gpt2"), "here")
+    spec = read_spec(config_of("gpt2"), "here")
     other = theirs(spec, torch.float32)
     other.save_pretrained(tmp_path)
     if not prefix:
@@ -205,8 +205,8 @@ def test_a_saved_folder_is_read(tmp_path: Path, prefix: bool):
 
 
 def test_weights_of_other_names_are_refused(tmp_path: Path):
-    spec = foreign_spec(config_of("qwen3"), "here")
-    theirs(foreign_spec(config_of("gpt2"), "here"), torch.float32).save_pretrained(tmp_path)
+    spec = read_spec(config_of("qwen3"), "here")
+    theirs(read_spec(config_of("gpt2"), "here"), torch.float32).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="are missing") as caught:
         check_weights(spec, tmp_path)
     assert any("belong to no part of this model" in fault for fault in caught.value.faults)
@@ -216,7 +216,7 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
     """Files of mixture-of-experts models have each expert's matrices apart; the module has them joined."""
     from recipe_lib.checkpoint.base_weights import base_fingerprint
 
-    spec = foreign_spec(GROUPED | {"model_type": "mixtral", "num_local_experts": 4}, "here")
+    spec = read_spec(GROUPED | {"model_type": "mixtral", "num_local_experts": 4}, "here")
     other = theirs(spec, torch.float32)
     other.save_pretrained(tmp_path / "apart")
     other.save_pretrained(tmp_path / "joined", save_original_format=False)
@@ -244,10 +244,10 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
 )
 def test_configs_that_no_class_takes(config: dict[str, Any], said: str | None):
     if said is None:
-        assert foreign_spec(config | {"vocab_size": 61, "d_model": 16, "decoder_layers": 1}, "here").family == "bart"
+        assert read_spec(config | {"vocab_size": 61, "d_model": 16, "decoder_layers": 1}, "here").family == "bart"
         return
     with pytest.raises(CheckpointError) as caught:
-        foreign_spec(config, "here")
+        read_spec(config, "here")
     assert said in str(caught.value) and str(caught.value).startswith("here: ")
 
 
@@ -257,7 +257,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
     with pytest.raises(SetupError, match="found no package transformers; pip install 'transformers<6,>=4.57'$"):
-        foreign_spec(config_of("gpt2"), "here")
+        read_spec(config_of("gpt2"), "here")
 
 
 class Layer(nn.Module):
@@ -296,7 +296,7 @@ def test_a_module_of_a_users_own(wide: bool, caplog: pytest.LogCaptureFixture):
     """Its loss is that of its logits, in chunks where the rest is done to each logit by itself, else of all."""
     register("model", f"own{wide}")(Own)
     config = {"vocab_size": 61, "layers": 2, "wide": wide}
-    spec = foreign_spec(config, "here", f"own{wide}")
+    spec = read_spec(config, "here", f"own{wide}")
     assert (spec.vocab_size, spec.num_layers, spec.tied) == (61, 2, False)
     assert parameter_shapes(spec)["out.bias"] == (61,)
     model, other = ours(spec, torch.float64), Own(config).double()

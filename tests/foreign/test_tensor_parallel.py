@@ -17,7 +17,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelC
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign import plan_proof
 from recipe_lib.foreign.plan_proof import plan_of_model
-from recipe_lib.foreign.spec import foreign_spec
+from recipe_lib.foreign.spec import read_spec
 from recipe_lib.foreign.tensor_plan.plan import TensorPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
@@ -89,7 +89,7 @@ def config_of(kind: str) -> dict[str, Any]:
 def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> Any:
     if kind == "own" and kind not in names_of("model"):
         register("model", kind)(lambda config: Own())
-    spec = foreign_spec(config_of(kind), kind, "own" if kind == "own" else "transformers")
+    spec = read_spec(config_of(kind), kind, "own" if kind == "own" else "transformers")
     model: Any = build_meta(spec, torch.float64)
     if world is not None:
         shard_tensors(model, ParallelConfig(**parallel), memory, world)
@@ -219,7 +219,7 @@ def test_a_wrong_plan_is_not_run(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # what was proven cannot be kept, and is no hindrance
-    model: Any = build_meta(foreign_spec(config_of(kind), kind), torch.float32)
+    model: Any = build_meta(read_spec(config_of(kind), kind), torch.float32)
     plan = plan_of_model(model, 2)
     assert plan_proof.proof(model, plan, 2).startswith("proven on a model of")
     with pytest.raises(SetupError, match="could not be proven on a small model: .* there"):

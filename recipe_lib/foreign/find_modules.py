@@ -1,4 +1,4 @@
-"""Linears of a foreign model's layers: which modules an adapter or a quantized weight may take the place of."""
+"""Modules of a model that nobody described: its embedding and head, and the linears that an adapter may stand for."""
 
 import inspect
 import re
@@ -12,6 +12,34 @@ from recipe_lib.models.find_layers import layer_names
 
 # What is asked of a weight without reading its numbers.
 _OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
+
+
+def embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
+    """The module of the token embedding and that of the output projection; None where either is not found.
+
+    Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the layers and the last
+    nn.Linear there that has as many outputs as that has rows.
+    """
+    embedding, head = _asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings")
+    if embedding is not None and head is not None:
+        return embedding, head
+    inside = tuple(f"{name}." for name in layer_names(model))
+    outside = [module for name, module in model.named_modules() if not name.startswith(inside)]
+    embedding = embedding or next((module for module in outside if isinstance(module, nn.Embedding)), None)
+    if embedding is None:
+        return None
+    rows = embedding.weight.shape[0]
+    heads = [module for module in outside if isinstance(module, nn.Linear) and module.out_features == rows]
+    head = head or (heads[-1] if heads else None)
+    return None if head is None else (embedding, head)
+
+
+def _asked(model: nn.Module, method: str) -> Any:
+    try:
+        found = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(getattr(found, "weight", None), Tensor) else None
 
 
 def layer_linears(model: nn.Module) -> dict[str, nn.Module]:
