@@ -101,7 +101,7 @@ def _settings(snapshot: dict[str, Any], cap: int | None) -> AllocatorSettings:
     split = int(found.get("max_split_size", -1))
     divisions = set(found.get("roundup_power2_divisions", {}).values()) or {0}
     if len(divisions) > 1:
-        raise ValueError(f"one figure for roundup_power2_divisions can be modelled, not {sorted(divisions)}")
+        raise ValueError(f"one figure for roundup_power2_divisions can be modeled, not {sorted(divisions)}")
     return AllocatorSettings(
         expandable=bool(found.get("expandable_segments", False)),
         cap=cap,

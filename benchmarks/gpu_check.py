@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         result = {"failed": "no time left"}
         if left > 5:
             result = run_apart(functools.partial(measure, case), min(case.seconds, left))
-        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarise(result)}", flush=True)
+        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarize(result)}", flush=True)
         report["cases"].append({"case": dataclasses.asdict(case), "result": result})
         if gpu and case.capped and "out_of_memory" in result:
             queue.append(dataclasses.replace(case, capped=False))
@@ -191,12 +191,12 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         make: Callable[..., FullFinetuneConfig] = FullFinetuneConfig
         if case.method != "full":
-            lora = LoraConfig(quantize="nf4" if case.method == "qlora" else "none")
+            lora = LoraConfig(quantize_base="nf4" if case.method == "qlora" else "none")
             make = functools.partial(LoraFinetuneConfig, lora=lora)
         cfg = make(
             model=ModelConfig(preset=case.preset),
             optimizer=OptimizerConfig(lr=1e-5),
-            parallel=ParallelConfig(wrapping=case.wrapping),
+            parallel=ParallelConfig(fsdp_wrap_policy=case.wrapping),
             memory=MemoryConfig(activation_checkpointing=case.activation_checkpointing),
             batch_size=case.batch_size,
             max_seq_len=case.sequence,
@@ -221,7 +221,7 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         recipe.setup_model()
         fill_weights(recipe.model)
         recipe.setup_optimizer()
-        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.wrapping))
+        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy))
         batches = random_batches(case, recipe)
         for step in range(1, case.steps + 1):
             phase = f"step {step}"
@@ -324,7 +324,7 @@ def measure_matmul() -> dict[str, Any]:
     return {"size": size, "flop_per_second": 2 * size**3 * repeats / max(min(seconds[1:]), 1e-9)}
 
 
-def summarise(result: dict[str, Any]) -> str:
+def summarize(result: dict[str, Any]) -> str:
     """A result in a few words."""
     if "failed" in result:
         return f"failed, {result['failed']}"

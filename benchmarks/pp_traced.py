@@ -283,7 +283,7 @@ def run_ours(
     spoil: Callable[[nn.Module], None] | None = None,
 ) -> Traced:
     """A rank's second step, traced. peaks: also `Traced.most`. spoil: is given the model first."""
-    cfg.parallel.pipeline_split = [spec.num_layers // stage_count(cfg.parallel)] * stage_count(cfg.parallel)
+    cfg.parallel.pipeline_layers_per_stage = [spec.num_layers // stage_count(cfg.parallel)] * stage_count(cfg.parallel)
     with start_world(cfg) as world:
         model = build_meta(spec, torch.float32)
         split_pipeline(model, cfg, world)

@@ -10,7 +10,7 @@ what the layers keep for backward. The levers, in the order in which they are us
     batch_size=1                           fewer rows at a time; gradient_accumulation_steps keeps the global batch
     data.packing=true                      short rows share a row of max_seq_len, so that no memory goes to padding
     memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
-    parallel.wrapping=memory_efficient     gather embedding and output one at a time, not throughout the step
+    parallel.fsdp_wrap_policy=memory_efficient     gather embedding and output one at a time, not throughout the step
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     parallel.pipeline=4                    a quarter of the layers on each rank; only hidden states are sent
     optimizer.state_bits=8                 half of AdamW's states in bf16, rounded in blocks

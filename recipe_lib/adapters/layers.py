@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters.quantised import QuantisedLinear, can_quantise
+from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.ops.cross_entropy import Loss, projected_cross_entropy
 from recipe_lib.ops.token_log_probs import projected_token_log_probs
@@ -178,11 +178,11 @@ class AdaptedLinear(AdaptedMatrix, nn.Linear):
         return F.linear(hidden, self.weight, self.bias)
 
 
-class AdaptedQuantisedLinear(AdaptedMatrix, QuantisedLinear):
+class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
     def __init__(self, base: nn.Linear, kind: str, settings: AdapterSettings) -> None:
-        QuantisedLinear.__init__(self, base, kind)
+        QuantizedLinear.__init__(self, base, kind)
         self.add_adapter(base.in_features, base.out_features, settings)
 
     def frozen_rows(self, start: int, stop: int) -> Tensor:
@@ -191,13 +191,13 @@ class AdaptedQuantisedLinear(AdaptedMatrix, QuantisedLinear):
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
-        return QuantisedLinear.forward(self, hidden)
+        return QuantizedLinear.forward(self, hidden)
 
 
 def adapted_linear(base: nn.Linear, settings: AdapterSettings | None, quantize: str) -> nn.Module:
-    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize."""
-    if quantize != "none" and can_quantise(base.in_features, base.out_features, quantize):
-        return QuantisedLinear(base, quantize) if settings is None else AdaptedQuantisedLinear(base, quantize, settings)
+    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize_base."""
+    if quantize != "none" and can_quantize(base.in_features, base.out_features, quantize):
+        return QuantizedLinear(base, quantize) if settings is None else AdaptedQuantizedLinear(base, quantize, settings)
     return base if settings is None else AdaptedLinear(base, settings)
 
 

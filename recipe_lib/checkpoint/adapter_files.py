@@ -223,8 +223,9 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
         )
     if missing or extra:
         return (
-            f"{adapter.folder}: adapts {', '.join(targets)}, found lora.targets {', '.join(cfg.targets)}; set "
-            f"lora.targets=[{','.join(targets)}]"
+            f"{adapter.folder}: adapts {', '.join(targets)}, found lora.target_modules "
+            f"{', '.join(cfg.target_modules)}; set "
+            f"lora.target_modules=[{','.join(targets)}]"
         )
     return None
 
@@ -236,7 +237,7 @@ def _modules_fault(adapter: AdapterFile, wanted: Collection[str], found: Collect
     first = min(set(wanted) ^ set(found))
     fault = "has no adapter for" if first in wanted else "adapts"
     ends = sorted({name.rpartition(".")[2] for name in found})
-    return f"{adapter.folder}: {fault} {first}, unlike lora.modules; set lora.modules=[{','.join(ends)}]"
+    return f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set lora.target_modules=[{','.join(ends)}]"
 
 
 def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:

@@ -25,12 +25,12 @@ from recipe_lib.adapters.peft_names import (
     is_target,
     tensor_name,
 )
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_out import (
@@ -57,7 +57,7 @@ def export_adapter(
     out: Path,
     *,
     base: str,
-    world: Ranks,
+    world: RankGroup,
     base_folder: Path | None = None,
     source_config: Mapping[str, Any] | None = None,
     tokenizer_folder: Path | None = None,
@@ -119,7 +119,7 @@ def export_adapter(
         raise
 
 
-def _extras(model: nn.Module, holders: Holders, world: Ranks) -> tuple[list[PlannedTensor], list[str]]:
+def _extras(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[list[PlannedTensor], list[str]]:
     """The extra parameters and buffers of all ranks, and the modules that consist of such alone. Collective."""
     tensors: list[Any] = [
         [name, DTYPE_NAMES[value.dtype], list(value.shape)] for name, value in extra_tensors(model, saved=True).items()
@@ -139,7 +139,7 @@ def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[tor
     return holders.relay(name, gather)
 
 
-def _adapters_dtype(model: nn.Module, holders: Holders, world: Ranks) -> torch.dtype:
+def _adapters_dtype(model: nn.Module, holders: Holders, world: RankGroup) -> torch.dtype:
     """The type of all adapters; a rank of a pipeline may have none. Collective."""
     own = [module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule)]
     found = holders.gather([DTYPE_NAMES[dtype] for dtype in own[:1]], world)
@@ -165,8 +165,8 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
 
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
     """What PEFT looks for, and what merging has to know of the base."""
-    metadata = {"format": "pt", BASE_STORAGE: cfg.quantize}
-    stored = stored_weights(model)  # what is quantised has types of its own
+    metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
+    stored = stored_weights(model)  # what is quantized has types of its own
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()
@@ -179,7 +179,7 @@ def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: P
 
 
 def _write_tensors(
-    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: Ranks
+    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: RankGroup
 ) -> None:
     """The file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
 
@@ -237,11 +237,11 @@ def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def frozen_weight(module: nn.Module) -> torch.Tensor:
-    """The whole weight `[out, in]` of a linear, gathered and dequantised. Collective."""
-    if not isinstance(module, QuantisedLinear):
+    """The whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
+    if not isinstance(module, QuantizedLinear):
         return whole(module.get_parameter("weight").detach())
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype)
-    copy = QuantisedLinear(linear, module.kind)
+    copy = QuantizedLinear(linear, module.kind)
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":
             setattr(copy, name, nn.Parameter(whole(parameter.detach()), requires_grad=False))

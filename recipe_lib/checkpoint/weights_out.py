@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
@@ -68,7 +68,7 @@ def export_model(
     *,
     tokenizer_folder: Path | None,
     max_shard_bytes: int,
-    world: Ranks,
+    world: RankGroup,
     chat_template: Path | None = None,
     stop_ids: Collection[int] = (),
     save_extra: bool = False,
@@ -137,7 +137,7 @@ def extra_metadata(names: Collection[str]) -> dict[str, str]:
     return {EXTRA: " ".join(sorted(names))} if names else {}
 
 
-def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
+def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
     """Raises StorageError if the disk of `out` has no room for the model even now, before it is trained. Collective."""
     holders = find_holders(model, world)
     own = {name: parameter for name, parameter in model.named_parameters() if holders.is_ours(name)}
@@ -156,7 +156,7 @@ def _beside(out: Path) -> str:
     return f", beside the one in {out} that stays until then," if out.exists() else ""
 
 
-def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: Ranks) -> dict[str, torch.Tensor]:
+def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, torch.Tensor]:
     """The parameters, where other ranks of a pipeline have others those too, by shape and type alone. Collective."""
     if not holders.is_divided:
         return parameters
@@ -209,7 +209,7 @@ class _Pieces:
     """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
     def __init__(
-        self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: Ranks, extras: Collection[str]
+        self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: RankGroup, extras: Collection[str]
     ) -> None:
         """read: the whole of a parameter in one or several pieces, on rank 0; collective. extras: see `plan_shards`."""
         self._read, self._world, self._other = read, world, _other_layout(spec)
@@ -257,7 +257,7 @@ def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
     read: _Pieces,
-    world: Ranks,
+    world: RankGroup,
     extras: Collection[str],
 ) -> None:
     """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""

@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
         said, required, names = message.replace("\n", " ").partition("the following arguments are required: ")
-        if required:  # a misspelt option may be why
+        if required:  # a misspelled option may be why
             options = [word for word in self._words if word.startswith("--") and word != "--"]
             unknown = [word for word in options if word.split("=", 1)[0] not in self.options()]
             if unknown:

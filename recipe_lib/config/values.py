@@ -115,7 +115,7 @@ def _to_int(node: Node, key: Key) -> int:
 
 
 def _to_float(node: Node, key: Key) -> float:
-    # `1e-5` is text to YAML 1.1, and people have learnt to quote it: with or without quotes it is the number.
+    # `1e-5` is text to YAML 1.1, and people have learned to quote it: with or without quotes it is the number.
     if _NOT_FINITE.fullmatch(node.text):
         raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
     if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:

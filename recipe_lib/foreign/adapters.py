@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapted_linear
-from recipe_lib.config.schema import LoraConfig
+from recipe_lib.config.schema import PEFT_NAMES, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.foreign.find_modules import is_transposed, layer_linears, linear_shape, uncalled_linears
 
@@ -42,24 +42,26 @@ class AdaptedForeign(AdaptedMatrix):
         return self.kind.forward(self, hidden)
 
 
-def adapter_targets(linears: Collection[str], modules: Collection[str], left: Mapping[str, str]) -> list[str]:
-    """The names of those linears that an adapter is for. modules: ends of names; empty: all.
+def adapter_targets(linears: Collection[str], targets: Collection[str], left: Mapping[str, str]) -> list[str]:
+    """The names of those linears that an adapter is for. targets: `lora.target_modules`, ends of names or short names.
 
     left: names of modules that cannot have an adapter -> why, as `without_adapter` has them. Raises ConfigError for an
     end that no linear's name has, or that one of them has.
     """
-    for end in modules:
+    ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
+    for end in ends:
         refused = next((name for name in left if ends_in(name, end)), None)
         if refused is not None:
-            raise ConfigError(f"lora.modules: {end!r}: {refused} cannot have an adapter: {left[refused]}; remove it")
+            raise ConfigError(
+                f"lora.target_modules: {end!r}: {refused} cannot have an adapter: {left[refused]}; remove it"
+            )
         if not any(ends_in(name, end) for name in linears):
             leaves = sorted({leaf_of(name) for name in linears if name not in left})
             raise ConfigError(
-                f"lora.modules: {end!r} is the end of no linear of this model; its linears end in {', '.join(leaves)}"
+                f"lora.target_modules: {end!r} is the end of no linear of this model; its linears end in "
+                f"{', '.join(leaves)}"
             )
-    return [
-        name for name in linears if name not in left and (not modules or any(ends_in(name, end) for end in modules))
-    ]
+    return [name for name in linears if name not in left and (not ends or any(ends_in(name, end) for end in ends))]
 
 
 def without_adapter(linears: Collection[str], uncalled: Mapping[str, str], family: str) -> dict[str, str]:
@@ -101,14 +103,14 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
     own: Any = getattr(model, "own_tensors", None)
     linears = {name: base for name, base in layer_linears(model).items() if own is None or f"{name}.weight" in own}
     left = without_adapter(linears, uncalled_linears(model), model.spec.family)
-    wanted = set(adapter_targets(linears, cfg.modules, left))
+    wanted = set(adapter_targets(linears, cfg.target_modules, left))
     if not wanted:
-        raise ConfigError("lora.modules: the model's layers have no linears that could have an adapter")
+        raise ConfigError("lora.target_modules: the model's layers have no linears that could have an adapter")
     for name, base in linears.items():
         owner, _, child = name.rpartition(".")
         own = settings if name in wanted else None
         if type(base) is nn.Linear:
-            placed: nn.Module = adapted_linear(base, own, cfg.quantize)
+            placed: nn.Module = adapted_linear(base, own, cfg.quantize_base)
         else:
             placed = base if own is None else AdaptedForeign(base, own)
         setattr(model.get_submodule(owner), child, placed)

@@ -57,7 +57,7 @@ def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.
         model = make(config, source.attention, dtype) if own else make(config)
     if not isinstance(model, nn.Module):
         raise SetupError(
-            f"model.source={source.implementation}: found {type(model).__name__}, expected a torch.nn.Module"
+            f"model.implementation={source.implementation}: found {type(model).__name__}, expected a torch.nn.Module"
         )
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -199,7 +199,7 @@ def logits_of(output: Any) -> Tensor:
     found = getattr(output, "logits", None)
     found = output[0] if found is None and isinstance(output, (tuple, list)) else found
     if not isinstance(found, Tensor):
-        raise SetupError(f"model.source: forward returned {type(output).__name__}, expected logits or .logits")
+        raise SetupError(f"model.implementation: forward returned {type(output).__name__}, expected logits or .logits")
     return found
 
 

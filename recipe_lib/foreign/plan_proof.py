@@ -182,7 +182,7 @@ def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
         rank = next(iter(adapted.values())).settings.rank if spec == model.spec else _RANK
         settings = AdapterSettings(rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=dtype)
         made.requires_grad_(False)
-        add_adapters(made, LoraConfig(modules=sorted(ends)), settings)
+        add_adapters(made, LoraConfig(target_modules=sorted(ends)), settings)
     return made
 
 

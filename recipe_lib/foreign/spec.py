@@ -18,7 +18,7 @@ from recipe_lib.foreign.tensor_parallel import shard_module
 from recipe_lib.foreign.tensor_plan.shrink import shrink
 from recipe_lib.foreign.transformers_config import TRANSFORMERS, looks_ahead, one_line, transformers_config
 from recipe_lib.models.external import ExternalSpec, TensorLayout, WeightEntry, WrittenLayout
-from recipe_lib.models.families import refuse_quantised
+from recipe_lib.models.families import refuse_quantized
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.sizes import check_sizes
 from recipe_lib.parallel.world import World
@@ -61,10 +61,10 @@ class ForeignSpec(ExternalSpec):
         return weight_conversions.writing(self.source)
 
     def adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        """By the ends of their names, `cfg.modules`."""
+        """By the ends of their names, `cfg.target_modules`."""
         held = layout.layout(self.source)
         left = adapters.without_adapter(held.linears, held.uncalled, self.family)
-        return adapters.adapter_targets(held.linears, cfg.modules, left)
+        return adapters.adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         """On linears of any class."""
@@ -88,7 +88,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str = TRANS
     Raises SetupError if transformers is not installed, ConfigError for a name that no plugin registered, and
     CheckpointError for a config.json that its class does not take, or a model without embedding or output projection.
     """
-    refuse_quantised(config, where)
+    refuse_quantized(config, where)
     check_sizes(config, where)
     family = str(config.get("model_type", implementation))
     if implementation == TRANSFORMERS:

@@ -15,13 +15,13 @@ from recipe_lib.memory.mlp_tiles import chunk_mlps
 def apply_layer_levers(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device, *, keeps: bool = True) -> None:
     """What the layers of a meta model multiply in, compute in pieces, keep for backward, compile and send, in place.
 
-    `matmul_dtype`, `memory.mlp_chunks`, `memory.loss_kernel`, `memory.activation_checkpointing`, `compile`,
+    `matmul_dtype`, `memory.mlp_tiles`, `memory.loss_kernel`, `memory.activation_checkpointing`, `compile`,
     `memory.activation_offload`. Call it when adapters and shared matrices are in their places, and before FSDP wraps
     what it leaves. keeps: False for a model that never goes backward. device: the one that computes. Raises ConfigError
     for what device or model cannot do.
     """
     use_low_precision(model, cfg.matmul_dtype, device)
-    chunk_mlps(model, cfg.memory.mlp_chunks)
+    chunk_mlps(model, cfg.memory.mlp_tiles)
     choose_loss_kernel(model, cfg.memory.loss_kernel, device)
     if keeps:
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing, cfg, device)

@@ -133,12 +133,12 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """The spec of a Hugging Face `config.json`.
 
     where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
-    quantised weights, and keys that are missing or make no sense.
+    quantized weights, and keys that are missing or make no sense.
     """
-    refuse_quantised(config, where)
+    refuse_quantized(config, where)
     check_sizes(config, where)
     config = text_config(config)
-    refuse_quantised(config, where)
+    refuse_quantized(config, where)
     family = _family(config, where)
     fields = Fields(DEFAULTS[family] | dict(config), where)
     common = _common_shape(fields, family)
@@ -161,8 +161,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return outer | dict(config["text_config"]) | own
 
 
-def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError when the weights are stored in a quantised form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
+def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError when the weights are stored in a quantized form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
     for key in ("quantization_config", "compression_config", "quantization"):
         found = config.get(key)
         if not found:
@@ -171,7 +171,7 @@ def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
         if method is None:
             method = "MLX" if key == "quantization" else "unknown method"
         raise CheckpointError(
-            f"{where}: config.json: {key}: the weights are quantised ({method}); expected fp32, bf16 or fp16 weights; "
+            f"{where}: config.json: {key}: the weights are quantized ({method}); expected fp32, bf16 or fp16 weights; "
             "download the checkpoint that this one was made from"
         )
 
@@ -185,7 +185,7 @@ def _family(config: Mapping[str, Any], where: str) -> str:
         kind = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):
-            remedy = "; to train it in transformers' own class, set model.source=transformers"
+            remedy = "; to train it in transformers' own class, set model.implementation=transformers"
         raise CheckpointError(
             f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
             f"model of type {', '.join(sorted(DEFAULTS))}{remedy}"

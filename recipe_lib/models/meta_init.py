@@ -60,11 +60,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
-    """Fills materialised parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
+    """Fills materialized parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
     A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only the blocks of rows
     that its shard overlaps and keeps its part of them; nothing is communicated, and no more than a block is held.
-    A quantised weight is made of the values that it would have had. An external model's vectors and numbers are what
+    A quantized weight is made of the values that it would have had. An external model's vectors and numbers are what
     its own class begins with; extra parameters start as `reset_extra` says.
     """
     reset_extra(model, seed)

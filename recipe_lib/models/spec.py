@@ -90,7 +90,7 @@ def _no_config(file: Path) -> str:
     folder = file.parent
     if (folder / "adapter_config.json").is_file():
         return (
-            f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter to it and "
+            f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter_path to it and "
             "model.path to the model that it was trained beside"
         )
     found = None

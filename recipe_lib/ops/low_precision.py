@@ -50,8 +50,8 @@ def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str
 def scaled_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
     """`left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type."""
     rows, columns = left.shape[0], right.shape[0]
-    left_codes, left_scales = quantise_rows(left, kind)
-    right_codes, right_scales = quantise_rows(right, kind)
+    left_codes, left_scales = quantize_rows(left, kind)
+    right_codes, right_scales = quantize_rows(right, kind)
     if kind == "int8":
         return _scale_sums(_whole_sums(left_codes, right_codes), left_scales, right_scales, left.dtype)
     # Scales of rows that only fill up are never looked at, and must be there.
@@ -70,19 +70,19 @@ def scaled_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
     return found[:rows, :columns].to(left.dtype)
 
 
-def quantise_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def quantize_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Codes `[m', k']` of a matrix `[m, k]`, with zeros up to what kernels take, and a scale for each row `[m]`, fp32.
 
     `codes[:m, :k] * scales[:, None]` is the matrix, each entry within half a step of its row: of its largest magnitude
     over 254 in int8, of the entry's own magnitude over 16 in fp8.
     """
     if torch.compiler.is_compiling():
-        return _quantise_whole(matrix, kind)
-    codes, scales = torch.ops.tune_recipes.quantise_rows(matrix, kind)
+        return _quantize_whole(matrix, kind)
+    codes, scales = torch.ops.tune_recipes.quantize_rows(matrix, kind)
     return codes, scales
 
 
-def _quantise_whole(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _quantize_whole(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """For code that is compiled, where steps one after the other make no temporaries.
 
     Filled up before it is converted: the compiler has no choice between numbers of FP8.
@@ -108,10 +108,10 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 # a piece at a time: as a chain of operators they would take longer than they save, and temporaries besides.
 
 
-@torch.library.custom_op("tune_recipes::quantise_rows", mutates_args=())
-def _quantise(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("tune_recipes::quantize_rows", mutates_args=())
+def _quantize(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if _is_compiled_here(matrix):
-        return _alike(_quantise_whole, matrix, kind)
+        return _alike(_quantize_whole, matrix, kind)
     scales, inverse = _scales_of(matrix, kind)
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
@@ -122,7 +122,7 @@ def _quantise(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-@_quantise.register_fake
+@_quantize.register_fake
 def _(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     codes = matrix.new_empty(_shape_of_codes(matrix), dtype=_TYPES[kind])
     return codes, matrix.new_empty(matrix.shape[0], dtype=torch.float32)

@@ -20,7 +20,7 @@ from recipe_lib.ops.cross_entropy import cross_entropy_by_rows, linear_cross_ent
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.row_gradients import RowGradients, embedding_by_rows
 from recipe_lib.optim.clipping import EarlierNorms
-from recipe_lib.optim.offloaded_states import StateVisits
+from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.row_steps import RowSteps, step_only
 
 
@@ -41,7 +41,7 @@ def arrange_steps(
     Returns the norms of gradients that are gone when `clip_grad_norm` is called, for that; None without the lever.
     """
     by_rows = RowSteps(optimizer)
-    visits = StateVisits(optimizer, device) if memory.optimizer_offload and has_host(device) else None
+    visits = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
     optimizer.steps_in_backward = memory.optimizer_in_backward  # type: ignore[attr-defined]
     if not memory.optimizer_in_backward:
         return None
@@ -91,7 +91,7 @@ def _made_at_once(optimizer: Optimizer, model: nn.Module) -> Sequence[nn.Paramet
 
 
 def _make_by_rows(
-    model: nn.Module, chosen: Sequence[nn.Parameter], steps: StateVisits | RowSteps, norms: EarlierNorms
+    model: nn.Module, chosen: Sequence[nn.Parameter], steps: OffloadedStates | RowSteps, norms: EarlierNorms
 ) -> None:
     """Backward makes the gradients of embedding and output projection by rows, where these are plain and large."""
     if not isinstance(model, Decoder):

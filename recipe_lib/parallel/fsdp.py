@@ -53,7 +53,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
             f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
             "that divides it; call split_pipeline(model, cfg, world) behind build_meta, or set parallel.pipeline=1"
         )
-    units = resolve_wrapping(model, parallel.wrapping)
+    units = resolve_wrapping(model, parallel.fsdp_wrap_policy)
     if world.data_ranks == 1 and not memory.cpu_offload:
         return []
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
@@ -95,7 +95,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
-    """Gives a meta model uninitialised memory on `device`; with `memory.cpu_offload` its parameters on the host.
+    """Gives a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters on the host.
 
     Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them, those of modules that
     a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values would

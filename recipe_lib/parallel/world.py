@@ -33,7 +33,7 @@ class WorldConfig(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class PipelineRank:
     """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all processes."""
 
     rank: int
@@ -60,7 +60,7 @@ class World:
     data_rank: int
     data_ranks: int
     tensor: Group | None = None
-    pipeline: Place | None = None
+    pipeline: PipelineRank | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
@@ -207,7 +207,7 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
         group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
         _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
     if sizes["pipeline"] > 1:
-        place = Place(mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist()))
+        place = PipelineRank(mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist()))
     data_rank, data_ranks = 0, 1
     for name in DATA_DIMS:
         data_rank, data_ranks = data_rank * sizes[name] + mine[name], data_ranks * sizes[name]

@@ -33,7 +33,7 @@ def find_model(cfg: ModelConfig) -> ModelSource:
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
     config = read_config(folder) if folder else preset_config(name)
-    spec = read_spec(config, str(folder or name), cfg.source)
+    spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
         check_weights(spec, folder)
     return ModelSource(name, folder, config, spec)
@@ -41,13 +41,15 @@ def find_model(cfg: ModelConfig) -> ModelSource:
 
 def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     """Refuses a model that the ranks of `parallel.tensor` cannot share, or whose layers are too few for the stages of
-    `parallel.pipeline` or others than `parallel.pipeline_split` lists, and adapters that it would not have where the
+    `parallel.pipeline` or others than `parallel.pipeline_balance` lists, and adapters that it would not have where the
     config says. Raises ConfigError, with what fits."""
-    if isinstance(cfg, LoraFinetuneConfig) and (not isinstance(cfg, DpoFinetuneConfig) or cfg.dpo.train == "lora"):
+    if isinstance(cfg, LoraFinetuneConfig) and (
+        not isinstance(cfg, DpoFinetuneConfig) or cfg.dpo.trainable == "adapters"
+    ):
         dtype = DTYPES[cfg.dtype]
         add_adapters(build_meta(spec, dtype), cfg.lora, dtype)
     if isinstance(spec, DecoderSpec):
-        quantize = cfg.lora.quantize if isinstance(cfg, LoraFinetuneConfig) else "none"
+        quantize = cfg.lora.quantize_base if isinstance(cfg, LoraFinetuneConfig) else "none"
         check_tensor(spec, cfg.parallel, quantize)
         if cfg.parallel.pipeline > 1:
             split_layers(spec, cfg)
@@ -55,7 +57,7 @@ def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
 
 def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:
     """As `check_sharing`, if the model's config.json is on this machine's disk; no weight is looked at."""
-    if cfg.model.source != "native":
+    if cfg.model.implementation != "native":
         return
     named = Path(cfg.model.path).expanduser() if cfg.model.path else None
     folder = named if named is None or named.is_dir() else downloaded_model(str(cfg.model.path))

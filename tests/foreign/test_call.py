@@ -239,7 +239,7 @@ def test_experts_are_read_joined_and_apart(tmp_path: Path):
         ({"model_type": "t5"}, "model_type 't5' is no causal language model in transformers"),
         ({"model_type": "gpt2", "n_embd": 33, "n_head": 4}, "gpt2 cannot be built"),
         ({"model_type": "qwen3", "layer_types": ["none"]}, "the config of 'qwen3' does not take it"),
-        ({"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}, "the weights are quantised"),
+        ({"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}, "the weights are quantized"),
     ],
 )
 def test_configs_that_no_class_takes(config: dict[str, Any], said: str | None):

@@ -182,7 +182,7 @@ def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
         cases = [(kind, {"tensor": 4}, modes[at % 2]) for at, kind in enumerate(["gpt2", "qwen3", "phi3"])]
         wrappings = ("layers", "memory_efficient")
         cases += [
-            (kind, {"tensor": 2, "wrapping": wrappings[at % 2]}, modes[at // 2 % 2])
+            (kind, {"tensor": 2, "fsdp_wrap_policy": wrappings[at % 2]}, modes[at // 2 % 2])
             for at, kind in enumerate(["gpt2", "qwen3", "opt", "bloom"])
         ]
         cases.append(("phi3", {"tensor": 2, "data_replicate": 2}, "selective"))

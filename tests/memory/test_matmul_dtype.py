@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def model_of(dtype: torch.dtype = torch.float32, lora: bool = False, quantize: str = "none") -> nn.Module:
     model = build_meta(small_spec(layers=2), dtype)
     if lora or quantize != "none":
-        add_adapters(model, LoraConfig(rank=4, alpha=2.0, quantize=quantize), dtype)
+        add_adapters(model, LoraConfig(rank=4, alpha=2.0, quantize_base=quantize), dtype)
     return model
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
@@ -27,7 +27,9 @@ TOKENS, D, F = 64, 32, 256
 
 def decoder(chunks: int, mode: str = "none", lora: LoraConfig | None = None, **changes: Any) -> nn.Module:
     spec = replace(small_spec(), **changes)
-    dtype = torch.float64 if lora is None or lora.quantize == "none" else torch.float32  # what 4 bits are turned into
+    dtype = (
+        torch.float64 if lora is None or lora.quantize_base == "none" else torch.float32
+    )  # what 4 bits are turned into
     model = build_meta(spec, dtype)
     if lora is not None:
         add_adapters(model, lora, dtype)
@@ -62,8 +64,8 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 LORA = {"lora": LoraConfig(rank=4)}
-ONLY_MLP = {"lora": LoraConfig(rank=4, targets=["up", "down"])}  # the first layer's input wants no gradient
-NF4 = {"lora": LoraConfig(rank=4, quantize="nf4"), "width": 64, "head_width": 16, "mlp_width": 128}
+ONLY_MLP = {"lora": LoraConfig(rank=4, target_modules=["up", "down"])}  # the first layer's input wants no gradient
+NF4 = {"lora": LoraConfig(rank=4, quantize_base="nf4"), "width": 64, "head_width": 16, "mlp_width": 128}
 KINDS = [{}, BIASES, GEMMA, LORA, ONLY_MLP, {"lora": LoraConfig(rank=4, dora=True)}, NF4]
 
 
@@ -72,7 +74,7 @@ def test_gradients_are_those_of_whole_mlps(changes: dict[str, Any]) -> None:
     wanted = backward(decoder(1, **changes))
     for mode in ("none", "selective", "full"):
         model = decoder(CHUNKS, mode, **changes)
-        assert ("nf4" in str(changes)) == isinstance(model.model.layers[0].mlp.up_proj, QuantisedLinear)
+        assert ("nf4" in str(changes)) == isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
         assert_close(backward(model), wanted)
 
 
@@ -176,7 +178,7 @@ def test_selective_checkpointing_keeps_nothing_of_pieces() -> None:
 
 def ranks() -> list[str]:
     """Tensor parallel, and FSDP; what differs from the plain model."""
-    chunked = {"mlp_chunks": 3}
+    chunked = {"mlp_tiles": 3}
     faults = compare(
         [
             Case(parallel={"tensor": 2}, memory=chunked),
@@ -186,7 +188,7 @@ def ranks() -> list[str]:
     )
     wanted = backward(decoder(1))
     for wrapping in ("layers", ["model.layers.*", "model.layers.*.mlp"]):
-        parallel, memory = ParallelConfig(wrapping=wrapping), MemoryConfig()
+        parallel, memory = ParallelConfig(fsdp_wrap_policy=wrapping), MemoryConfig()
         with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
             spec = small_spec()
             model = build_meta(spec, torch.float64)
@@ -211,5 +213,5 @@ def test_a_model_without_mlps_of_ours_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         chunk_mlps(nn.Linear(2, 2), 4)
     assert str(caught.value) == (
-        "memory.mlp_chunks: found 4 for a model without MLPs of ours, expected 1; remove memory.mlp_chunks"
+        "memory.mlp_tiles: found 4 for a model without MLPs of ours, expected 1; remove memory.mlp_tiles"
     )

@@ -150,7 +150,7 @@ def test_a_loss_of_ones_own_is_not_taken() -> None:
 
 def ranks(tied: bool) -> dict[str, Tensor]:
     """Loss and gradients of a sharded decoder with torch's kernel."""
-    spec, parallel, memory = small_spec(tied=tied), ParallelConfig(wrapping="memory_efficient"), MemoryConfig()
+    spec, parallel, memory = small_spec(tied=tied), ParallelConfig(fsdp_wrap_policy="memory_efficient"), MemoryConfig()
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
         model = build_meta(spec, torch.float64)
         choose_loss_kernel(model, "torch", CPU)

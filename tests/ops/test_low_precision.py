@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipe_lib.ops import low_precision
 from recipe_lib.ops.deferred import put_off, splittable
-from recipe_lib.ops.low_precision import KINDS, quantise_rows, scaled_linear, scaled_product
+from recipe_lib.ops.low_precision import KINDS, quantize_rows, scaled_linear, scaled_product
 
 TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
 
@@ -55,7 +55,7 @@ def step_of(matrix: Tensor, kind: str) -> Tensor:
 def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
     matrix = operands()[0][0]
     matrix[3] = 0
-    codes, scales = quantise_rows(matrix, kind)
+    codes, scales = quantize_rows(matrix, kind)
     assert codes.shape == (48, 80) and codes.dtype == low_precision._TYPES[kind] and scales.dtype == torch.float32
     assert torch.equal(codes[TOKENS:].float(), torch.zeros(48 - TOKENS, IN))
     back = codes[:TOKENS].double() * scales.double().unsqueeze(1)
@@ -89,7 +89,7 @@ def test_gradients_are_products_of_the_rounded_operands(kind: str, dtype: torch.
     """The three products, from fp64 operands that were rounded by hand along the right dimension."""
 
     def rounded(matrix: Tensor) -> Tensor:
-        codes, scales = quantise_rows(matrix, kind)
+        codes, scales = quantize_rows(matrix, kind)
         return codes[: matrix.shape[0], : matrix.shape[1]].double() * scales.double().unsqueeze(1)
 
     hidden, weight, bias, gradient = operands(dtype)
@@ -202,7 +202,7 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatc
     """Weights that are trained, and frozen, in forward and backward, at several lengths: strides alone tell apart."""
     from torch._dynamo.testing import CompileCounter
 
-    counters = {name: CompileCounter() for name in ("_quantise_whole", "_scale_whole")}
+    counters = {name: CompileCounter() for name in ("_quantize_whole", "_scale_whole")}
     made = {
         name: torch.compile(getattr(low_precision, name), dynamic=True, backend=counter)
         for name, counter in counters.items()
@@ -218,5 +218,5 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatc
             scaled_linear(rows, parameter, None, "int8").sum().backward()
         with torch.no_grad():
             scaled_linear(hidden, parameter, None, "int8")
-    assert counters["_quantise_whole"].frame_count <= 3
+    assert counters["_quantize_whole"].frame_count <= 3
     assert counters["_scale_whole"].frame_count <= 5

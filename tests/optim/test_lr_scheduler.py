@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from recipe_lib.config.schema import LrScheduleConfig
+from recipe_lib.config.schema import LrSchedulerConfig
 from recipe_lib.optim.lr_scheduler import learning_rate
 
 
 def rates(total: int, peak: float = 2.0, **keys: object) -> list[float]:
-    cfg = LrScheduleConfig(**keys)
+    cfg = LrSchedulerConfig(**keys)
     return [learning_rate(cfg, peak, step, total) for step in range(total)]
 
 
@@ -19,11 +19,11 @@ def test_warmup_rises_linearly_and_reaches_the_peak_at_its_last_step() -> None:
 
 def test_linear_falls_by_equal_steps_and_the_last_step_still_trains() -> None:
     assert rates(6, kind="linear", warmup_steps=2) == pytest.approx([1.0, 2.0, 2.0, 1.5, 1.0, 0.5])
-    assert rates(4, kind="linear", final_share=0.5) == pytest.approx([2.0, 1.75, 1.5, 1.25])
+    assert rates(4, kind="linear", min_lr_ratio=0.5) == pytest.approx([2.0, 1.75, 1.5, 1.25])
 
 
 def test_cosine_equals_the_formula() -> None:
-    ours = rates(100, kind="cosine", warmup_steps=10, final_share=0.1)
+    ours = rates(100, kind="cosine", warmup_steps=10, min_lr_ratio=0.1)
     for step in range(10, 100):
         expected = 0.2 + 1.8 * (1 + math.cos(math.pi * (step - 10) / 90)) / 2
         assert ours[step] == pytest.approx(expected, rel=1e-12)
@@ -33,7 +33,7 @@ def test_cosine_equals_the_formula() -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_past_the_end_it_stays_at_the_final_share(kind: str) -> None:
-    cfg = LrScheduleConfig(kind=kind, final_share=0.25)
+    cfg = LrSchedulerConfig(type=kind, min_lr_ratio=0.25)
     assert learning_rate(cfg, 2.0, 10, 10) == pytest.approx(0.5)
     assert learning_rate(cfg, 2.0, 99, 10) == pytest.approx(0.5)
 

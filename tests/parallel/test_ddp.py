@@ -21,7 +21,7 @@ from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe,
 SIZES = [(3,), (5, 8), (64,), (7, 40), (1,), (0, 4), (16, 4)]  # with buckets of 64: packed, exactly one, in several
 GLOBAL_BATCH, STEPS, SAVED = 8, 3, 1
 DDP = "parallel.strategy=ddp"
-SAVE = f"checkpoint.save_every_steps={SAVED}"
+SAVE = f"checkpoint.save_every_n_steps={SAVED}"
 FULLY = "memory.activation_checkpointing=full"
 
 
@@ -119,9 +119,9 @@ class Runs:
             f"batch_size={GLOBAL_BATCH // data_ranks // 2}",
             "gradient_accumulation_steps=2",
             f"max_steps={STEPS}",
-            "lr_schedule.kind=constant",
+            "lr_scheduler.type=constant",
             "checkpoint.save_model=false",
-            "checkpoint.keep=3",
+            "checkpoint.keep_last_n=3",
             "clip_grad_norm=0.5",
             *overrides,
         )
@@ -148,7 +148,7 @@ def of_two(runs: Runs) -> dict[str, Any]:
         "whole": all(type(parameter) is nn.Parameter for parameter in run.recipe.model.parameters()),
     }
     runs.run("lora ddp", 2, DDP, "optimizer.lr=1e-2", recipe=LORA)
-    runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_schedule.kind=constant")
+    runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_scheduler.type=constant")
     runs.run("int8 ddp", 2, DDP, "matmul_dtype=int8", FULLY)
     runs.run("int8 fsdp", 2, "matmul_dtype=int8", FULLY)
     runs.run("fsdp to ddp", 2, DDP, runs.state("full fsdp"))

@@ -107,25 +107,25 @@ def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactl
     assert (found.allocated, found.active) == (allocator.peak_allocated, allocator.peak_active)
 
 
-@pytest.mark.parametrize("neighbour", [None, 8 * MIB])
-def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbour):
+@pytest.mark.parametrize("neighbor", [None, 8 * MIB])
+def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbor):
     """Else it would have been reused. Alone in its segment it is given back; beside another one memory runs out."""
     allocator = CachingAllocator(AllocatorSettings(cap=60 * MIB, by_fraction=True))
     allocator.log = []
     allocator.malloc(40 * MIB)
-    block = allocator.malloc(10 * MIB - 512 if neighbour else 20 * MIB)
-    if neighbour:
-        allocator.malloc(neighbour)
+    block = allocator.malloc(10 * MIB - 512 if neighbor else 20 * MIB)
+    if neighbor:
+        allocator.malloc(neighbor)
     allocator.record_stream(block, 1)
     allocator.free(block)
-    if neighbour:
+    if neighbor:
         with pytest.raises(OutOfMemory):
             allocator.malloc(9 * MIB)
     else:
         allocator.malloc(20 * MIB)
     found = replay_events(events_from_snapshot(recorded_by(allocator), cap=60 * MIB))
     assert found.first_difference is None and found.retries == allocator.num_alloc_retries == 1
-    assert found.segments[-1][0] == ("oom" if neighbour else "segment_alloc")
+    assert found.segments[-1][0] == ("oom" if neighbor else "segment_alloc")
 
 
 def test_a_wrong_stream_is_noticed(tmp_path):

@@ -21,10 +21,10 @@ data:
   packing: {packing}
 {nested}{lora}{validation}optimizer:
   lr: {lr}
-lr_schedule:
-  kind: constant
+lr_scheduler:
+  type: constant
 checkpoint:
-  save_every_steps: {save}
+  save_every_n_steps: {save}
 device: cpu
 dtype: fp32
 {batch_key}: {batch}
@@ -61,7 +61,7 @@ class Ours(Tool):
             shuffle=str(setup.shuffle).lower(),
             packing=str(setup.packing).lower(),
             nested="  misspelt_key: 1\n" if setup.twist == "typo_nested" else "",
-            lora=f"lora:\n  targets: {json.dumps(targets)}\n" if adapters else "",
+            lora=f"lora:\n  target_modules: {json.dumps(targets)}\n" if adapters else "",
             validation=f"validation:\n  source: {setup.held_out}\n" if setup.validate else "",
             lr=setup.lr,
             save=setup.save_every or "null",

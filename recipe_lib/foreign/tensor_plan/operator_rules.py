@@ -87,7 +87,7 @@ def reduction(step: Step) -> list[Dims]:
 @rule(*"_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin flip".split())
 @rule(*"sort argsort topk roll cumsum_ renorm _weight_norm_interface".split())
 def along(step: Step) -> list[Dims]:
-    """What an element becomes depends on its neighbours along some dimensions: these are blocked."""
+    """What an element becomes depends on its neighbors along some dimensions: these are blocked."""
     step.ordered = True
     tensor = step.first()
     dims = list(step.dims(tensor))

@@ -37,11 +37,13 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
         cfg.model.path = None
         assumed += [how] if how else []
     cfg.output_dir = str(Path(_folder()) / "output")
-    cfg.resume, cfg.overwrite, cfg.log.trackers = None, False, []
+    cfg.resume, cfg.overwrite_output_dir, cfg.log.trackers = None, False, []
     adapters = getattr(cfg, "lora", None)
-    if adapters is not None and adapters.adapter is not None and not Path(adapters.adapter).is_dir():
-        assumed.append(f"lora.adapter={adapters.adapter} is not here: new adapters of the config's shape are planned")
-        adapters.adapter = None
+    if adapters is not None and adapters.adapter_path is not None and not Path(adapters.adapter_path).is_dir():
+        assumed.append(
+            f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's shape are planned"
+        )
+        adapters.adapter_path = None
     if cfg.compile:
         assumed.append("compile=true is planned without compiling, which takes more memory and time")
         cfg.compile = False
@@ -116,7 +118,11 @@ def with_layers(cfg: Any, layers: int) -> Any:
         raise ValueError(f"found {layers} layers, expected 1 to {own}")
     cut: dict[str, Any] = {word: layers}
     for key, value in config.items():  # layer_types, and what else there is one of for each layer
-        if isinstance(value, list) and len(value) == own and (key == "layer_types" or cfg.model.source != "native"):
+        if (
+            isinstance(value, list)
+            and len(value) == own
+            and (key == "layer_types" or cfg.model.implementation != "native")
+        ):
             cut[key] = value[:layers]
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
     file = Path(_folder()) / f"{name}-{layers}-{os.getpid()}.json"
@@ -156,14 +162,14 @@ def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
 def _config_of(cfg: Any) -> Mapping[str, Any]:
     """The decoder's config.json, checked."""
     config = preset_config(cfg.model.preset)
-    if cfg.model.source != "native":
+    if cfg.model.implementation != "native":
         return config
     _spec_of(cfg)
     return text_config(config)
 
 
 def _spec_of(cfg: Any) -> ModelSpec:
-    return read_spec(preset_config(cfg.model.preset), cfg.model.preset, cfg.model.source)
+    return read_spec(preset_config(cfg.model.preset), cfg.model.preset, cfg.model.implementation)
 
 
 @cache

@@ -282,8 +282,8 @@ def test_a_plan_survives_being_written_and_its_hash_tells_plans_apart():
     with pytest.raises(ConfigError, match=r"tensor plan: found no list axes, expected what to_dict wrote"):
         TensorPlan.from_dict({})
     broken = plan.to_dict()
-    broken["axes"][0]["colour"] = 1
-    with pytest.raises(ConfigError, match=r"tensor plan, axes: found .*colour.*expected the keys"):
+    broken["axes"][0]["color"] = 1
+    with pytest.raises(ConfigError, match=r"tensor plan, axes: found .*color.*expected the keys"):
         TensorPlan.from_dict(broken)
     with pytest.raises(ConfigError, match=r"no parameter nobody, expected one of the model's"):
         plan.parameter("nobody")
