@@ -49,6 +49,7 @@ class AdaptedModule(nn.Module, ABC):
     )
     settings: AdapterSettings
     is_off: bool = False
+    transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
 
     @abstractmethod

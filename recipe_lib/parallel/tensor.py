@@ -34,7 +34,7 @@ from recipe_lib.models.decoder import (
     OutputHead,
     SandwichLayer,
 )
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.deferred import linear as linear_of
@@ -42,7 +42,6 @@ from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gath
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.token_log_probs import token_log_probs
-from recipe_lib.parallel.automatic import shard_foreign
 from recipe_lib.parallel.ddp import sum_gradients_of_replicas
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
@@ -70,8 +69,8 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     if world.tensor is None:
         return
     refuse_for_tensor(model)
-    if isinstance(model.spec, ForeignSpec):
-        shard_foreign(model, parallel, world)
+    if isinstance(model.spec, ExternalSpec):
+        model.spec.shard_tensors(model, parallel, world)
         return
     spec, group = model.spec, world.tensor
     quantized = [module.kind for module in model.modules() if isinstance(module, QuantizedLinear)]
