@@ -7,27 +7,14 @@ The dataclasses are the schema that a YAML file is checked against, that `docs/c
 from dataclasses import dataclass, field
 
 from recipe_lib.config.field import key
+from recipe_lib.config.recipe_facts import RecipeFacts
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
 
 __all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "DpoConfig",
-    "DpoFinetuneConfig",
-    "FullFinetuneConfig",
-    "LogConfig",
-    "LoraConfig",
-    "LoraFinetuneConfig",
-    "LrSchedulerConfig",
-    "MemoryConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "SourceConfig",
-    "TokenizerConfig",
-    "ValidationConfig",
-    "key",
-]
+    "CheckpointConfig", "DataConfig", "DpoConfig", "DpoFinetuneConfig", "FullFinetuneConfig", "LogConfig",
+    "LoraConfig", "LoraFinetuneConfig", "LrSchedulerConfig", "MemoryConfig", "ModelConfig", "OptimizerConfig",
+    "ParallelConfig", "SourceConfig", "TokenizerConfig", "ValidationConfig", "key",
+]  # fmt: skip
 
 
 @dataclass
@@ -272,6 +259,11 @@ class DpoConfig:
         choices=("adapters", "all"),
     )
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.loss != "simpo" and not self.reference_free
+
 
 @dataclass
 class CheckpointConfig:
@@ -308,7 +300,7 @@ class LogConfig:
 
 
 @dataclass
-class FullFinetuneConfig:
+class FullFinetuneConfig(RecipeFacts):
     """Config of `full_finetune_distributed`."""
 
     recipe: str = key("full_finetune_distributed", "The recipe this config is for.")
@@ -357,6 +349,11 @@ class LoraFinetuneConfig(FullFinetuneConfig):
     recipe: str = key("lora_finetune_distributed", "The recipe this config is for.")
     lora: LoraConfig = field(default_factory=LoraConfig)
 
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As everywhere."""
+        return self.lora
+
 
 @dataclass
 class DpoFinetuneConfig(LoraFinetuneConfig):
@@ -364,3 +361,28 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
 
     recipe: str = key("dpo_distributed", "The recipe this config is for.")
     dpo: DpoConfig = field(default_factory=DpoConfig)
+
+    @property
+    def sequences_per_item(self) -> int:
+        """A chosen answer and a rejected one."""
+        return 2
+
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As `dpo.trainable` says."""
+        return self.lora if self.dpo.trainable == "adapters" else None
+
+    @property
+    def adapters_instead(self) -> dict[str, str]:
+        """As everywhere."""
+        return {"dpo.trainable": "adapters"}
+
+    @property
+    def runs_reference(self) -> bool:
+        """As the loss needs one."""
+        return self.dpo.needs_reference
+
+    @property
+    def sums_losses(self) -> bool:
+        """Log-probabilities of tokens."""
+        return False
