@@ -18,7 +18,7 @@ from recipe_lib.foreign.transformers_config import plain_numbers
 from recipe_lib.logs import silence_torchao
 
 if TYPE_CHECKING:
-    from recipe_lib.foreign.tensor_plan import TensorPlan
+    from recipe_lib.foreign.tensor_plan.plan import TensorPlan
 
 NOT_CERTIFIED = 3  # exit code
 SMALL = 2**20  # parameters of a model that is proven as it is

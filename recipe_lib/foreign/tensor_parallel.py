@@ -19,8 +19,9 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.foreign.call import LogitsAfter
 from recipe_lib.foreign.find_modules import embedding_and_head
-from recipe_lib.foreign.plan_executor import Enter, run_by_plan
+from recipe_lib.foreign.plan_executor import run_by_plan, total_over
 from recipe_lib.foreign.plan_proof import plan_of_model, prove
+from recipe_lib.foreign.tensor_plan.exchanges import Enter
 from recipe_lib.foreign.tensor_plan.plan import ParameterPlan, TensorPlan, bounds
 from recipe_lib.logs import get_logger
 from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
@@ -141,7 +142,7 @@ def _project(
     after = after or LogitsAfter()
     options: dict[str, Any] = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "chunks": chunks}
     if labels is None and vocabulary:
-        columns = F.linear(cast(Tensor, Enter.apply(hidden, group)), weight, bias)
+        columns = F.linear(cast(Tensor, Enter.apply(hidden, total_over(group))), weight, bias)
         return cast(Tensor, _AllColumns.apply(columns, vocabulary, group))
     if labels is None:
         return F.linear(hidden, weight, bias)

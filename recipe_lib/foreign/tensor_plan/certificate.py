@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, places_in, tensors_in
-from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds, shard_bounds
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, places_in, replaced, tensors_in
+from recipe_lib.foreign.tensor_plan.exchanges import own_part, rewritten
+from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
 
 # The whole and the sum of its parts differ by rounding, which some models do in float32 whatever their weights are.
 _ROUNDING = 2e-3
@@ -89,15 +90,16 @@ def _forward(model: torch.nn.Module, run: "_Run", values: dict[str, torch.Tensor
 
 def _tainted(model: torch.nn.Module, plan: TensorPlan, rank: int, size: int) -> dict[str, torch.Tensor]:
     held = dict(model.named_parameters())
-    found = {}
-    for each in plan.parameters:
-        if each.dim >= 0:
-            value = torch.full_like(held[each.name], torch.nan)
-            for start, stop in shard_bounds(each, rank, size):
-                part = slice(start, stop)
-                index = (*[slice(None)] * each.dim, part)
-                value[index] = held[each.name].detach()[index]
-            found[each.name] = value
+    cut = [each for each in plan.parameters if each.dim >= 0]
+    return {each.name: _others_lost(held[each.name].detach(), each.dim, each.segments, rank, size) for each in cut}
+
+
+def _others_lost(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+    """The tensor with NaN wherever it is not the rank's own part (`own_part`)."""
+    found = torch.full_like(tensor, torch.nan)
+    repeated = segments * (tensor.shape[dim] // sum(segments))
+    for start, stop in bounds(repeated, rank, size):
+        found.narrow(dim, start, stop - start).copy_(tensor.narrow(dim, start, stop - start))
     return found
 
 
@@ -110,13 +112,6 @@ def _local(model: torch.nn.Module, plan: TensorPlan, rank: int, size: int) -> di
     }
 
 
-def own_part(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
-    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room."""
-    repeated = segments * (tensor.shape[dim] // sum(segments))
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in bounds(repeated, rank, size)]
-    return torch.cat(pieces, dim)
-
-
 class _Run(Calls):
     """One forward. kind: `clean` keeps what goes in and out at boundaries, `taint` compares, `part` runs a rank's."""
 
@@ -125,9 +120,7 @@ class _Run(Calls):
     ):
         super().__init__(model)
         self.plan, self.kind, self.rank, self.size, self.clean = plan, kind, rank, size, clean
-        self.boundaries: dict[CallKey, list[Boundary]] = {}
-        for boundary in plan.boundaries:
-            self.boundaries.setdefault(CallKey(boundary.module, boundary.call), []).append(boundary)
+        self.boundaries = plan.boundaries_by_call()
         self.visits: dict[CallKey, int] = {}
         self.kept: dict[tuple[CallKey, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.biases: dict[tuple[CallKey, int], torch.Tensor] = {}
@@ -169,11 +162,7 @@ class _Run(Calls):
             return own_part(whole, boundary.dim, boundary.segments, self.rank, self.size)
         if not whole.is_floating_point():
             return whole
-        tainted = torch.full_like(whole, torch.nan)
-        repeated = boundary.segments * (whole.shape[boundary.dim] // sum(boundary.segments))
-        for start, stop in bounds(repeated, self.rank, self.size):
-            tainted.narrow(boundary.dim, start, stop - start).copy_(whole.narrow(boundary.dim, start, stop - start))
-        return tainted
+        return _others_lost(whole, boundary.dim, boundary.segments, self.rank, self.size)
 
     def _leave(
         self, boundary: Boundary, place: Any, taken: Any, result: torch.Tensor, args: Any, kwargs: Any
@@ -271,24 +260,6 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def rewritten(model: torch.nn.Module, plan: TensorPlan, size: int) -> Iterator[None]:
-    """While it is entered, the plan's integer attributes are divided by size."""
-    changed = []
-    for each in plan.rewrites:
-        held: Any = model.get_submodule(each.module)
-        *path, name = each.attribute.split(".")
-        for step in path:
-            held = getattr(held, step)
-        changed.append((held.__dict__, name, held.__dict__[name]))
-        held.__dict__[name] = each.value // size
-    try:
-        yield
-    finally:
-        for values, name, value in changed:
-            values[name] = value
-
-
-@contextlib.contextmanager
 def _told(run: _Run) -> Iterator[None]:
     """A forward that fails is a failure of the plan."""
     try:
@@ -296,26 +267,3 @@ def _told(run: _Run) -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
         line = (str(error).splitlines() or [""])[0]
         run.failures.append(f"rank {run.rank} of {run.size}: the forward on its part fails in {run.module}: {line}")
-
-
-def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any) -> tuple[Any, dict[str, Any]]:
-    """Arguments with the one at a place (calls.places_in) replaced."""
-
-    def put(held: Any, path: list[str]) -> Any:
-        if not path:
-            return value
-        items = list(held)
-        items[int(path[0])] = put(items[int(path[0])], path[1:])
-        return type(held)(items)
-
-    first, *rest = place.split(".")
-    if first.isdigit():
-        return tuple(put(item, rest) if number == int(first) else item for number, item in enumerate(args)), kwargs
-    return args, {**kwargs, first: put(kwargs[first], rest)}
-
-
-def output_values(output: Any) -> Any:
-    """What a model gives, dataclasses as dicts."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
-        return vars(output)
-    return output

@@ -8,14 +8,14 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, tensors_in
-from recipe_lib.foreign.tensor_plan.certificate import output_values, own_part, rewritten
-from recipe_lib.foreign.tensor_plan.exchanges import Exchanges
-from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, tensors_in
+from recipe_lib.foreign.tensor_plan.exchanges import Exchanges, own_part, rewritten
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
 WRONG = 1e-3
@@ -41,27 +41,6 @@ class _Group:
         return torch.stack(self.exchange(rank, tensor)).sum(0)
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: _Group, rank: int) -> torch.Tensor:
-        ctx.group, ctx.rank = group, rank
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.total(ctx.rank, gradients[0]), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: _Group, rank: int) -> torch.Tensor:
-        return group.total(rank, tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None, None
-
-
 class _Gather(torch.autograd.Function):
     """Tokens of all ranks, for a loss that each rank has whole."""
 
@@ -81,31 +60,14 @@ class _Rank(Calls):
 
     def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _Group, rank: int):
         super().__init__(model)
-        self.group, self.rank = group, rank
-        self.exchanges = Exchanges(plan, rank, group.size, self.enter, self.leave)
-        self.boundaries: dict[CallKey, list[Boundary]] = {}
-        for boundary in plan.boundaries:
-            self.boundaries.setdefault(CallKey(boundary.module, boundary.call), []).append(boundary)
-        self.entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.boundaries = plan.boundaries_by_call()
+        self.exchanges = Exchanges(plan, rank, group.size, partial(group.total, rank), lambda: entered)
 
     def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call, with its boundaries."""
         here = self.boundaries.get(key)
         return function(*args, **kwargs) if here is None else self.exchanges.call(here, function, args, kwargs)
-
-    def enter(self, tensor: torch.Tensor, activation: int) -> torch.Tensor:
-        """The tensor, whose gradient is summed over ranks; the same one for all calls that share it."""
-        if not tensor.requires_grad:
-            return tensor
-        place = (activation, id(tensor))
-        if place not in self.entered:
-            self.entered[place] = (tensor, _Enter.apply(tensor, self.group, self.rank))
-        return self.entered[place][1]
-
-    def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks."""
-        found: torch.Tensor = _Leave.apply(partial, self.group, self.rank)
-        return found
 
 
 def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from recipe_lib.foreign.tensor_plan.plan import Boundary, ParameterPlan, TensorPlan, shard_bounds
+from recipe_lib.foreign.tensor_plan.plan import Boundary, ParameterPlan, TensorPlan, bounds
 
 BYTES = 2  # of a number in bf16
 WIDE_BYTES = 4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32
@@ -144,7 +144,7 @@ def held_elements(plan: TensorPlan, size: int) -> int:
     for each in plan.parameters:
         elements = prod(each.shape)
         if each.dim >= 0:
-            part = sum(stop - start for start, stop in shard_bounds(each, 0, size))
+            part = sum(stop - start for start, stop in bounds(each.segments, 0, size))
             elements = elements // each.shape[each.dim] * part
         found += elements
     return found

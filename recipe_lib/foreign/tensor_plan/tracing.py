@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.tensor_plan import operator_rules, view_rules
 from recipe_lib.foreign.tensor_plan.axes import Node, block
-from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, places_in, tensors_in
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, places_in, tensors_in
 from recipe_lib.foreign.tensor_plan.rule_table import Step, assumed_result
 from recipe_lib.foreign.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
 
@@ -235,15 +235,8 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> Trace:
         model.train(training)
         for parameter in frozen:
             parameter.requires_grad_(False)
-    found.outputs = [operators.known(tensor) for tensor in tensors_in(_plain(output))]
+    found.outputs = [operators.known(tensor) for tensor in tensors_in(output_values(output))]
     return found
-
-
-def _plain(output: Any) -> Any:
-    """A model's output with what dataclasses hold as dicts."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
-        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return output
 
 
 def _short(function: Any) -> str:
