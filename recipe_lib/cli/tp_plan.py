@@ -91,6 +91,7 @@ def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this machine."""
     from recipe_lib.config.places import list_presets
     from recipe_lib.models.spec import preset_config, read_config
+    from recipe_lib.plan.world.shape_only_model import in_hub_cache
 
     path = Path(name).expanduser()
     presets = list_presets()
@@ -104,18 +105,6 @@ def config_of(name: str) -> dict[str, Any]:
     near = nearest(name, presets)
     hint = f"did you mean {near}?" if near else f"fetch it with `tune download {show(name)}`, or name a preset"
     raise ConfigError(f"tune tp-plan: {show(name)}: found no folder, no preset and nothing in the hub cache; {hint}")
-
-
-def in_hub_cache(name: str) -> str | None:
-    """The config.json of a hub id, if the hub's cache on this machine has it."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # a path and no hub id
-        return None
-    return found if isinstance(found, str) else None
 
 
 def transformers_config(held: dict[str, Any], name: str) -> Any:
@@ -178,11 +167,8 @@ def certificates(config: Any, plans: dict[int, "TensorPlan"]) -> list[dict[str, 
     elements = held_elements(next(iter(plans.values())), 1)
     small = config if elements <= SMALL else shrink(config)
 
-    def build() -> Any:
-        model = transformers_model(small, "cpu")
-        randomize(model)
-        return model
-
+    model = transformers_model(small, "cpu")
+    randomize(model)
     whole, mask = plan_and_mask(small)
     inputs = example_inputs(small, device="cpu", mask=mask)
     found: list[dict[str, Any]] = []
@@ -195,8 +181,8 @@ def certificates(config: Any, plans: dict[int, "TensorPlan"]) -> list[dict[str, 
         same = next((each for each in found if each["ranks"] == ranks and each["plan"] == copied.hash()), None)
         checked = same["checked"] if same else 0
         if not failures and same is None:
-            certificate = certify(build, copied, ranks, inputs)
-            failures = [*certificate.failures, *gradient_failures(build, copied, ranks, inputs)]
+            certificate = certify(model, copied, ranks, inputs)
+            failures = [*certificate.failures, *gradient_failures(model, copied, ranks, inputs)]
             checked = certificate.checked + len(copied.parameters)
         failures = failures or (same["failures"] if same else [])
         proof = {"size": size, "ranks": ranks, "plan": copied.hash(), "checked": checked, "failures": failures}

@@ -35,43 +35,34 @@ class ForeignSpec(ExternalSpec):
     source: ModuleSource
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """A module of its own class, called as a decoder is."""
         model: Any = build_module(self.source, dtype)
         model.spec = self
         return cast(nn.Module, model)
 
     def first_vectors(self, seed: int) -> dict[str, Tensor]:
-        """By the class' own methods."""
         return layout.first_vectors(self.source, seed)
 
     def layer_kinds(self) -> list[str]:
-        """By class, kind of attention and shapes."""
         return layout.layer_kinds(self.source)
 
     def layout(self) -> TensorLayout:
-        """Of one build of the class."""
         return layout.layout(self.source)
 
     def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """By the model's own names, or as transformers converts files."""
         return weight_conversions.weight_map(self.source, file_names)
 
     def written_layout(self) -> WrittenLayout | None:
-        """As transformers writes files of the architecture."""
         return weight_conversions.writing(self.source)
 
     def adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        """By the ends of their names, `cfg.target_modules`."""
         held = layout.layout(self.source)
         left = adapters.without_adapter(held.linears, held.uncalled, self.family)
         return adapters.adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
-        """On linears of any class."""
         adapters.add_adapters(model, cfg, adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> None:
-        """By a plan that is inferred and proven."""
         shard_module(model, parallel, world)
 
     def shrunk(self) -> "ForeignSpec":

@@ -39,41 +39,36 @@ class Certificate:
 
 
 def certify(
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
-    plan: TensorPlan,
-    size: int,
-    inputs: dict[str, Any],
-    rehearse: bool = True,
+    model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any], rehearse: bool = True
 ) -> Certificate:
     """Runs a small model on the CPU as each of `size` ranks would.
 
-    model: with real weights, on the CPU, or what builds it; its weights are not changed. plan: of this very model.
-    inputs: of one forward. rehearse: also runs every rank on its own part, which proves rewrites and biases.
-    Raises SetupError for a size that the plan does not allow, and for parameters on the meta device.
+    model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs: of one forward.
+    rehearse: also runs every rank on its own part, which proves rewrites and biases. Raises SetupError for a size that
+    the plan does not allow, and for parameters on the meta device.
     """
-    built = model if isinstance(model, torch.nn.Module) else model()
     if plan.axes and not all(axis.vocabulary or axis.size % size == 0 for axis in plan.axes):
         raise SetupError(
             f"certificate: {size} ranks cannot share this plan's axes, expected one of {list(plan.legal_sizes)}"
         )
-    if any(parameter.is_meta for parameter in built.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise SetupError(
             "certificate: found weights on the meta device, expected real ones; build the model on the CPU"
         )
-    built.eval()
-    clean = _Run(built, plan, "clean")
-    whole = _forward(built, clean, {}, inputs)
+    model.eval()
+    clean = _Run(model, plan, "clean")
+    whole = _forward(model, clean, {}, inputs)
     failures: list[str] = list(clean.failures)
     checked = 0
     for rank in range(size):
-        run = _Run(built, plan, "taint", rank, size, clean)
+        run = _Run(model, plan, "taint", rank, size, clean)
         with _told(run):
-            output = _forward(built, run, _tainted(built, plan, rank, size), inputs)
+            output = _forward(model, run, _tainted(model, plan, rank, size), inputs)
             run.compare_output(whole, output)
         failures += run.failures
         checked += run.checked
     if rehearse and not failures:
-        found, more = _rehearse(built, plan, size, clean, inputs)
+        found, more = _rehearse(model, plan, size, clean, inputs)
         failures += found
         checked += more
     return Certificate(plan.hash(), size, checked, tuple(dict.fromkeys(failures)))

@@ -77,7 +77,8 @@ def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs:
     Raises RuntimeError where a rank fails.
     """
     copies = [copy.deepcopy(model) for _ in range(size)]  # before a forward, which some models keep the state of
-    whole = _gradients(model, dict(model.named_parameters()), inputs, contextlib.nullcontext(), lambda tensor: tensor)
+    values = {name: _trained(parameter.detach()) for name, parameter in model.named_parameters()}
+    whole = _gradients(model, values, inputs, contextlib.nullcontext(), lambda tensor: tensor)
     group = _Group(size)
     found: list[Any] = [None] * size
 
@@ -103,18 +104,16 @@ def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs:
     return {each.name: _error(plan, each.name, whole, found, least) for each in plan.parameters if each.name in whole}
 
 
-def gradient_failures(
-    build: Callable[[], torch.nn.Module], plan: TensorPlan, size: int, inputs: dict[str, Any]
-) -> list[str]:
+def gradient_failures(model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any]) -> list[str]:
     """A line for each parameter whose gradient is not the whole model's; empty if ranks come to the same.
 
-    build: makes the small model, with the same weights each time. In float64, or in float32 where that cannot be run.
+    model: small, in float32. In float64, or in float32 where that cannot be run.
     """
     try:
-        errors = gradient_errors(build().double(), plan, size, inputs)
+        errors = gradient_errors(copy.deepcopy(model).double(), plan, size, inputs)
     except (RuntimeError, ValueError, TypeError):
         try:
-            errors = gradient_errors(build().float(), plan, size, inputs)
+            errors = gradient_errors(copy.deepcopy(model), plan, size, inputs)
         except (RuntimeError, ValueError, TypeError) as error:
             return [f"{size} ranks: forward and backward fail: {(str(error).splitlines() or [''])[0]}"]
     return [
@@ -132,7 +131,7 @@ def _of_rank(
         each = plan.parameter(name)
         value = parameter.detach()
         value = value if each.dim < 0 else own_part(value, each.dim, each.segments, rank, group.size)
-        values[name] = value.clone().requires_grad_(parameter.is_floating_point())
+        values[name] = _trained(value.clone())
     parts = [bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output]
     local = {stop - start for start, stop in parts}
 
@@ -143,6 +142,10 @@ def _of_rank(
     with rewritten(model, plan, group.size):
         run = _Rank(model, plan, group, rank)
         return _gradients(model, values, inputs, run, lambda each: whole(each) if each.shape[-1] in local else each)
+
+
+def _trained(value: torch.Tensor) -> torch.Tensor:
+    return value.requires_grad_(value.is_floating_point())
 
 
 def _gradients(

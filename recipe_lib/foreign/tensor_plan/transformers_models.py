@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
-from recipe_lib.config.extras import install_line
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
 from recipe_lib.foreign.tensor_plan.plan import TensorPlan
-from recipe_lib.logs import silence_torchao
+from recipe_lib.foreign.transformers_config import require_transformers
 
 # The form of the attention mask: of four dimensions, because one of two makes some models read its values, which meta
 # tensors do not have; some models take no other, and some none at all.
@@ -24,11 +23,9 @@ def transformers_model(config: Any, device: str = "meta", attention: str = "eage
 
     Raises SetupError if transformers is not installed.
     """
-    silence_torchao()
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise SetupError(f"model: found no package transformers; {install_line('transformers')}") from None
+    require_transformers()
+    from transformers import AutoModelForCausalLM
+
     with torch.device(device):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.eval()
