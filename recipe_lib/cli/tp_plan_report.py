@@ -15,7 +15,6 @@ from recipe_lib.foreign.tensor_plan import transformers_models
 from recipe_lib.foreign.tensor_plan.certificate import certify
 from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
 from recipe_lib.foreign.tensor_plan.plan import TensorPlan
-from recipe_lib.foreign.tensor_plan.shrink import randomize, shrink
 from recipe_lib.foreign.tensor_plan.summary import (
     BYTES,
     boundary_counts,
@@ -31,6 +30,7 @@ from recipe_lib.foreign.tensor_plan.summary import (
     step_bytes,
     why_not,
 )
+from recipe_lib.foreign.tensor_plan.transformers_models import randomize, shrink
 from recipe_lib.units import format_bytes, format_count
 
 _SMALL = 2**20  # parameters of a model that is proven as it is

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.foreign.build import ModuleSource, make_module
-from recipe_lib.foreign.layout import layout
+from recipe_lib.foreign.build import ModuleSource, layout, make_module
 from recipe_lib.foreign.transformers_config import TRANSFORMERS
 from recipe_lib.models.external import WeightEntry, WrittenLayout
 

@@ -12,11 +12,11 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.foreign.tensor_plan.certificate import certify
 from recipe_lib.foreign.tensor_plan.gradients import gradient_errors
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
-from recipe_lib.foreign.tensor_plan.shrink import shrink
 from recipe_lib.foreign.tensor_plan.transformers_models import (
     example_inputs,
     plan_and_mask,
     plan_for_config,
+    shrink,
     transformers_model,
 )
 from tests.foreign.tensor_plan.stored_plan import plan_from
