@@ -28,6 +28,7 @@ from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.gathered import Group, start_gather, wait
 from recipe_lib.ops.token_log_probs import token_log_probs
+from recipe_lib.parallel.tensor import local
 from recipe_lib.parallel.world import World
 
 
@@ -152,11 +153,6 @@ def _project(
     if per_token:
         return token_log_probs(hidden, weight, labels, **options)
     return linear_cross_entropy(hidden.flatten(0, -2), weight, labels.flatten(), loss=loss, **options)
-
-
-def local(parameter: Tensor | None) -> Any:
-    """A rank's own part; its gradient is this rank's too."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class _Part(torch.autograd.Function):

@@ -27,8 +27,6 @@ _ROUNDING = 2e-3
 class Certificate:
     """What was proven. checked: comparisons. failures: one line each, naming rank, module and parameters."""
 
-    plan: str
-    size: int
     checked: int
     failures: tuple[str, ...]
 
@@ -58,12 +56,11 @@ def certify(
     model.eval()
     clean = _Run(model, plan, "clean")
     whole = _forward(model, clean, {}, inputs)
-    failures: list[str] = list(clean.failures)
-    checked = 0
+    failures, checked = list(clean.failures), 0
     for rank in range(size):
         run = _Run(model, plan, "taint", rank, size, clean)
         with _told(run):
-            output = _forward(model, run, _tainted(model, plan, rank, size), inputs)
+            output = _forward(model, run, _parts(model, plan, rank, size, _others_lost), inputs)
             run.compare_output(whole, output)
         failures += run.failures
         checked += run.checked
@@ -71,7 +68,7 @@ def certify(
         found, more = _rehearse(model, plan, size, clean, inputs)
         failures += found
         checked += more
-    return Certificate(plan.hash(), size, checked, tuple(dict.fromkeys(failures)))
+    return Certificate(checked, tuple(dict.fromkeys(failures)))
 
 
 def _forward(model: torch.nn.Module, run: "_Run", values: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
@@ -83,10 +80,13 @@ def _forward(model: torch.nn.Module, run: "_Run", values: dict[str, torch.Tensor
             return torch.func.functional_call(model, values, (), copies)
 
 
-def _tainted(model: torch.nn.Module, plan: TensorPlan, rank: int, size: int) -> dict[str, torch.Tensor]:
+def _parts(
+    model: torch.nn.Module, plan: TensorPlan, rank: int, size: int, part: Callable[..., torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a rank has of the parameters that are cut. part: `own_part`, or `_others_lost`."""
     held = dict(model.named_parameters())
     cut = [each for each in plan.parameters if each.dim >= 0]
-    return {each.name: _others_lost(held[each.name].detach(), each.dim, each.segments, rank, size) for each in cut}
+    return {each.name: part(held[each.name].detach(), each.dim, each.segments, rank, size) for each in cut}
 
 
 def _others_lost(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
@@ -96,15 +96,6 @@ def _others_lost(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank
     for start, stop in bounds(repeated, rank, size):
         found.narrow(dim, start, stop - start).copy_(tensor.narrow(dim, start, stop - start))
     return found
-
-
-def _local(model: torch.nn.Module, plan: TensorPlan, rank: int, size: int) -> dict[str, torch.Tensor]:
-    held = dict(model.named_parameters())
-    return {
-        each.name: own_part(held[each.name].detach(), each.dim, each.segments, rank, size).contiguous()
-        for each in plan.parameters
-        if each.dim >= 0 and each.role != "vocabulary"
-    }
 
 
 class _Run(Calls):
@@ -231,7 +222,9 @@ def _rehearse(
     for rank in range(size):
         run = _Run(model, plan, "part", rank, size, clean)
         with _told(run), rewritten(model, plan, size):
-            _forward(model, run, _local(model, plan, rank, size), inputs)
+            values = _parts(model, plan, rank, size, own_part)
+            whole = {each.name for each in plan.parameters if each.role == "vocabulary"}
+            _forward(model, run, {name: values[name] for name in values.keys() - whole}, inputs)
             run.compare_reached()
         failures += run.failures
         checked += run.checked

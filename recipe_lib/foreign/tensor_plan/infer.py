@@ -142,8 +142,8 @@ def _assemble(
     sizes = [size for size in range(2, common + 1) if common % size == 0]
     legal = tuple(size for size in sizes if goes_the_same_way(found, chosen, wanted, size))
     whole = [name for name, shape in shapes.items() if name in used - set(numbers) and len(shape) > 1]
-    refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in sizes]
-    refused = [line for line, size in zip(refused, sizes, strict=True) if size not in legal]
+    other = [size for size in sizes if size not in legal]
+    refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in other]
     refused += dict.fromkeys(_refusals(found, reasons, whole))
     return TensorPlan(axes, tuple(parameters), _boundaries(found, points), rewrites, tuple(refused), legal)
 
