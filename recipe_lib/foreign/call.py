@@ -20,8 +20,8 @@ from recipe_lib.errors import SetupError
 from recipe_lib.foreign.find_modules import embedding_and_head
 from recipe_lib.logs import get_logger
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.cross_entropy import IGNORED, Finish, Loss, cross_entropy, linear_cross_entropy
-from recipe_lib.ops.token_log_probs import token_log_probs
+from recipe_lib.ops.cross_entropy import IGNORED, Finish, cross_entropy
+from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, TokenLogProbs, run_head_loss
 
 # What changes a tensor's type or who owns it, not its values' meaning.
 _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::slice",
@@ -95,20 +95,18 @@ def _has_windows(config: dict[str, Any]) -> bool:
 def project(
     head: Any,
     hidden: Tensor,
+    *,
     labels: Tensor | None = None,
-    chunks: int = 1,
-    loss: Loss | None = None,
-    per_token: bool = False,
+    head_loss: HeadLoss | None = None,
     after: LogitsAfter | None = None,
 ) -> Tensor:
     """The output projection (an nn.Linear): hidden `[..., d]` to logits, or, as `OutputHead.forward`, to the loss."""
     if labels is None:
         return F.linear(hidden, head.weight, head.bias)
     after = after or LogitsAfter()
-    options: dict[str, Any] = {"softcap": after.softcap, "finish": after.finish, "bias": head.bias, "chunks": chunks}
-    if per_token:
-        return token_log_probs(hidden, head.weight, labels, **options)
-    return linear_cross_entropy(hidden.flatten(0, -2), head.weight, labels.flatten(), loss=loss, **options)
+    return run_head_loss(
+        head_loss, hidden, head.weight, labels, softcap=after.softcap, finish=after.finish, bias=head.bias
+    )
 
 
 def _call(
@@ -117,11 +115,10 @@ def _call(
     tokens: Tensor,
     positions: Tensor | None = None,
     attention: AttentionInfo | None = None,
+    *,
     labels: Tensor | None = None,
-    loss_chunks: int = 1,
-    loss: Loss | None = None,
+    head_loss: HeadLoss | None = None,
     cache: Any = None,
-    per_token: bool = False,
 ) -> Tensor:
     """See `Decoder.forward`; a cache is refused."""
     if cache is not None:
@@ -135,10 +132,10 @@ def _call(
     if not division.whole:
         hidden, after = run_trunk(model, division, inputs)
         if hidden is not None:
-            return division.head(hidden, labels, loss_chunks, loss, per_token, after=after)
+            return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
         division.whole = True
         _say_whole(model, "what follows its output projection is not done to each logit by itself")
-    return _loss_of_logits(logits_of(model.original_forward(**inputs)), labels, loss, per_token)
+    return _loss_of_logits(logits_of(model.original_forward(**inputs)), labels, head_loss)
 
 
 @torch.no_grad()
@@ -203,13 +200,20 @@ def logits_of(output: Any) -> Tensor:
     return found
 
 
-def _loss_of_logits(logits: Tensor, labels: Tensor, loss: Loss | None, per_token: bool) -> Tensor:
-    """The loss, or log-probabilities of the labels, of all logits at once."""
+def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) -> Tensor:
+    """The loss, or log-probabilities of the labels, of all logits at once. SetupError for a function of another kind:
+    there is no weight to give it."""
     wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if per_token:
+    if isinstance(head_loss, TokenLogProbs):
         found = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -found.view_as(labels)
-    return (loss or cross_entropy)(wide.flatten(0, -2), labels.flatten())
+    if head_loss is not None and not isinstance(head_loss, CrossEntropy):
+        raise SetupError(
+            "head_loss: found a function of hidden states and weight for a model whose forward cannot be divided "
+            "there, expected CrossEntropy, with loss=fn for a loss of logits, or TokenLogProbs"
+        )
+    loss = (head_loss.loss if head_loss is not None else None) or cross_entropy
+    return loss(wide.flatten(0, -2), labels.flatten())
 
 
 def _say_whole(model: nn.Module, reason: str) -> None:

@@ -24,10 +24,9 @@ from recipe_lib.foreign.plan_proof import plan_of_model, prove
 from recipe_lib.foreign.tensor_plan.exchanges import Enter
 from recipe_lib.foreign.tensor_plan.plan import ParameterPlan, TensorPlan, bounds
 from recipe_lib.logs import get_logger
-from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.gathered import Group, start_gather, wait
-from recipe_lib.ops.token_log_probs import token_log_probs
+from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.parallel.tensor import local
 from recipe_lib.parallel.world import World
 
@@ -129,30 +128,28 @@ def _project(
     group: Group,
     vocabulary: int,
     hidden: Tensor,
+    *,
     labels: Tensor | None = None,
-    chunks: int = 1,
-    loss: Loss | None = None,
-    per_token: bool = False,
+    head_loss: HeadLoss | None = None,
     after: LogitsAfter | None = None,
 ) -> Tensor:
-    """As `foreign_call.project`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`, 0: all of it.
+    """As `call.project`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`, 0: all of it.
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """
     weight, bias = local(head.weight), local(head.bias)
     after = after or LogitsAfter()
-    options: dict[str, Any] = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "chunks": chunks}
     if labels is None and vocabulary:
         columns = F.linear(cast(Tensor, Enter.apply(hidden, total_over(group))), weight, bias)
         return cast(Tensor, _AllColumns.apply(columns, vocabulary, group))
     if labels is None:
         return F.linear(hidden, weight, bias)
+    parts = None
     if vocabulary:
         hidden = cast(Tensor, _Part.apply(hidden.flatten(0, -2), group))
-        options["group"] = replace(group, columns=-(-vocabulary // group.size))
-    if per_token:
-        return token_log_probs(hidden, weight, labels, **options)
-    return linear_cross_entropy(hidden.flatten(0, -2), weight, labels.flatten(), loss=loss, **options)
+        parts = replace(group, columns=-(-vocabulary // group.size))
+    needs = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "group": parts}
+    return run_head_loss(head_loss, hidden, weight, labels, **needs)
 
 
 class _Part(torch.autograd.Function):

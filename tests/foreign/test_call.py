@@ -18,6 +18,7 @@ from recipe_lib.foreign.spec import ForeignSpec, read_spec
 from recipe_lib.logs import get_logger
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.weight_names import parameter_shapes
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize
 
 SMALL: dict[str, Any] = {
@@ -89,7 +90,7 @@ def test_loss_and_gradients_are_those_of_the_class_itself(kind: str):
     assert torch.equal(model(tokens), logits)
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     each.sum().backward()
-    loss = model(tokens, labels=labels, loss_chunks=3)
+    loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
     loss.backward()
     assert loss.item() == pytest.approx(each.sum().item(), rel=1e-12)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -103,7 +104,7 @@ def test_loss_and_gradients_are_those_of_the_class_itself(kind: str):
     logits = other(input_ids=tokens, use_cache=False).logits
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     (-each * slopes).sum().backward()
-    log_probs = model(tokens, labels=labels, loss_chunks=3, per_token=True)
+    log_probs = model(tokens, labels=labels, head_loss=TokenLogProbs(3))
     (log_probs * slopes).sum().backward()
     assert (log_probs + each).abs().max() <= 1e-12
     head = model.get_output_embeddings().weight.grad
@@ -147,9 +148,9 @@ def test_logits_of_all_tokens_never_exist():
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
     tokens, labels = rows()
-    model(tokens, labels=labels, loss_chunks=13)  # the first call finds what follows the head
+    model(tokens, labels=labels, head_loss=CrossEntropy(13))  # the first call finds what follows the head
     with Largest() as largest:
-        model(tokens, labels=labels, loss_chunks=13).backward()
+        model(tokens, labels=labels, head_loss=CrossEntropy(13)).backward()
     assert 0 < largest.elements <= 2 * 61
 
 
@@ -304,7 +305,7 @@ def test_a_module_of_a_users_own(wide: bool, caplog: pytest.LogCaptureFixture):
     tokens, labels = rows()
     get_logger().addHandler(caplog.handler)
     try:
-        loss = model(tokens, labels=labels, loss_chunks=4)
+        loss = model(tokens, labels=labels, head_loss=CrossEntropy(4))
     finally:
         get_logger().removeHandler(caplog.handler)
     wanted = F.cross_entropy(other(tokens).flatten(0, 1), labels.flatten(), reduction="sum")

@@ -23,6 +23,7 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.dtensor_shards import own_parts
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
@@ -115,7 +116,7 @@ def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, pa
     """packed: two documents in each row."""
     info = make_attention_info([[5, LENGTH - 5]] * len(tokens), LENGTH) if packed else None
     positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(tokens.shape) if packed else None
-    loss = model(tokens, positions, info, labels=labels, loss_chunks=3) / count
+    loss = model(tokens, positions, info, labels=labels, head_loss=CrossEntropy(3)) / count
     loss.backward()
     return loss.detach()
 
