@@ -145,7 +145,7 @@ def ours(folder: Path) -> dict[str, Any]:
             f"data.source={folder}/ours.jsonl",
             "data.format=messages",
             "data.packing=true",
-            f"data.workers={WORKERS}",
+            f"data.num_proc={WORKERS}",
             f"data.cache_dir={folder}/cache",
             f"max_seq_len={LENGTH}",
             "device=cpu",

@@ -91,8 +91,8 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
         if kind == "nf4" and not fused and _undivided(model):
             why = "their matrices are no whole number of blocks of 64"
         raise ConfigError(
-            f"lora.quantize={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: {why}; set "
-            "lora.quantize=none, and hold the base with more ranks (FSDP) or memory.cpu_offload=true"
+            f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: {why}; set "
+            "lora.quantize_base=none, and hold the base with more ranks (FSDP) or memory.cpu_offload=true"
         )
 
 

@@ -84,9 +84,9 @@ def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]
     from recipe_lib.training.training_data import load_tokenizer_of
 
     if tolerant:
-        data = dataclasses.replace(cfg.data, bad_rows="skip", trained_share="any", cache=False)
-        long_rows = "truncate" if data.long_rows == "error" else data.long_rows
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, long_rows=long_rows))
+        data = dataclasses.replace(cfg.data, on_invalid="skip", check_label_mask=False, cache=False)
+        truncation = "truncate" if data.truncation == "error" else data.truncation
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
     source = find_model(cfg.model) if cfg.tokenizer.path is None else None
     tokenizer = load_tokenizer_of(cfg, source)
     rows = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.local_gpus import VISIBLE, own_device, own_gpus
 from recipe_lib.cli.outputs import check_output
-from recipe_lib.cli.recipes import Recipe, load_module, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
 from recipe_lib.config import load_config
 from recipe_lib.config.places import list_configs
@@ -98,11 +98,11 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def read_config(arguments: argparse.Namespace) -> tuple[Recipe, Any]:
+def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     """The recipe, and the config that the command line makes, with the plugins it names."""
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    recipe = Recipe.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
+    recipe = RecipeFile.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
     return recipe, load_config(arguments.config, arguments.overrides, recipe.schema())
 
 
@@ -148,7 +148,7 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
     return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
 
 
-def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
+def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
     """What a plan needs beside recipe and config, and what was assumed for it."""
     from recipe_lib.plan.world.sequence_lengths import check_choice, planned_sequence
 
@@ -202,7 +202,7 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", r
     return dataclasses.replace(outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given)
 
 
-def recipe_class(recipe: Recipe) -> type:
+def recipe_class(recipe: RecipeFile) -> type:
     """The one class of a recipe's file that has the methods a plan calls; ConfigError by name if there is not one."""
     module = load_module(recipe.path)
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
@@ -218,7 +218,7 @@ def recipe_class(recipe: Recipe) -> type:
 
 
 @contextmanager
-def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
+def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
     """What a recipe of the user's own raises on the simulated device becomes a line that says where; and what a model's
     class of another library does, a line that names it."""
     try:
@@ -226,13 +226,14 @@ def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # whatever a user's file raises is his to correct
-        if recipe.shipped and cfg.model.source == "native":
+        if recipe.shipped and cfg.model.implementation == "native":
             raise
         said = (str(error).strip().splitlines() or [""])[0]
         if recipe.shipped:
             raise ConfigError(
-                f"model.source={cfg.model.source}: its class raised {type(error).__name__} on the simulated device "
-                f"({show(said, 160)}); a run may still work; for a plan try another dtype (found dtype={cfg.dtype})"
+                f"model.implementation={cfg.model.implementation}: its class raised {type(error).__name__} on the "
+                f"simulated device ({show(said, 160)}); a run may still work; for a plan try another "
+                f"dtype (found dtype={cfg.dtype})"
             ) from error
         lines = lines_in(error, recipe.path)
         place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"

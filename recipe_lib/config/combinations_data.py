@@ -56,11 +56,11 @@ DATA: tuple[Incompatible, ...] = (
     ),
     Incompatible(
         "padding beyond the longest row",
-        lambda cfg: cfg.data.pad_to_multiple > cfg.max_seq_len,
-        ("data.pad_to_multiple", "max_seq_len"),
+        lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
+        ("data.pad_to_multiple_of", "max_seq_len"),
         "every row would be padded beyond the longest that there can be",
-        "lower data.pad_to_multiple to max_seq_len or less",
-        ("data.pad_to_multiple=4096",),
+        "lower data.pad_to_multiple_of to max_seq_len or less",
+        ("data.pad_to_multiple_of=4096",),
     ),
     Incompatible(
         "template without turns",
@@ -94,11 +94,11 @@ DATA: tuple[Incompatible, ...] = (
     Incompatible(
         "long rows of plain text",
         lambda cfg: formats(cfg) == {"text"},
-        ("data.format", "data.long_rows"),
+        ("data.format", "data.truncation"),
         "a text is cut into rows of max_seq_len, so that none is longer",
-        "remove data.long_rows",
-        ("data.format=text", "data.long_rows=skip"),
-        unread="data.long_rows",
+        "remove data.truncation",
+        ("data.format=text", "data.truncation=drop"),
+        unread="data.truncation",
         reads=_FORMATS,
     ),
     Incompatible(
@@ -168,6 +168,6 @@ DATA: tuple[Incompatible, ...] = (
             ("~validation.source", f"validation.{word}={'alpaca' if word == 'format' else 1}"),
             unread=f"validation.{word}",
         )
-        for word in ("format", "every_steps", "max_rows", "batch_size")
+        for word in ("format", "every_n_steps", "max_samples", "batch_size")
     ),
 )

@@ -11,7 +11,7 @@ BY_CHANCE = "optimizer.stochastic_rounding=true"
 def trained_dtype(cfg: Any) -> str:
     """The type of what is trained: the adapters' own, where adapters are."""
     lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    if lora is None or (dpo is not None and dpo.train == "full"):
+    if lora is None or (dpo is not None and dpo.trainable == "all"):
         return str(cfg.dtype)
     return str(lora.dtype or cfg.dtype)
 

@@ -7,7 +7,7 @@ from recipe_lib.config.combination import Incompatible
 _LORA = "lora_finetune_distributed"
 _DDP = "parallel.strategy=ddp"
 # Keys that only FSDP reads, and a value that is not their default.
-_FSDP = {"data_replicate": "2", "wrapping": "layers", "reshard_after_forward": "false"}
+_FSDP = {"data_replicate": "2", "fsdp_wrap_policy": "layers", "reshard_after_forward": "false"}
 
 
 def _is_ddp(cfg: Any) -> bool:
@@ -65,20 +65,20 @@ PRECISION: tuple[Incompatible, ...] = (
     ),
     Incompatible(
         "low-precision matmuls of quantized weights",
-        lambda cfg: _has_matmuls(cfg) and cfg.lora.quantize != "none",
-        ("lora.quantize", "matmul_dtype"),
+        lambda cfg: _has_matmuls(cfg) and cfg.lora.quantize_base != "none",
+        ("lora.quantize_base", "matmul_dtype"),
         "weights of 4 or 8 bits are multiplied in dtype, since rounding them a second time would lose more",
         "remove one of the two",
-        ("lora.quantize=nf4", "matmul_dtype=int8"),
+        ("lora.quantize_base=nf4", "matmul_dtype=int8"),
         recipe=_LORA,
     ),
     Incompatible(
         "low-precision matmuls of another model's class",
-        lambda cfg: _has_matmuls(cfg) and cfg.model.source != "native",
-        ("model.source", "matmul_dtype"),
+        lambda cfg: _has_matmuls(cfg) and cfg.model.implementation != "native",
+        ("model.implementation", "matmul_dtype"),
         "only our own models' linears are known to be safe to round",
-        "remove matmul_dtype, or model.source",
-        ("model.source=transformers", "matmul_dtype=int8"),
+        "remove matmul_dtype, or model.implementation",
+        ("model.implementation=transformers", "matmul_dtype=int8"),
     ),
     Incompatible(
         "FP8 of fp32",

@@ -4,7 +4,7 @@ from recipe_lib.config.combination import Incompatible
 
 _LORA = "lora_finetune_distributed"
 _DPO = "dpo_distributed"
-_BUDGET = ("memory.activation_checkpointing=budget", "memory.activation_budget=4")
+_BUDGET = ("memory.activation_checkpointing=budget", "memory.activation_budget_gib=4")
 _KERNEL = "memory.loss_kernel"
 
 
@@ -15,48 +15,48 @@ def _has_kernel(cfg: object) -> bool:
 RECOMPUTE: tuple[Incompatible, ...] = (
     Incompatible(
         "checkpointing under no budget",
-        lambda cfg: cfg.memory.activation_checkpointing == "budget" and cfg.memory.activation_budget is None,
-        ("memory.activation_checkpointing", "memory.activation_budget"),
+        lambda cfg: cfg.memory.activation_checkpointing == "budget" and cfg.memory.activation_budget_gib is None,
+        ("memory.activation_checkpointing", "memory.activation_budget_gib"),
         "budget needs to know how much",
-        "set memory.activation_budget (GiB), or choose none, selective or full",
+        "set memory.activation_budget_gib (GiB), or choose none, selective or full",
         _BUDGET[:1],
     ),
     Incompatible(
         "budget of another checkpointing",
         lambda cfg: cfg.memory.activation_checkpointing != "budget",
-        ("memory.activation_checkpointing", "memory.activation_budget"),
+        ("memory.activation_checkpointing", "memory.activation_budget_gib"),
         "only checkpointing budget reads it",
-        "set memory.activation_checkpointing=budget, or remove memory.activation_budget",
+        "set memory.activation_checkpointing=budget, or remove memory.activation_budget_gib",
         _BUDGET[1:],
-        unread="memory.activation_budget",
+        unread="memory.activation_budget_gib",
     ),
     Incompatible(
         "budget of a model that is not native",
         lambda cfg: (
             cfg.memory.activation_checkpointing == "budget"
-            and cfg.memory.activation_budget is not None
-            and cfg.model.source != "native"
+            and cfg.memory.activation_budget_gib is not None
+            and cfg.model.implementation != "native"
         ),
-        ("model.source", "memory.activation_checkpointing", "memory.activation_budget"),
-        "what its layers keep is found out for the decoder of model.source=native alone",
+        ("model.implementation", "memory.activation_checkpointing", "memory.activation_budget_gib"),
+        "what its layers keep is found out for the decoder of model.implementation=native alone",
         "choose none, selective or full",
-        ("model.source=transformers", *_BUDGET),
+        ("model.implementation=transformers", *_BUDGET),
     ),
     Incompatible(
         "pieces of a model that is not native",
-        lambda cfg: cfg.memory.mlp_chunks > 1 and cfg.model.source != "native",
-        ("model.source", "memory.mlp_chunks"),
-        "the MLPs of model.source=native alone can be computed in pieces",
-        "remove memory.mlp_chunks",
-        ("model.source=transformers", "memory.mlp_chunks=4"),
+        lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.model.implementation != "native",
+        ("model.implementation", "memory.mlp_tiles"),
+        "the MLPs of model.implementation=native alone can be computed in pieces",
+        "remove memory.mlp_tiles",
+        ("model.implementation=transformers", "memory.mlp_tiles=4"),
     ),
     Incompatible(
         "pieces of compiled layers",
-        lambda cfg: cfg.memory.mlp_chunks > 1 and cfg.compile,
-        ("compile", "memory.mlp_chunks"),
+        lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.compile,
+        ("compile", "memory.mlp_tiles"),
         "compiled code decides itself what it keeps, and would put the pieces' work beside each other again",
         "remove one of the two",
-        ("compile=true", "memory.mlp_chunks=4"),
+        ("compile=true", "memory.mlp_tiles=4"),
     ),
     Incompatible(
         "another kernel for a loss of its own",
@@ -76,19 +76,19 @@ RECOMPUTE: tuple[Incompatible, ...] = (
     ),
     Incompatible(
         "another kernel for a model that is not native",
-        lambda cfg: _has_kernel(cfg) and cfg.model.source != "native",
-        ("model.source", _KERNEL),
-        "the output head of model.source=native alone chooses its kernel",
+        lambda cfg: _has_kernel(cfg) and cfg.model.implementation != "native",
+        ("model.implementation", _KERNEL),
+        "the output head of model.implementation=native alone chooses its kernel",
         "remove memory.loss_kernel",
-        ("model.source=transformers", "memory.loss_kernel=torch"),
+        ("model.implementation=transformers", "memory.loss_kernel=torch"),
     ),
     Incompatible(
         "another kernel for an adapted head",
-        lambda cfg: _has_kernel(cfg) and "head" in cfg.lora.targets,
-        ("lora.targets", _KERNEL),
+        lambda cfg: _has_kernel(cfg) and "head" in cfg.lora.target_modules,
+        ("lora.target_modules", _KERNEL),
         "it multiplies by one matrix, and an adapted head has three",
-        "leave head out of lora.targets, or set memory.loss_kernel=chunked",
-        ("lora.targets=[q, head]", "memory.loss_kernel=torch"),
+        "leave head out of lora.target_modules, or set memory.loss_kernel=chunked",
+        ("lora.target_modules=[q, head]", "memory.loss_kernel=torch"),
         recipe=_LORA,
     ),
     Incompatible(

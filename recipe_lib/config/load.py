@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote
 from recipe_lib.errors import ConfigError
 
-# What a check needs (the YAML parser, OmegaConf) is imported inside the functions: naming a config is free.
+# What a check needs (the YAML parser) is imported inside the functions: naming a config is free.
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Any:
@@ -25,8 +24,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), schema: type 
     for the default; later ones win. schema: FullFinetuneConfig or a subclass, with keys and sections of its own.
     Raises ConfigError with every fault of the file and the overrides, a line each.
     """
-    _, cfg = _check(source, overrides, schema)
-    return _to_object(cfg, str(source))
+    return _check(source, overrides, schema)[1]
 
 
 def resolve(
@@ -94,7 +92,7 @@ def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[
     refuse_secrets(checked)
     _check_recipe(checked)
     _check_required(checked, shown)
-    cfg = _build(checked)
+    cfg = _build(checked, str(source))
     for entry in incompatibilities(cfg, checked.changed(), checked.judged()):
         # What is to be removed is looked for where it stands, not where the key was set that made it idle.
         keys = (entry.unread,) if entry.unread in checked.settings else entry.keys
@@ -134,38 +132,29 @@ def _check_required(checked: Any, shown: str) -> None:
             checked.fault(shown, name, f"is not set, expected {expected(key)}")
 
 
-def _build(checked: Any) -> Any:
-    """An OmegaConf node of the schema, filled with what was set without a fault."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+def _build(checked: Any, source: str) -> Any:
+    """The config's class, filled with what was set without a fault; a key in doubt has its default."""
+    values = {
+        name: copy.deepcopy(setting.value) for name, setting in checked.settings.items() if name not in checked.doubtful
+    }
     try:
-        cfg = copy.deepcopy(_unset(checked.schema.config_class))
-        for name, setting in checked.settings.items():
-            if name not in checked.doubtful:
-                OmegaConf.update(cfg, name, setting.value, merge=False)
-    except OmegaConfBaseException as error:
-        where = f"{checked.schema.config_class.__name__}.{error.full_key}" if error.full_key else "the config's class"
-        raise ConfigError(f"{where}: {str(error.msg or error).splitlines()[0]}") from error
-    return cfg
-
-
-@functools.cache
-def _unset(config_class: type) -> Any:
-    """An OmegaConf node of the class with every default, to be copied: making one anew takes five times as long."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(config_class)
-
-
-def _to_object(cfg: Any, source: str) -> Any:
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.to_object(cfg)
+        return _section(checked.schema, "", values)
     except ValueError as error:  # a `__post_init__` of a user's own class
         said = str(error).partition("\n")[0] or "refused by the config's class"
-        raise ConfigError(f"{source}: {said}") from error
+        raise ConfigError(*checked.all_faults(), f"{source}: {said}") from error
+
+
+def _section(schema: Any, section: str, values: dict[str, Any]) -> Any:
+    given: dict[str, Any] = {}
+    for name in schema.children(section):
+        word = name.rpartition(".")[2]
+        if name in schema.sections:
+            given[word] = _section(schema, name, values)
+        elif name in values:
+            given[word] = values[name]
+        else:
+            given[word] = None if schema.keys[name].required else copy.deepcopy(schema.keys[name].default)
+    return schema.sections[section](**given)
 
 
 def _shown(source: str | Path, path: Path) -> str:

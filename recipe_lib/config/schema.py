@@ -18,7 +18,7 @@ __all__ = [
     "LogConfig",
     "LoraConfig",
     "LoraFinetuneConfig",
-    "LrScheduleConfig",
+    "LrSchedulerConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -60,12 +60,15 @@ class OptimizerConfig:
 
 
 @dataclass
-class LrScheduleConfig:
+class LrSchedulerConfig:
     """The learning rate over the steps."""
 
-    kind: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
+    type: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0)
-    final_share: float = key(
+    warmup_ratio: float | None = key(
+        None, "In place of warmup_steps: the share of all optimizer steps, rounded up.", minimum=0, maximum=1
+    )
+    min_lr_ratio: float = key(
         0.0, "Share of optimizer.lr that the rate falls to, one step after the last.", minimum=0, maximum=1
     )
 
@@ -91,12 +94,12 @@ class ParallelConfig:
     tensor: int = key(
         1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1, most=2**16
     )
-    tensor_recompute_gather: str = key(
+    tensor_regather_in_backward: str = key(
         "auto",
         "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
         choices=("auto", "true", "false"),
     )
-    tensor_copy_kv_heads: bool = key(
+    tensor_replicate_kv_heads: bool = key(
         False, "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs."
     )
     pipeline: int = key(
@@ -105,7 +108,7 @@ class ParallelConfig:
     pipeline_schedule: str = key(
         "1f1b",
         "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with `zero` or `v` in "
-        "their names put off weight gradients to when a rank would wait.",
+        "their names defer weight gradients to when a rank would wait.",
         choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
     )
     pipeline_microbatches: int | None = key(
@@ -121,20 +124,21 @@ class ParallelConfig:
         minimum=2,
         most=2**10,
     )
-    pipeline_put_off: int | None = key(
+    pipeline_max_deferred_weight_grads: int | None = key(
         None,
-        "Most micro-batches of a rank (each of its stages counted) that wait for their weight gradients at a time, in "
-        "schedules that put these off; fewer take less memory, the bubble is longer; null: as the schedule has it.",
+        "Most micro-batches of a rank (each of its stages counted) whose weight gradients are deferred at a time, in "
+        "schedules that defer them; fewer take less memory, the bubble is longer; null: as the schedule has it.",
         minimum=1,
     )
-    pipeline_split: str | list[int] = key(
-        "time",
-        "Layers of each stage: even in `time`, or in `memory` of parameters and states, embedding and head counted; "
-        "or a list, one number a stage.",
-        choices=("time", "memory"),
-        minimum=1,
+    pipeline_balance: str = key(
+        "compute",
+        "Layers of each stage: even in `compute`, or in `memory` of parameters and states; embedding and head counted.",
+        choices=("compute", "memory"),
     )
-    wrapping: str | list[str] = key(
+    pipeline_layers_per_stage: list[int] | None = key(
+        None, "Layers of each stage, one number a stage; null: by pipeline_balance.", minimum=1
+    )
+    fsdp_wrap_policy: str | list[str] = key(
         "auto",
         "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
         "if either is larger than a layer, else layers); or a list of module-name patterns.",
@@ -159,22 +163,22 @@ class MemoryConfig:
     activation_checkpointing: str = key(
         "none",
         "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul; "
-        "`budget`: keep what saves the most time, up to activation_budget.",
+        "`budget`: keep what saves the most time, up to activation_budget_gib.",
         choices=("none", "full", "selective", "budget"),
     )
-    activation_budget: float | None = key(
+    activation_budget_gib: float | None = key(
         None, "GiB on a rank that the layers may keep for backward; of checkpointing `budget`.", above=0, most=2**20
     )
     activation_offload: bool = key(
         False, "Keep what the layers keep for backward in pinned host memory; copied beside the computation."
     )
-    activation_offload_ahead: int = key(
+    activation_offload_prefetch_layers: int = key(
         1,
         "Layers whose kept tensors are back on the device, or still on their way out, beside the present one's.",
         minimum=1,
         most=2**12,
     )
-    mlp_chunks: int = key(
+    mlp_tiles: int = key(
         1,
         "Pieces of a row's tokens that an MLP computes one after the other, again in backward.",
         minimum=1,
@@ -186,7 +190,7 @@ class MemoryConfig:
     optimizer_offload: bool = key(
         False, "Keep optimizer states in pinned host memory; each parameter's visit the device for its step."
     )
-    host_memory: float | None = key(
+    host_memory_limit_gib: float | None = key(
         None,
         "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
         above=0,
@@ -202,6 +206,12 @@ class MemoryConfig:
     )
 
 
+# The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {"embedding": "embed_tokens", "head": "lm_head"}
+_SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
+
+
 @dataclass
 class LoraConfig:
     """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
@@ -209,30 +219,36 @@ class LoraConfig:
     rank: int = key(16, "Rank of the two matrices.", minimum=1, most=2**16)
     alpha: float = key(32.0, "The product is multiplied by alpha / rank.", above=0)
     dropout: float = key(0.0, "Share of the adapter's inputs set to zero in training.", minimum=0, below=1)
-    targets: list[str] = key(
-        ["q", "k", "v", "o", "gate", "up", "down"],
-        "What gets an adapter; `all-linear`: every linear of the layers.",
-        choices=("q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "all-linear"),
-    )
-    modules: list[str] = key(
-        [], "Of a model that is not native: ends of the names of linears that get an adapter, as `c_attn`; []: all."
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "What gets an adapter: q, k, v, o, gate, up, down, embedding, head (or q_proj, ..., embed_tokens, lm_head, "
+        "which "
+        "mean the same), `all-linear`: every linear of the layers; of a model that is not native, ends of its linears' "
+        "names, as `c_attn`.",
     )
     rslora: bool = key(False, "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).")
     dora: bool = key(False, "Also train the length of each output's weights (DoRA, arXiv 2402.09353).")
-    quantize: str = key(
+    quantize_base: str = key(
         "none",
         "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
         choices=("none", "nf4", "int8"),
     )
     dtype: str | None = key(None, "Type of the adapters' weights; null: dtype.", choices=("fp32", "bf16"))
-    adapter: str | None = key(None, "Folder of a PEFT adapter to go on training; null: a new one.", path=True)
-    merge: bool = key(False, "At the end also write the model with the adapter merged in, as output_dir/model.")
+    adapter_path: str | None = key(None, "Folder of a PEFT adapter to go on training; null: a new one.", path=True)
+    merge_on_save: bool = key(False, "At the end also write the model with the adapter merged in, as output_dir/model.")
 
     def __post_init__(self) -> None:
-        """`all-linear` is a word for seven others."""
-        if "all-linear" in self.targets:
-            linears = ["q", "k", "v", "o", "gate", "up", "down"]
-            self.targets = linears + [name for name in self.targets if name in ("embedding", "head")]
+        """Each target under one name, so that two configs that mean the same are the same."""
+        named = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
+        if "all-linear" in named:
+            named = ["all-linear", *(name for name in named if name not in LINEARS)]
+        self.target_modules = list(dict.fromkeys(named))
+
+    @property
+    def targets(self) -> list[str]:
+        """The short names of a native model's targets, `all-linear` taken apart."""
+        rest = [name for name in self.target_modules if name != "all-linear"]
+        return [*LINEARS, *rest] if len(rest) < len(self.target_modules) else rest
 
 
 @dataclass
@@ -241,19 +257,19 @@ class DpoConfig:
 
     loss: str = key(
         "sigmoid",
-        "`sigmoid`: DPO; `cdpo`: with dpo.label_smoothing; `ipo` (arXiv 2310.12036); `simpo`: mean log-probabilities, "
-        "no reference (arXiv 2405.14734).",
-        choices=("sigmoid", "cdpo", "ipo", "simpo"),
+        "`sigmoid`: DPO, with label_smoothing conservative DPO; `ipo` (arXiv 2310.12036); `simpo`: mean "
+        "log-probabilities, no reference (arXiv 2405.14734).",
+        choices=("sigmoid", "ipo", "simpo"),
     )
     beta: float = key(0.1, "How strongly the model is held to the reference (simpo: scale of the reward).", above=0)
-    label_smoothing: float = key(0.0, "cdpo: share of pairs taken to be the wrong way round.", minimum=0, below=0.5)
-    margin: float = key(0.5, "simpo: least difference of rewards (gamma).", minimum=0)
-    reference_free: bool = key(False, "sigmoid, cdpo, ipo: take a reference that finds both answers equally likely.")
-    train: str = key(
-        "lora",
-        "`lora`: adapters, the reference is the model without them; `full`: every parameter, the "
-        "reference is a frozen second copy.",
-        choices=("lora", "full"),
+    label_smoothing: float = key(0.0, "sigmoid: share of pairs taken to be the wrong way round.", minimum=0, below=0.5)
+    simpo_gamma: float = key(0.5, "simpo: least difference of rewards (gamma).", minimum=0)
+    reference_free: bool = key(False, "sigmoid, ipo: take a reference that finds both answers equally likely.")
+    trainable: str = key(
+        "adapters",
+        "`adapters`: the reference is the model without them; `all`: every parameter, the reference is a frozen "
+        "second copy.",
+        choices=("adapters", "all"),
     )
 
 
@@ -261,8 +277,8 @@ class DpoConfig:
 class CheckpointConfig:
     """What is saved, and when."""
 
-    save_every_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
-    keep: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
+    save_every_n_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
+    keep_last_n: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
     save_model: bool = key(True, "Write the trained model as a Hugging Face folder at the end.")
     max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0, most=2**20)
     extra_parameters: str = key(
@@ -277,7 +293,7 @@ class CheckpointConfig:
 class LogConfig:
     """What is shown and recorded."""
 
-    every_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
+    every_n_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
     progress: str = key(
         "auto",
         "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.",
@@ -301,7 +317,7 @@ class FullFinetuneConfig:
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -321,7 +337,7 @@ class FullFinetuneConfig:
     loss: str = key("cross_entropy", "The loss.", kind="loss")
     clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
     output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.", path=True)
-    overwrite: bool = key(
+    overwrite_output_dir: bool = key(
         False, "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays."
     )
     resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)

@@ -13,7 +13,7 @@ class ModelConfig:
     preset: str | None = key(
         None, "Architecture to initialize at random: a shipped name, or a config.json of yours.", path=True
     )
-    source: str = key(
+    implementation: str = key(
         "native",
         "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
         "`transformers`); or what a plugin registered.",
@@ -43,7 +43,7 @@ class SourceConfig:
     format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
     split: str | None = key(None, "Like data.split; null: the same.")
     columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.")
-    max_rows: int | None = key(None, "Use only its first rows.", minimum=1)
+    max_samples: int | None = key(None, "Use only its first rows.", minimum=1)
 
 
 @dataclass
@@ -79,13 +79,9 @@ class DataConfig:
         "own; `refuse`: such a row is a bad one.",
         choices=("auto", "split", "refuse"),
     )
-    trained_share: str = key(
-        "check",
-        "`check`: a run in which no token or every token is trained stops; `any`: it does not.",
-        choices=("check", "any"),
-    )
+    check_label_mask: bool = key(True, "Stop a run in which no token or every token is a label; false: do not.")
     packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
-    pad_to_multiple: int = key(
+    pad_to_multiple_of: int = key(
         1, "Row lengths are rounded up to a multiple of it, with padding; at most max_seq_len.", minimum=1
     )
     shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
@@ -93,21 +89,19 @@ class DataConfig:
         True,
         "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
     )
-    max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
-    max_row_mib: float = key(
+    max_samples: int | None = key(None, "Use only the first rows of the source.", minimum=1)
+    max_sample_mib: float = key(
         16.0,
-        "Largest row as it is in its file, MiB; a larger one cannot be read (bad_rows).",
+        "Largest row as it is in its file, MiB; a larger one cannot be read (on_invalid).",
         above=0,
         most=4096,
     )
-    bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
-    long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
-    workers: int | None = key(
+    on_invalid: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
+    truncation: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "drop", "error"))
+    num_proc: int | None = key(
         None, "Processes per machine that tokenize; null: one for each CPU core.", minimum=1, most=2**10
     )
-    loader_workers: int = key(
-        0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8
-    )
+    num_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8)
     cache: bool = key(True, "Keep tokenized rows on disk for the next start and for the other ranks of the machine.")
     cache_dir: str | None = key(
         None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
@@ -122,6 +116,6 @@ class ValidationConfig:
         None, "Like data.source; the other data.* keys apply to it as well. null: no validation.", path=True
     )
     format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
-    every_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
-    max_rows: int | None = key(None, "Use only the first rows.", minimum=1)
+    every_n_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
+    max_samples: int | None = key(None, "Use only the first rows.", minimum=1)
     batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1, most=2**20)

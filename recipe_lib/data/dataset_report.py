@@ -96,7 +96,7 @@ class DataReport:
         for part in self.parts or [self]:
             fault = part.share_fault()
             if fault:
-                raise DataError(f"{part.source}: {fault}, or set data.trained_share to any if it is meant")
+                raise DataError(f"{part.source}: {fault}, or set data.check_label_mask to false if it is meant")
 
     def share_fault(self) -> str | None:
         """What is wrong with the share of trained tokens of one source; None: nothing.

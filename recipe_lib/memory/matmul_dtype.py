@@ -49,7 +49,7 @@ def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.
         if isinstance(module, QuantizedLinear):
             raise ConfigError(
                 f"matmul_dtype: found {matmul_dtype} for weights that are kept in {module.kind}, expected weights in "
-                "dtype; set lora.quantize=none, or remove matmul_dtype"
+                "dtype; set lora.quantize_base=none, or remove matmul_dtype"
             )
         if type(module) is AdaptedLinear:
             module.frozen_forward = MethodType(_of(matmul_dtype), module)  # type: ignore[method-assign]

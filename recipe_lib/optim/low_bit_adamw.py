@@ -53,7 +53,7 @@ class Trained(list[nn.Parameter]):
 
 
 @dataclass(frozen=True)
-class Part:
+class StateChunk:
     """A parameter's own part on this rank, in a step: with its gradient and states, their parts too.
 
     start, whole: where the part begins in the parameter, and that one's shape. key: of what is drawn by chance in this
@@ -85,7 +85,7 @@ class Part:
         stored.copy_(round_by_chance(values, places, self.key))
 
 
-class SteppedInPieces(Optimizer):
+class ChunkedOptimizer(Optimizer):
     """An optimizer whose step goes through a rank's part of each parameter piece by piece.
 
     `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for any of the parameters
@@ -139,7 +139,7 @@ class SteppedInPieces(Optimizer):
         for parameter in parameters:
             step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
 
-    def _begin(self, parameter: nn.Parameter) -> Part:
+    def _begin(self, parameter: nn.Parameter) -> StateChunk:
         """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
         state = self.state[parameter]
         if not state:
@@ -156,7 +156,7 @@ class SteppedInPieces(Optimizer):
         assert gradient is not None
         start = (start[0] + first, *start[1:]) if start else (0,)
         shape = tuple(whole.shape) or (1,)
-        return Part(_rows(local_of(parameter)), _rows(local_of(gradient)), tensors, start, shape, key)
+        return StateChunk(_rows(local_of(parameter)), _rows(local_of(gradient)), tensors, start, shape, key)
 
 
 def _whole_of(parameter: nn.Parameter) -> tuple[nn.Parameter, int]:
@@ -170,7 +170,7 @@ def _rows(local: Tensor) -> Tensor:
     return local if local.dim() else local.view(1)
 
 
-def step_adamw(part: Part, group: dict[str, Any], step: int, codes: Codes, parameter: nn.Parameter) -> None:
+def step_adamw(part: StateChunk, group: dict[str, Any], step: int, codes: Codes, parameter: nn.Parameter) -> None:
     """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
 
     The update is made of the means before they are rounded to their bits, as torchao's is.

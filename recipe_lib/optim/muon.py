@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, Part, SteppedInPieces, Trained, step_adamw
+from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, ChunkedOptimizer, StateChunk, Trained, step_adamw
 from recipe_lib.optim.state_layout import Numbers, pieces, wide
 
 MOMENTUM = 0.95  # where the config has none
@@ -42,7 +42,7 @@ def states_of(parameter: Tensor, name: str) -> tuple[str, ...]:
     return ("momentum_buffer",) if is_orthogonalized(parameter, name) else ADAMW_STATES
 
 
-class Muon(SteppedInPieces):
+class Muon(ChunkedOptimizer):
     """Muon's rule for matrices of layers, AdamW's for the others. `momentum` None: 0.95. A step is a collective."""
 
     def __init__(self, params: Trained, cfg: OptimizerConfig):
@@ -93,7 +93,7 @@ class Muon(SteppedInPieces):
                 part.put(rows, weights)
                 del weights
 
-    def _momentum(self, part: Part, group: dict[str, Any], matrix: nn.Parameter) -> Tensor:
+    def _momentum(self, part: StateChunk, group: dict[str, Any], matrix: nn.Parameter) -> Tensor:
         """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the computing device."""
         found = torch.empty(part.weights.shape, dtype=torch.bfloat16, device=self.device)
         momentum, dtype = group["momentum"], wide(matrix.dtype)

@@ -3,10 +3,10 @@
 With w and l for the chosen and the rejected answer, p the model and q the reference:
 
     reward r = beta * (log p - log q)                        of a whole answer: the sum over its trained tokens
-    sigmoid    -log sigmoid(r_w - r_l)                       DPO, arXiv 2305.18290
-    cdpo       -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w), with e = label_smoothing
+    sigmoid    -log sigmoid(r_w - r_l)                       DPO, arXiv 2305.18290; with label_smoothing e (cDPO):
+               -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w)
     ipo        ((r_w - r_l) / beta - 1 / (2 beta))^2         arXiv 2310.12036; with means over tokens in place of sums
-    simpo      -log sigmoid(r_w - r_l - margin)              arXiv 2405.14734; with means, and q = 1
+    simpo      -log sigmoid(r_w - r_l - gamma)               arXiv 2405.14734; with means, and q = 1
 
 Sums are made in fp64: an answer's log-probability is in the hundreds, and what counts are differences of such.
 """
@@ -77,8 +77,8 @@ def _pair_losses(margin: Tensor, cfg: DpoConfig) -> Tensor:
     if cfg.loss == "ipo":
         return (margin / cfg.beta - 1 / (2 * cfg.beta)).square()
     if cfg.loss == "simpo":
-        return -F.logsigmoid(margin - cfg.margin)
-    wrong = cfg.label_smoothing if cfg.loss == "cdpo" else 0.0
+        return -F.logsigmoid(margin - cfg.simpo_gamma)
+    wrong = cfg.label_smoothing
     return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
@@ -108,7 +108,7 @@ def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | Non
     if moving:
         raise SetupError(
             f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the model without its "
-            "adapters, would change with it; freeze it, or set dpo.train=full or dpo.reference_free=true"
+            "adapters, would change with it; freeze it, or set dpo.trainable=all or dpo.reference_free=true"
         )
 
 

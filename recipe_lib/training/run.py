@@ -51,7 +51,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     prepare(cfg)
     with start_world(cfg) as world:
         heartbeat = world.heartbeat
-        set_seeds(cfg.seed, world, alike=cfg.model.source != "native")
+        set_seeds(cfg.seed, world, alike=cfg.model.implementation != "native")
         heartbeat.enter("setting up")
         check_same_config(cfg, world)
         recipe: Recipe = world.agree(recipe_class, cfg, world)

@@ -82,8 +82,8 @@ class TrainingData:
             batch_size=rows,
             accumulation=count,
             pad_id=self.tokenizer.pad_id,
-            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
-            workers=cfg.data.loader_workers,
+            multiple=lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor),
+            workers=cfg.data.num_workers,
             device=world.device,
         )
 
@@ -98,7 +98,7 @@ class TrainingData:
             world.data_ranks,
             cfg.validation.batch_size or cfg.batch_size,
             self.tokenizer.pad_id,
-            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
+            multiple=lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         ):
             yield batches.to(world.device)

@@ -190,7 +190,7 @@ def test_a_step_holds_one_whole_weight_at_a_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("recipe_lib.adapters.quantized._PIECE_ELEMENTS", 8192)
     spec = replace(small_spec(layers=2), width=128, mlp_width=1024)
     model = build_meta(spec, torch.float32)
-    add_adapters(model, LoraConfig(rank=2, quantize=kind), torch.float32)
+    add_adapters(model, LoraConfig(rank=2, quantize_base=kind), torch.float32)
     apply_activation_checkpointing(model, mode)
     model.to_empty(device="cpu")
     init_weights(model, 3, spec)

@@ -22,6 +22,7 @@ from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfi
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -48,8 +49,8 @@ def qlora(folder: Path, cfg: LoraFinetuneConfig, dtype: torch.dtype = torch.floa
 
 
 def config(quantize: str = "nf4", **options: Any) -> LoraFinetuneConfig:
-    lora = LoraConfig(rank=4, quantize=quantize, dora=options.pop("dora", False))
-    parallel = ParallelConfig(wrapping="layers", reshard_after_forward=options.pop("reshard", True))
+    lora = LoraConfig(rank=4, quantize_base=quantize, dora=options.pop("dora", False))
+    parallel = ParallelConfig(fsdp_wrap_policy="layers", reshard_after_forward=options.pop("reshard", True))
     compiled = options.pop("compile", False)
     return LoraFinetuneConfig(
         device="cpu", lora=lora, parallel=parallel, memory=MemoryConfig(**options), compile=compiled
@@ -91,7 +92,7 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
         found = []
         for step in range(STEPS):
             mine = text[step % 2].chunk(world.size)[world.rank]
-            loss = model(mine[:, :-1], labels=mine[:, 1:], loss_chunks=2) / (ROWS * LENGTH)
+            loss = model(mine[:, :-1], labels=mine[:, 1:], head_loss=CrossEntropy(2)) / (ROWS * LENGTH)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -113,7 +114,7 @@ SETTINGS = {
 
 def plain(cfg: LoraFinetuneConfig) -> tuple[str, bool]:
     """What losses depend on: how weights are kept, and the adapter's kind."""
-    return cfg.lora.quantize, cfg.lora.dora
+    return cfg.lora.quantize_base, cfg.lora.dora
 
 
 @pytest.fixture(scope="module")

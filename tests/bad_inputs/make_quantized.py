@@ -16,7 +16,7 @@ from tests.bad_inputs.make_models import tensors, write
 
 ROOT = Path(__file__).parent / "quantized"
 COMMAND = (
-    "tune run lora_finetune_distributed --config demo/lora lora.quantize=nf4 model.path={case}/model "
+    "tune run lora_finetune_distributed --config demo/lora lora.quantize_base=nf4 model.path={case}/model "
     "tokenizer.path=examples/demo/tokenizer output_dir={tmp}/out\n"
 )
 QUERY = "model.layers.0.self_attn.q_proj.weight"

@@ -27,10 +27,10 @@ TARGETS = ["q", "up", "embedding", "head"]
 CASES: dict[str, tuple[dict[str, Any], LoraConfig | None]] = {
     "untied": (CONFIG, None),
     "tied": (CONFIG | {"tie_word_embeddings": True}, None),
-    "adapters": (CONFIG, LoraConfig(rank=2, alpha=4.0, targets=TARGETS, dora=True)),
-    "tied adapters": (CONFIG | {"tie_word_embeddings": True}, LoraConfig(rank=2, alpha=4.0, targets=TARGETS)),
-    "ends": (CONFIG, LoraConfig(rank=2, alpha=4.0, targets=["embedding", "head"])),  # some ranks train nothing
-    "quantized": (QUANTIZED, LoraConfig(rank=2, alpha=4.0, targets=["q", "up"], quantize="nf4")),
+    "adapters": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS, dora=True)),
+    "tied adapters": (CONFIG | {"tie_word_embeddings": True}, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS)),
+    "ends": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=["embedding", "head"])),  # some ranks train nothing
+    "quantized": (QUANTIZED, LoraConfig(rank=2, alpha=4.0, target_modules=["q", "up"], quantize_base="nf4")),
 }
 # Which of WORLDS a case has; all of them where it is not named.
 USED = {
@@ -198,7 +198,7 @@ def refusals(path: Path, world_name: str) -> list[str]:
     attempt(CONFIG | {"num_hidden_layers": 5})
     attempt(CONFIG | {"vocab_size": 32})
     attempt(CONFIG | {"tie_word_embeddings": True})
-    attempt(CONFIG, LoraConfig(rank=2, targets=["q"]))
+    attempt(CONFIG, LoraConfig(rank=2, target_modules=["q"]))
     attempt(CONFIG, plain=True)
     attempt(CONFIG, half=True)
     return found

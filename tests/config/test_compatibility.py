@@ -68,19 +68,22 @@ def test_keys_exist_and_names_differ():
 def test_predicates_read_objects_too():
     """The table also serves code that holds a finished config object."""
     cfg = FullFinetuneConfig()
-    cfg.resume, cfg.overwrite = "latest", True
+    cfg.resume, cfg.overwrite_output_dir = "latest", True
     assert [entry.name for entry in incompatibilities(cfg, (), read_schema(FullFinetuneConfig).keys)] == [
         "no model",
-        "resume and overwrite",
+        "resume and overwrite_output_dir",
         "no data",
     ]
 
 
 def test_the_line_is_that_of_the_later_key(faults):
-    text = GOOD + "overwrite: true\nseed: 3\nresume: latest\n"
-    reason = "resume, overwrite: one goes on from what output_dir holds, the other replaces it; remove one of the two"
+    text = GOOD + "overwrite_output_dir: true\nseed: 3\nresume: latest\n"
+    reason = (
+        "resume, overwrite_output_dir: one goes on from what output_dir holds, the other replaces it; "
+        "remove one of the two"
+    )
     assert faults(text, whole=True) == [f"c.yaml:5: {reason}"]
-    assert faults(GOOD + "resume: latest\n", "overwrite=true", whole=True) == [f"command line: {reason}"]
+    assert faults(GOOD + "resume: latest\n", "overwrite_output_dir=true", whole=True) == [f"command line: {reason}"]
 
 
 def test_what_is_to_be_removed_is_named_where_it_stands(faults):
@@ -91,7 +94,9 @@ def test_what_is_to_be_removed_is_named_where_it_stands(faults):
 
 
 def test_no_combination_is_judged_by_a_wrong_value(faults):
-    assert faults("resume: latest\noverwrite: 3\n") == ["c.yaml:2: overwrite: found 3, expected true or false"]
+    assert faults("resume: latest\noverwrite_output_dir: 3\n") == [
+        "c.yaml:2: overwrite_output_dir: found 3, expected true or false"
+    ]
     assert faults("dtype: fp46\ndevice: cuda\n") == [
         "c.yaml:1: dtype: found 'fp46', expected one of fp32, bf16, fp64; did you mean fp64?"
     ]
@@ -99,14 +104,14 @@ def test_no_combination_is_judged_by_a_wrong_value(faults):
 
 def test_an_unread_key_at_its_default_is_fine(load):
     assert load("optimizer: {name: sgd, betas: [0.9, 0.95], eps: 1e-8}\n").optimizer.name == "sgd"
-    assert load("lr_schedule: {kind: constant, final_share: 0}\n").lr_schedule.kind == "constant"
+    assert load("lr_scheduler: {type: constant, min_lr_ratio: 0}\n").lr_scheduler.type == "constant"
     assert load("", "data.split=train").data.split == "train"
 
 
 def test_sensible_things_are_not_refused(load):
     """Combinations that look odd and are right, or that only the machine can judge."""
     for overrides in (
-        ["max_steps=10", "lr_schedule.warmup_steps=50", "epochs=3"],
+        ["max_steps=10", "lr_scheduler.warmup_steps=50", "epochs=3"],
         ["data.source=hub:owner/name", "data.split=test"],
         ["validation.source=hub:owner/name", "data.split=test"],
         ["parallel.data_shard=1", "parallel.data_replicate=8"],
@@ -125,15 +130,15 @@ def test_sensible_things_are_not_refused(load):
     ):
         load("", *overrides)
     for overrides in (
-        ["lora.dora=true", "lora.targets=[q, embedding, head]", "lora.quantize=nf4", "lora.dtype=fp32"],
+        ["lora.dora=true", "lora.target_modules=[q, embedding, head]", "lora.quantize_base=nf4", "lora.dtype=fp32"],
         ["lora.rslora=true", "lora.dropout=0.1", "memory.cpu_offload=true"],
         ["dtype=fp64", "device=cpu"],
     ):
         load("", *overrides, schema=LoraFinetuneConfig)
     for overrides in (
-        ["data.packing=true", "dpo.loss=simpo", "dpo.margin=1"],
-        ["dpo.loss=cdpo", "dpo.label_smoothing=0.1", "dpo.reference_free=true"],
-        ["dpo.train=full", "dpo.loss=ipo"],
+        ["data.packing=true", "dpo.loss=simpo", "dpo.simpo_gamma=1"],
+        ["dpo.label_smoothing=0.1", "dpo.reference_free=true"],
+        ["dpo.trainable=all", "dpo.loss=ipo"],
         ["~data.source", "data.sources=[{source: a, weight: 0.5}, {source: b}]"],
     ):
         load("", "data.format=preference", *overrides, schema=DpoFinetuneConfig)
@@ -158,10 +163,10 @@ def test_a_class_without_a_section_is_judged_by_the_rest(tmp_path):
     @dataclasses.dataclass
     class Small:
         resume: str | None = None
-        overwrite: bool = False
+        overwrite_output_dir: bool = False
 
     path = tmp_path / "c.yaml"
-    path.write_text("overwrite: true\n")
-    assert load_config(path, (), Small).overwrite is True
-    with pytest.raises(ConfigError, match="^command line: resume, overwrite: one goes on"):
+    path.write_text("overwrite_output_dir: true\n")
+    assert load_config(path, (), Small).overwrite_output_dir is True
+    with pytest.raises(ConfigError, match="^command line: resume, overwrite_output_dir: one goes on"):
         load_config(path, ["resume=latest"], Small)

@@ -91,7 +91,9 @@ def test_yaml_of_sources_reads_back(write):
     cfg.model.path = "x"
     cfg.data.sources = [SourceConfig("a: b", 0.5), SourceConfig("hub:a/b", columns={"x": "true"}, format="text")]
     written = to_yaml(cfg)
-    assert '    - {source: "a: b", weight: 0.5, format: null, split: null, columns: null, max_rows: null}\n' in written
+    assert (
+        '    - {source: "a: b", weight: 0.5, format: null, split: null, columns: null, max_samples: null}\n' in written
+    )
     assert load_config(write(written)) == cfg
 
 
@@ -108,7 +110,7 @@ def test_yaml_of_any_text_reads_back(write, text):
     cfg = FullFinetuneConfig()
     cfg.log.run_name = text
     cfg.model.path = cfg.data.source = cfg.output_dir = os.path.expanduser(text)  # as a path is read
-    cfg.parallel.wrapping = [text, text]
+    cfg.parallel.fsdp_wrap_policy = [text, text]
     cfg.data.columns = {text: text}
     cfg.optimizer.lr, cfg.optimizer.eps = 1e-300, 123456789.123456789
     written = to_yaml(cfg)

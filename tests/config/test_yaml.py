@@ -71,8 +71,8 @@ REFUSED = [
      ["1: resume: found '${oc.env:HF_TOKEN}'; interpolation is refused, write the value itself"]),
     ("resume: '${output_dir}/x'\n",
      ["1: resume: found '${output_dir}/x'; interpolation is refused, write the value itself"]),
-    ("parallel: {wrapping: ['${x}']}\n",
-     ["1: parallel.wrapping: found '${x}'; interpolation is refused, write the value itself"]),
+    ("parallel: {fsdp_wrap_policy: ['${x}']}\n",
+     ["1: parallel.fsdp_wrap_policy: found '${x}'; interpolation is refused, write the value itself"]),
 ]  # fmt: skip
 
 

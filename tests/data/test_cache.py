@@ -75,8 +75,8 @@ def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, 
     source = rows_file(*ROWS)
     build(chatml, root, source)
     settings = [
-        {"max_seq_len": 63}, {"train_on": "all"}, {"add_bos": False, "template": "plain"}, {"max_rows": 3},
-        {"long_rows": "skip"}, {"bad_rows": "skip"}, {"columns": {"prompt": "completion"}}, {"format": "text",
+        {"max_seq_len": 63}, {"train_on": "all"}, {"add_bos": False, "template": "plain"}, {"max_samples": 3},
+        {"truncation": "drop"}, {"on_invalid": "skip"}, {"columns": {"prompt": "completion"}}, {"format": "text",
         "columns": {"text": "prompt"}},
     ]  # fmt: skip
     for number, changed in enumerate(settings, start=2):
@@ -107,7 +107,7 @@ def test_what_changes_no_row_does_not(chatml, root, rows_file, tokenized):
     source = rows_file(*ROWS)
     first = build(chatml, root, source)
     os.utime(source, (1, 1))
-    for changed in ({"shuffle": False}, {"packing": True}, {"workers": 2}, {"trained_share": "any"}):
+    for changed in ({"shuffle": False}, {"packing": True}, {"num_proc": 2}, {"check_label_mask": False}):
         assert build(chatml, root, source, **changed).fingerprint == first.fingerprint
     assert tokenized() == 1
 
@@ -273,7 +273,7 @@ def test_a_fault_is_found_once_and_told_to_all_ranks_of_the_launch(chatml, root,
         found = []
         for _ in range(2):  # before there is a process group, and where the ranks agree on it
             with pytest.raises(DataError) as caught:
-                build(chatml, root, source, format="counting", long_rows="error")
+                build(chatml, root, source, format="counting", truncation="error")
             found += caught.value.faults
         return found
 

@@ -152,7 +152,8 @@ def methods() -> None:
     """What recipes and losses there are."""
     assert set(RECIPE_CONFIGS) == {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"}
     losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
-    assert losses >= {"CDPO", "IPO", "SIMPO"}, losses
+    assert losses >= {"SIGMOID", "IPO", "SIMPO"}, losses  # the first is DPO, and cDPO by the next key
+    assert "dpo.label_smoothing" in KEYS
 
 
 def no_context_parallelism() -> None:
@@ -239,7 +240,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "activation_checkpointing=budget": "tests/memory/test_budget.py::"
     "test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same",
     "| `memory.loss_chunks=16`": "tests/ops/test_cross_entropy.py::test_peak_bytes_are_those_of_one_chunk",
-    "| `memory.mlp_chunks=8`": "tests/memory/test_mlp_tiles.py::test_the_inner_width_exists_for_a_piece_at_a_time",
+    "| `memory.mlp_tiles=8`": "tests/memory/test_mlp_tiles.py::test_the_inner_width_exists_for_a_piece_at_a_time",
     "no longer gathered throughout": "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy",
     "| `parallel.data_shard=-1`": "tests/plan/test_closed_forms.py::"
     "test_a_rank_holds_its_part_of_parameters_gradients_and_states",

@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
         "model_type 'mixtral' (MixtralForCausalLM) is not supported; expected a causal language model of type "
         "gemma, gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3; to train it in transformers' own class, set "
-        "model.source=transformers",
+        "model.implementation=transformers",
     ),
     "reward model": (
         {"architectures": ["LlamaForSequenceClassification"]},

@@ -64,7 +64,7 @@ def test_flop_of_a_token() -> None:
         assert found["flop_per_token"] == 6 * (3 * layer + 512 * 32) + 6 * 3 * 10 * 32
         assert found["tokens_per_second"] == 40
     model = build_meta(spec, torch.float32)
-    add_adapters(model, LoraConfig(rank=2, targets=["q"], quantize="nf4"), torch.float32)
+    add_adapters(model, LoraConfig(rank=2, target_modules=["q"], quantize_base="nf4"), torch.float32)
     found = gpu_check.speed_of(case, spec, model, [0.5, 0.5])
     assert found["flop_per_token"] == 4 * (3 * layer + 512 * 32) + 6 * 3 * 2 * (32 + 32) + 6 * 3 * 10 * 32
 

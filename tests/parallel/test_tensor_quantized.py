@@ -17,6 +17,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, check_tensor, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -32,7 +33,7 @@ CONFIG = {
 CASES = [
     {"tensor": 2},
     {"tensor": 2, "data_shard": 2},
-    {"tensor": 4, "tensor_copy_kv_heads": True},
+    {"tensor": 4, "tensor_replicate_kv_heads": True},
 ]
 
 
@@ -43,7 +44,7 @@ def spec() -> DecoderSpec:
 def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bool = False) -> Any:
     """The model as the recipe makes it; without a world, plain."""
     model = build_meta(spec(), torch.float32)
-    add_adapters(model, LoraConfig(rank=4, quantize=kind, targets=["q", "v", "o", "down"]), torch.float32)
+    add_adapters(model, LoraConfig(rank=4, quantize_base=kind, target_modules=["q", "v", "o", "down"]), torch.float32)
     if world is None:
         model.to_empty(device="cpu")
     else:
@@ -65,7 +66,7 @@ def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def backward(model: Any, tokens: Tensor) -> Tensor:
-    loss = model(tokens, labels=tokens.roll(-1, 1), loss_chunks=2) / tokens.numel()
+    loss = model(tokens, labels=tokens.roll(-1, 1), head_loss=CrossEntropy(2)) / tokens.numel()
     loss.backward()
     return loss.detach()
 
@@ -91,7 +92,7 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
                 faults.append(f"gradient of {name}")
         stored = sum(local_part(module.weight_codes)[0].numel() for module in quantized(model).values())
         bytes_of_all = sum(module.weight_codes.numel() for module in quantized(plain).values())
-        if stored != bytes_of_all // world.size and not parallel.tensor_copy_kv_heads:
+        if stored != bytes_of_all // world.size and not parallel.tensor_replicate_kv_heads:
             faults.append(f"{stored} bytes of codes, of {bytes_of_all}")
         faults += parts_that_differ(quantized(plain), model)
     return faults

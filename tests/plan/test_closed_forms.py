@@ -40,18 +40,18 @@ ADAPTERS = [shape for rows, columns in LINEARS for shape in ((ADAPTER_RANK, colu
 
 CASES: dict[str, tuple[Any, ...]] = {
     # Ranks, traced rank, recipe, overrides
-    "two": (2, 0, FULL, "parallel.wrapping=memory_efficient"),
-    "four": (4, 0, FULL, "parallel.wrapping=memory_efficient", "gradient_accumulation_steps=4"),
-    "eight": (8, 0, FULL, "parallel.wrapping=layers", "gradient_accumulation_steps=4"),
-    "odd": (8, 0, FULL, "parallel.wrapping=layers", "odd"),
-    "odd, last": (8, 7, FULL, "parallel.wrapping=layers", "odd"),
-    "kept": (4, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.reshard_after_forward=false"),
-    "kept, layers": (4, 0, FULL, "parallel.wrapping=layers", "parallel.reshard_after_forward=false"),
-    "copies": (8, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.data_replicate=2"),
+    "two": (2, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient"),
+    "four": (4, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=4"),
+    "eight": (8, 0, FULL, "parallel.fsdp_wrap_policy=layers", "gradient_accumulation_steps=4"),
+    "odd": (8, 0, FULL, "parallel.fsdp_wrap_policy=layers", "odd"),
+    "odd, last": (8, 7, FULL, "parallel.fsdp_wrap_policy=layers", "odd"),
+    "kept": (4, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "parallel.reshard_after_forward=false"),
+    "kept, layers": (4, 0, FULL, "parallel.fsdp_wrap_policy=layers", "parallel.reshard_after_forward=false"),
+    "copies": (8, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "parallel.data_replicate=2"),
     "tensor": (4, 0, FULL, "parallel.tensor=4", "memory.loss_chunks=4"),
-    "lora": (4, 0, LORA, "parallel.wrapping=memory_efficient", "gradient_accumulation_steps=4"),
-    "nf4": (4, 0, LORA, "parallel.wrapping=memory_efficient", "lora.quantize=nf4"),
-    "nf4, one": (1, 0, LORA, "lora.quantize=nf4"),
+    "lora": (4, 0, LORA, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=4"),
+    "nf4": (4, 0, LORA, "parallel.fsdp_wrap_policy=memory_efficient", "lora.quantize_base=nf4"),
+    "nf4, one": (1, 0, LORA, "lora.quantize_base=nf4"),
 }
 
 

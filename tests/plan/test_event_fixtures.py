@@ -1,7 +1,7 @@
 """Event streams of the real allocator, replayed: the model must take and give back the very same segments.
 
-Streams recorded on a GPU lie in fixtures/ (format: recipe_lib/plan/fixtures.py). What reads them is tested with streams
-of the model's own, which say nothing about the real allocator.
+Streams recorded on a GPU lie in fixtures/ (format: benchmarks/allocator_events.py). What reads them is tested with
+streams of the model's own, which say nothing about the real allocator.
 """
 
 import json
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.allocator_events import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.units import MIB
 from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training

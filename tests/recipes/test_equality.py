@@ -85,7 +85,7 @@ def train(
             f"parallel.data_replicate={division.replicate}",
             f"max_steps={STEPS}",
             "data.shuffle=false",
-            "lr_schedule.kind=constant",
+            "lr_scheduler.type=constant",
             "checkpoint.save_model=false",
             *OPTIMIZERS[optimizer],
         ],

@@ -58,13 +58,13 @@ class Runs:
             "data.format=text",
             f"batch_size={GLOBAL_BATCH // data_ranks}",
             f"max_steps={STEPS}",
-            "lr_schedule.kind=constant",
-            f"checkpoint.save_every_steps={SAVED}",
-            "checkpoint.keep=2",
+            "lr_scheduler.type=constant",
+            f"checkpoint.save_every_n_steps={SAVED}",
+            "checkpoint.keep_last_n=2",
         ]
 
     def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        validation = (f"validation.source={self.folder / 'validation.txt'}", f"validation.every_steps={SAVED}")
+        validation = (f"validation.source={self.folder / 'validation.txt'}", f"validation.every_n_steps={SAVED}")
         argv = stories(self.realdata, self.folder / name, *self.text(data_ranks), *validation, *overrides)
         return done(run_here(argv, recipe=FULL))
 
@@ -74,7 +74,7 @@ class Runs:
         return done(run_here(argv, recipe=LORA))
 
     def quantized(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize=nf4")
+        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize_base=nf4")
         tokenizer = f"tokenizer.path={self.realdata / 'stories260K-hf'}"
         return self.adapters(name, data_ranks, *model, tokenizer, *overrides)
 
@@ -230,7 +230,10 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
     runs = Runs(realdata, tmp_path)
     read: list[Any] = []
     cases = {
-        "nf4": (["lora.quantize=nf4"], "keeps blocks of 64 numbers whole, which the parts of o_proj and down_proj"),
+        "nf4": (
+            ["lora.quantize_base=nf4"],
+            "keeps blocks of 64 numbers whole, which the parts of o_proj and down_proj",
+        ),
         "heads": (["parallel.tensor=8"], "the model has 4 key and value heads, which 8 ranks cannot share evenly"),
     }
     for name, (overrides, message) in cases.items():

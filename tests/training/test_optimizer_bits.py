@@ -187,7 +187,7 @@ def test_pieces_and_single_parameters_make_no_difference(
     """A step in pieces of a few rows, for one parameter after the other, backwards, is the step."""
     cfg = replace(CFG, **options)
     _, expected = trained(cfg, torch.bfloat16)
-    monkeypatch.setattr(state_layout, "PIECE", 1100)
+    monkeypatch.setattr(state_layout, "CHUNK_ELEMENTS", 1100)
     params = weights(torch.bfloat16)
     optimizer = build_optimizer(cfg, params.items(), CPU)
     (group,) = optimizer.param_groups

@@ -14,6 +14,7 @@ from recipe_lib.data import Batch, make_step
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.training.preference import (
     answer_log_probs,
@@ -29,7 +30,7 @@ from tests.parallel.gathered import gathered_bytes
 from tests.parallel.small_models import VOCABULARY, gradients, small_spec
 from tests.training.pairs import LOSSES, pairs, plain_loss
 
-LORA = LoraConfig(rank=3, alpha=5, targets=EVERYWHERE, dora=True)
+LORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
 Found = tuple[list[float], dict[str, Tensor]]  # means of NUMBERS, gradients by name
 
 
@@ -38,7 +39,7 @@ def compared(model: Decoder, reference: Decoder | None, batch: Batch, cfg: DpoCo
 
     def answers(of: Decoder) -> Tensor:
         inputs = (batch.tokens, batch.positions, batch.attention)
-        return answer_log_probs(of(*inputs, labels=batch.labels, loss_chunks=3, per_token=True), batch, cfg)
+        return answer_log_probs(of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg)
 
     old = None
     if needs_reference(cfg):
@@ -155,10 +156,10 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
     wanted = {loss: expected(kind, tied, loss) for loss in ("sigmoid", "simpo")}
     checkpointed = MemoryConfig(cpu_offload=True, activation_checkpointing="full")
     levers = [
-        ("sigmoid", ParallelConfig(wrapping="layers"), checkpointed),
-        ("sigmoid", ParallelConfig(wrapping="memory_efficient"), MemoryConfig()),
-        ("simpo", ParallelConfig(wrapping="memory_efficient", reshard_after_forward=False), MemoryConfig()),
-        ("sigmoid", ParallelConfig(wrapping="memory_efficient", data_replicate=2), checkpointed),
+        ("sigmoid", ParallelConfig(fsdp_wrap_policy="layers"), checkpointed),
+        ("sigmoid", ParallelConfig(fsdp_wrap_policy="memory_efficient"), MemoryConfig()),
+        ("simpo", ParallelConfig(fsdp_wrap_policy="memory_efficient", reshard_after_forward=False), MemoryConfig()),
+        ("sigmoid", ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2), checkpointed),
     ]
 
     def work() -> None:
@@ -176,7 +177,7 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
 
 def test_hybrid_sharding_on_two_by_two_ranks() -> None:
     wanted = expected("full", True, "sigmoid")
-    parallel = ParallelConfig(wrapping="memory_efficient", data_replicate=2, data_shard=2)
+    parallel = ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2)
 
     def work() -> None:
         with made("full", small_spec(tied=True), LOSSES["sigmoid"], parallel=parallel) as (model, reference, world):

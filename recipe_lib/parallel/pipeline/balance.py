@@ -29,8 +29,8 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
     """The layers of each stage, first to last.
 
     cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
-    `parallel.pipeline_split: memory`. Raises ConfigError for fewer layers than stages, and for a
-    `parallel.pipeline_split` that does not fit the model.
+    `parallel.pipeline_balance: memory`. Raises ConfigError for fewer layers than stages, and for a
+    `parallel.pipeline_layers_per_stage` that does not fit the model.
     """
     parallel: ParallelConfig = cfg.parallel
     stages, layers = stage_count(parallel), spec.num_layers
@@ -40,18 +40,19 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
             f"set parallel.pipeline lower ({stages // parallel.pipeline} on each rank, {layers} in all at most), or a "
             "parallel.pipeline_schedule with fewer stages on a rank"
         )
-    counts = parallel.pipeline_split
-    if isinstance(counts, str):
+    counts = parallel.pipeline_layers_per_stage
+    if counts is None:
         layer, head = time_of(spec, cfg)
-        cost = _time_cost(parallel, layer, head) if counts == "time" else memory_of(spec, cfg, shards)
+        by_time = parallel.pipeline_balance == "compute"
+        cost = _time_cost(parallel, layer, head) if by_time else memory_of(spec, cfg, shards)
         counts = _balanced(parallel, layers, cost, head / layer)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         none = next((f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), "")
         raise ConfigError(
-            f"parallel.pipeline_split: found {len(counts)} stages with {sum(counts)} layers{none}, expected {stages} "
-            "stages of one layer or more "
+            f"parallel.pipeline_layers_per_stage: found {len(counts)} stages with {sum(counts)} layers{none}, expected "
+            f"{stages} stages of one layer or more "
             f"(parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline} ranks) with the model's "
-            f"{layers} layers in all; list {stages} numbers with that sum, or set time or memory"
+            f"{layers} layers in all; list {stages} numbers with that sum, or set null"
         )
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -106,10 +107,10 @@ class _Run:
 def _read(cfg: Any) -> _Run:
     """Keys that a recipe does not have are read as if they did nothing."""
     lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    trained = lora is None or (dpo is not None and dpo.train == "full")
+    trained = lora is None or (dpo is not None and dpo.trainable == "all")
     memory, optimizer = getattr(cfg, "memory", None), getattr(cfg, "optimizer", None)
     width = BYTES.get(getattr(cfg, "dtype", "bf16"), 2)
-    quantized = None if trained or lora is None else _QUANTIZED.get(lora.quantize)
+    quantized = None if trained or lora is None else _QUANTIZED.get(lora.quantize_base)
     length = getattr(cfg, "max_seq_len", 0)
     rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
     on_host = memory is not None and memory.optimizer_offload
@@ -121,7 +122,7 @@ def _read(cfg: Any) -> _Run:
         trained=trained,
         layer_width=width if quantized is None else quantized,
         adapters=0 if trained or lora is None else lora.rank,
-        copies=2 if dpo is not None and dpo.train == "full" and _has_reference(dpo) else 1,
+        copies=2 if dpo is not None and dpo.trainable == "all" and _has_reference(dpo) else 1,
         states=0 if on_host else state_bytes(optimizer, width, in_layer=True),
         vocabulary_states=0 if on_host else state_bytes(optimizer, width, in_layer=False),
         chunks=1 if memory is None else memory.loss_chunks,

@@ -15,7 +15,7 @@ from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.estimate import Quick, quick
+from recipe_lib.plan.search.estimate import Estimate, quick
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 
 # Dotted key -> value.
@@ -56,8 +56,8 @@ def _refused(cfg: Any) -> set[str]:
 def checkpointing(cfg: Any, kind: str) -> Changes:
     """What sets the kind of checkpointing; a budget belongs to `budget` alone."""
     changes: Changes = {"memory.activation_checkpointing": kind}
-    if kind != "budget" and value_of(cfg, "memory.activation_budget") is not None:
-        changes["memory.activation_budget"] = None
+    if kind != "budget" and value_of(cfg, "memory.activation_budget_gib") is not None:
+        changes["memory.activation_budget_gib"] = None
     return changes
 
 
@@ -87,7 +87,7 @@ def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
-def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick | None:
+def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate | None:
     """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
     try:
         return quick(recipe_class, cfg, settings)
@@ -115,7 +115,7 @@ def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> li
     try:
         return list(in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers))[: len(pieces)]  # type: ignore[return-value]
     except SetupError as error:
-        if "data.workers" not in str(error):
+        if "data.num_proc" not in str(error):
             raise
         raise SetupError(
             "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"

@@ -114,7 +114,7 @@ _Key = tuple[tuple[str, Any], ...]
 
 def _key(parallel: ParallelConfig) -> _Key:
     """What of it an order depends on, by name."""
-    names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_put_off")
+    names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_max_deferred_weight_grads")
     return tuple((name, getattr(parallel, name)) for name in names)
 
 

@@ -30,7 +30,7 @@ from recipe_lib.plan.tracing.pipeline_actions import (
 )
 from recipe_lib.plan.tracing.recipe_models import label_models, models_of, module_facts
 from recipe_lib.plan.tracing.simulated_micro_batches import (
-    FEW,
+    FEW_MICRO_BATCHES,
     Likeness,
     Passes,
     affordable,
@@ -39,7 +39,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     likeness,
 )
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
-from recipe_lib.plan.world.cached_fake_mode import FastFake
+from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.planned_batches import PlannedData, RowShape, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
@@ -97,7 +97,7 @@ def simulate(
 
     def run(number: int | None) -> Simulated:
         with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
-            tracer = Tracer(NAME, FastFake(mode, _known_calls), kernel_memory)
+            tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory)
             tracer.stream = connect_streams(tracer.record, tracer.wait)
             with (
                 _quiet_collector(),
@@ -112,7 +112,7 @@ def simulate(
     if traced is not None:
         return run(traced)
     own, count = not is_shipped(recipe_class), micro_batches(cfg)[1]
-    found = run(count if own and count <= FEW else None)
+    found = run(count if own and count <= FEW_MICRO_BATCHES else None)
     if found.traced == count or (found.likeness.alike and not own):
         return found
     more = affordable(found.likeness, count, found.traced)

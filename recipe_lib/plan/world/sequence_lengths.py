@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What reads data is imported where it is needed: a choice is checked without torch.
 
 # Sources up to this size are tokenized for a plan: a minute at most.
-MOST_BYTES = 64 * MIB
+MAX_BYTES_READ = 64 * MIB
 POLL_SECONDS = 0.5
 PERCENTILES = ("p50", "p90", "p99")
 PAIRS = "preference"
@@ -32,9 +32,9 @@ PAIRS = "preference"
 class Sequence:
     """The rows of a plan.
 
-    tokens: of a row, before it is padded to data.pad_to_multiple; of packed pairs, half of a pack. source: where that
-    is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`; None
-    where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
+    tokens: of a row, before it is padded to data.pad_to_multiple_of; of packed pairs, half of a pack. source: where
+    that is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`;
+    None where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
     pairs. pack: documents (pairs) in a packed row, on average; 1 without packing or where it is not known.
     """
 
@@ -162,7 +162,7 @@ def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
         if wait is not None:
             return None, "they are not tokenized yet"
         size = sum(map(_size, resolved_sources(cfg.data)))
-        if size > MOST_BYTES:
+        if size > MAX_BYTES_READ:
             return None, f"{format_bytes(size)} that are not tokenized yet"
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
@@ -174,7 +174,7 @@ def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
     from recipe_lib.data import build_validation_dataset
 
     source = cfg.validation.source
-    if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MOST_BYTES:
+    if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
 
 

@@ -13,7 +13,7 @@ from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.tokenizers import load_tokenizer
 from tests.plan.configs import SMALL, load
 
-ROWS = "data.max_rows=300"
+ROWS = "data.max_samples=300"
 
 
 def pairs_file(folder: Path) -> Path:
