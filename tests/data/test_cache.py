@@ -107,7 +107,7 @@ def test_what_changes_no_row_does_not(chatml, root, rows_file, tokenized):
     source = rows_file(*ROWS)
     first = build(chatml, root, source)
     os.utime(source, (1, 1))
-    for changed in ({"shuffle": False}, {"packing": True}, {"workers": 2}, {"check_label_mask": False}):
+    for changed in ({"shuffle": False}, {"packing": True}, {"num_proc": 2}, {"check_label_mask": False}):
         assert build(chatml, root, source, **changed).fingerprint == first.fingerprint
     assert tokenized() == 1
 

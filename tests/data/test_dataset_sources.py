@@ -143,7 +143,7 @@ def test_every_token_trained_stops_the_run(chatml, plain, rows_file):
     source = rows_file(*({"prompt": "", "completion": word} for word in ("the cat", "the dog")))
     line = (
         r"rows.jsonl: found that the loss counts every token of 2 rows, expected prompts beside the answers; correct "
-        r"data.format, data.columns or data.train_on, or set data.check_label_mask to any if it is meant$"
+        r"data.format, data.columns or data.train_on, or set data.check_label_mask to false if it is meant$"
     )
     refused(line, chatml, source=source, format="prompt_completion")
     refused(line, plain, source=source, format="prompt_completion")  # a BOS in front is no prompt

@@ -81,9 +81,9 @@ def test_what_a_large_row_does_is_for_bad_rows_to_say(tmp_path):
         DataError, match=r"a.jsonl:2: found a row of 2.00 MiB, .*; correct the row, or set data.on_invalid"
     ):
         build_dataset(cfg, Letters(), 64)
-    cfg.bad_rows = "skip"
+    cfg.on_invalid = "skip"
     assert build_dataset(cfg, Letters(), 64).report.bad_rows == {"too large": 1}
-    cfg.bad_rows, cfg.max_sample_mib = "error", 3
+    cfg.on_invalid, cfg.max_sample_mib = "error", 3
     assert build_dataset(cfg, Letters(), 64).report.texts == 3
 
 
