@@ -232,7 +232,8 @@ def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
         if recipe.shipped:
             raise ConfigError(
                 f"model.implementation={cfg.model.implementation}: its class raised {type(error).__name__} on the "
-                f"simulated device ({show(said, 160)}); a run may still work; for a plan try another dtype (found dtype={cfg.dtype})"
+                f"simulated device ({show(said, 160)}); a run may still work; for a plan try another dtype (found "
+                f"dtype={cfg.dtype})"
             ) from error
         lines = lines_in(error, recipe.path)
         place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"
