@@ -37,6 +37,7 @@ from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import DTYPES, Unit, World, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.preference import (
@@ -131,14 +132,8 @@ class DpoFinetune:
 
     def answers(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Log-probability of each answer of a micro-batch; logits exist for one chunk of its tokens at a time."""
-        log_probs = model(
-            batch.tokens,
-            batch.positions,
-            batch.attention,
-            labels=batch.labels,
-            loss_chunks=self.cfg.memory.loss_chunks,
-            per_token=True,
-        )
+        inputs = (batch.tokens, batch.positions, batch.attention)
+        log_probs = model(*inputs, labels=batch.labels, head_loss=TokenLogProbs(self.cfg.memory.loss_chunks))
         return answer_log_probs(log_probs, batch, self.cfg.dpo)
 
     def reference_answers(self, micro_batches: Sequence[Batch]) -> Iterator[torch.Tensor | None]:

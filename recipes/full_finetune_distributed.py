@@ -52,7 +52,7 @@ class FullFinetune:
         self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
         training.check_sharing(cfg, self.spec)
-        self.loss_function = training.build_loss(cfg.loss)
+        self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self) -> None:
         """Rows of tokens and labels. Which rows a step takes is a function of (seed, epoch, step) alone."""
@@ -107,8 +107,7 @@ class FullFinetune:
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch; logits exist for one chunk of its tokens at a time."""
         inputs = (batch.tokens, batch.positions, batch.attention)
-        chunks, loss = self.cfg.memory.loss_chunks, self.loss_function
-        return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=loss)
+        return self.model(*inputs, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""

@@ -49,7 +49,7 @@ class LoraFinetune:
         self.step = 0  # optimizer steps that an earlier process has done
         if cfg.lora.adapter_path:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
-        self.loss_function = training.build_loss(cfg.loss)
+        self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self) -> None:
         """Rows of tokens and labels."""
@@ -100,8 +100,8 @@ class LoraFinetune:
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch."""
-        inputs, chunks = (batch.tokens, batch.positions, batch.attention), self.cfg.memory.loss_chunks
-        return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=self.loss_function)
+        inputs = (batch.tokens, batch.positions, batch.attention)
+        return self.model(*inputs, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""

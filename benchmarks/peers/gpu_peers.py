@@ -47,7 +47,7 @@ from benchmarks.peers.planted.running import Result, run
 from benchmarks.peers.planted.tool import ENVIRONMENT, make_environment
 from benchmarks.peers.report import case_entry, earlier_cases, good_runs, judge, name_of, write_peers_report
 from recipe_lib.errors import ConfigError, SetupError, exit_code_of
-from recipe_lib.models.spec import preset_config, spec_from_config
+from recipe_lib.models import preset_config, spec_from_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN_SECONDS = 900.0

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters.coverage import cover, describe_bare, describe_quantized, describe_targets, refuse_unquantized
-from recipe_lib.adapters.foreign import add_foreign_adapters
 from recipe_lib.adapters.layers import (
     AdaptedEmbedding,
     AdaptedHead,
@@ -27,8 +26,8 @@ from recipe_lib.adapters.layers import (
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.ops.dtensor_shards import local_part, own_parts
 from recipe_lib.units import format_bytes
@@ -52,7 +51,7 @@ WORDS |= {"model.embed_tokens": "embedding", "lm_head": "head"}
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta model.
 
-    A foreign model's are on the linears of its layers that `cfg.target_modules` says.
+    An external model's are on the linears of its layers that `cfg.target_modules` says.
 
     dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
     embedding and the head share; with `cfg.quantize_base` all linears of the layers, adapted or not, get quantized
@@ -61,8 +60,8 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """
     settings = adapter_settings(cfg, dtype)
     model.requires_grad_(False)
-    if isinstance(model.spec, ForeignSpec):
-        add_foreign_adapters(model, cfg, settings)
+    if isinstance(model.spec, ExternalSpec):
+        model.spec.add_adapters(model, cfg, dtype)
         refuse_unquantized(model, cfg.quantize_base)
         return
     names = layer_names(model)
@@ -193,18 +192,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """One line for the log: what is trained beside what, counted on the modules; the model may be sharded.
 
-    Of a foreign model, whose linears no words name, also what has no adapter.
+    Of an external model, whose linears no words name, also what has no adapter.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found, foreign = cover(model), isinstance(getattr(model, "spec", None), ForeignSpec)
-    targets = describe_targets(found, {} if foreign else WORDS)
+    found, external = cover(model), isinstance(getattr(model, "spec", None), ExternalSpec)
+    targets = describe_targets(found, {} if external else WORDS)
     line = (
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} beside "
         f"{_size(frozen)} frozen"
     )
-    bare = describe_bare(found) if foreign and "all-linear" in cfg.target_modules else ""
+    bare = describe_bare(found) if external and "all-linear" in cfg.target_modules else ""
     parts = [bare, describe_quantized(found, cfg.quantize_base, model) if cfg.quantize_base != "none" else ""]
     return "; ".join([line, *(part for part in parts if part)])
 

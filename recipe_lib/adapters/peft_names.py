@@ -7,17 +7,16 @@ models whose file fuses several linears into one (Phi 3): there one adapter of t
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recipe_lib.adapters.foreign import foreign_targets, without_adapter
 from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, weight_map
 
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 TARGETS = (*LINEARS, "embedding", "head")
-LINEAR = "all-linear"  # the target of every linear of a foreign model
+LINEAR = "all-linear"  # the target of every linear of an external model
 FIRST, SECOND, LENGTHS, FROZEN = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "base_layer.weight"
 EMBEDDING_FIRST, EMBEDDING_SECOND = "lora_embedding_A", "lora_embedding_B"
 SUFFIXES = (FIRST, SECOND, LENGTHS, FROZEN, EMBEDDING_FIRST, EMBEDDING_SECOND)
@@ -72,12 +71,10 @@ def target_of(module: str) -> str | None:
 
 def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     """Every module that may have an adapter, by its name in a file, in the model's order."""
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
-
+    if isinstance(spec, ExternalSpec):
         return {
             name: FileModule(name, rows, columns, (MergedRows(name, LINEAR, 0, rows),))
-            for name, (rows, columns) in layout(spec).linears.items()
+            for name, (rows, columns) in spec.layout().linears.items()
         }
     shapes = parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
@@ -99,16 +96,13 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
     """Those with at least one part that is a target. ConfigError for a name in lora.target_modules that none has."""
     modules = file_modules(spec)
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
-
-        left = without_adapter(modules, layout(spec).uncalled, spec.family)
-        return [modules[name] for name in foreign_targets(modules, cfg.target_modules, left)]
+    if isinstance(spec, ExternalSpec):
+        return [modules[name] for name in spec.adapted_linears(cfg)]
     return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
 
 
 def is_target(part: MergedRows, cfg: LoraConfig) -> bool:
-    """Whether the config wants an adapter on a part; of a foreign model's modules, `adapted_modules` has chosen."""
+    """Whether the config wants an adapter on a part; of an external model's modules, `adapted_modules` has chosen."""
     return part.target == LINEAR or part.target in cfg.targets
 
 

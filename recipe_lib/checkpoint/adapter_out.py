@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from recipe_lib import files
-from recipe_lib.adapters.foreign import AdaptedForeign
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
@@ -44,8 +43,8 @@ from recipe_lib.checkpoint.weights_out import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.extra_parameters import extra_modules, extra_tensors
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.ops.dtensor_shards import in_file_order
@@ -94,8 +93,7 @@ def export_adapter(
     saved = [file_name(name, multimodal) for name in saved]
     fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
-    transposed = (isinstance(module, AdaptedForeign) and module.transposed for module in adapted)
-    fields["fan_in_fan_out"] = bool(adapted) and all(transposed)  # no part of a pipeline has any
+    fields["fan_in_fan_out"] = bool(adapted) and all(module.transposed for module in adapted)  # a stage may have none
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
     metadata |= extra_metadata([extra.name for extra in extras])
@@ -158,11 +156,9 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
     The whole names, where a module without an adapter has such a last part too: PEFT would put one there.
     """
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
-
+    if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
-        if any(name.rpartition(".")[2] in ends for name in layout(spec).modules if name not in names):
+        if any(name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names):
             return sorted(names)
     return rf".*\blanguage_model\..*\.({'|'.join(ends)})" if multimodal else ends
 

@@ -36,7 +36,7 @@ from recipe_lib.checkpoint.weights_out import (
     plan_shards,
     tokenizer_files,
 )
-from recipe_lib.models.spec import DecoderSpec, read_config, spec_from_config
+from recipe_lib.models import DecoderSpec, read_config, spec_from_config
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
 from recipe_lib.units import GIB
 

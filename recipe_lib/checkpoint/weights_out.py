@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,16 +18,13 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTenso
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.external import Conversion, ExternalSpec, WrittenLayout
 from recipe_lib.models.families import text_config
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.ops.dtensor_shards import gathered, in_file_order
 from recipe_lib.units import MIB
-
-if TYPE_CHECKING:
-    from recipe_lib.models.foreign_files import Conversion, Writing
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -203,13 +200,9 @@ def plan_shards(
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
 
 
-def _other_layout(spec: ModelSpec) -> "Writing | None":
-    """The files' names and shapes of a transformers model whose class has others; None: as `weight_map` has them."""
-    if not isinstance(spec, ForeignSpec):
-        return None
-    from recipe_lib.models.foreign_files import writing
-
-    return writing(spec)
+def _other_layout(spec: ModelSpec) -> WrittenLayout | None:
+    """The files' names and shapes of a model whose class has others; None: as `weight_map` has them."""
+    return spec.written_layout() if isinstance(spec, ExternalSpec) else None
 
 
 class _Pieces:
@@ -340,9 +333,10 @@ def tokenizer_files(source: Path | None) -> list[Path]:
 
 def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
-    written = source_config if isinstance(spec, ForeignSpec) else text_config(source_config)
+    external = isinstance(spec, ExternalSpec)
+    written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
-    if not isinstance(spec, ForeignSpec):
+    if not external:
         config["architectures"] = [ARCHITECTURES[spec.family]]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one

@@ -84,7 +84,7 @@ def _note_earlier_run(cfg: Any) -> str | None:
 
 def _check_model(cfg: Any) -> str | None:
     """Its folder and config.json; a native one is of a family that is known."""
-    from recipe_lib.models.spec import preset_config, read_config, spec_from_config
+    from recipe_lib.models import preset_config, read_config, spec_from_config
 
     if cfg.model.implementation == "transformers":
         check_transformers()

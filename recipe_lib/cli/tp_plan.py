@@ -14,11 +14,11 @@ from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.extras import install_line
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError
+from recipe_lib.foreign.transformers_config import plain_numbers
 from recipe_lib.logs import silence_torchao
-from recipe_lib.models.foreign import plain_numbers
 
 if TYPE_CHECKING:
-    from recipe_lib.parallel.inference import TensorPlan
+    from recipe_lib.foreign.tensor_plan import TensorPlan
 
 NOT_CERTIFIED = 3  # exit code
 SMALL = 2**20  # parameters of a model that is proven as it is
@@ -144,8 +144,8 @@ def plans_for(config: Any, sizes: Sequence[int]) -> tuple["TensorPlan", dict[int
 
     Raises ConfigError if no size has a plan.
     """
-    from recipe_lib.parallel.inference.foreign import plan_for_config
-    from recipe_lib.parallel.inference.summary import why_not
+    from recipe_lib.foreign.tensor_plan.summary import why_not
+    from recipe_lib.foreign.tensor_plan.transformers_models import plan_for_config
 
     whole = plan_for_config(config)
     plans: dict[int, TensorPlan] = {}
@@ -169,11 +169,11 @@ def certificates(config: Any, plans: dict[int, "TensorPlan"]) -> list[dict[str, 
     Forward by taint and rehearsal (certificate.certify), and the gradient of every parameter. The copy has a plan of
     its own, which has to hold every parameter as the model's does. ranks: fewer than size where it has fewer heads.
     """
-    from recipe_lib.parallel.inference.certificate import certify
-    from recipe_lib.parallel.inference.foreign import example_inputs, plan_and_mask, transformers_model
-    from recipe_lib.parallel.inference.gradients import gradient_failures
-    from recipe_lib.parallel.inference.shrink import randomize, shrink
-    from recipe_lib.parallel.inference.summary import held_differently, held_elements
+    from recipe_lib.foreign.tensor_plan.certificate import certify
+    from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
+    from recipe_lib.foreign.tensor_plan.shrink import randomize, shrink
+    from recipe_lib.foreign.tensor_plan.summary import held_differently, held_elements
+    from recipe_lib.foreign.tensor_plan.transformers_models import example_inputs, plan_and_mask, transformers_model
 
     elements = held_elements(next(iter(plans.values())), 1)
     small = config if elements <= SMALL else shrink(config)
@@ -212,7 +212,7 @@ def as_json(
     proofs: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """What --json writes; bytes throughout."""
-    from recipe_lib.parallel.inference.summary import BYTES, cut_share, held_elements, step_bytes
+    from recipe_lib.foreign.tensor_plan.summary import BYTES, cut_share, held_elements, step_bytes
 
     unlike = {plan.hash(): plan for plan in plans.values()}
     sizes = {

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from recipe_lib.errors import visible
-from recipe_lib.parallel.inference.plan import TensorPlan
-from recipe_lib.parallel.inference.summary import (
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.summary import (
     BYTES,
     boundary_groups,
     cut_share,

@@ -7,7 +7,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import offload_activations
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.compiling import compile_layers
-from recipe_lib.memory.loss_kernel import choose_loss_kernel
+from recipe_lib.memory.loss_kernel import check_loss_kernel
 from recipe_lib.memory.matmul_dtype import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps
 
@@ -22,7 +22,7 @@ def apply_layer_levers(model: nn.Module, cfg: FullFinetuneConfig, device: torch.
     """
     use_low_precision(model, cfg.matmul_dtype, device)
     chunk_mlps(model, cfg.memory.mlp_tiles)
-    choose_loss_kernel(model, cfg.memory.loss_kernel, device)
+    check_loss_kernel(model, cfg.memory.loss_kernel, device)
     if keeps:
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing, cfg, device)
     if cfg.compile:

@@ -6,10 +6,12 @@ What a family's real files leave out is filled in from its row of `DEFAULTS`, so
 from collections.abc import Mapping
 from typing import Any
 
+from recipe_lib.config.registry import owner
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.rope_config import is_positive, read_rope
 from recipe_lib.models.sizes import check_sizes
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 _COMMON: dict[str, Any] = {
     "num_key_value_heads": None,  # as many as heads
@@ -116,8 +118,23 @@ class Fields:
         return None if self.config.get(key) is None else self.number(key)
 
 
-def read_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
-    """See `recipe_lib.models.spec.spec_from_config`."""
+def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> ModelSpec:
+    """The spec of a `config.json` for one implementation of models, `native` or a name that is registered.
+
+    where: as for `spec_from_config`. Raises what that does, or the `read_spec` of the other implementations.
+    """
+    if implementation == "native":
+        return spec_from_config(config, where)
+    spec: ExternalSpec = owner("model").read_spec(config, where, implementation)
+    return spec
+
+
+def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
+    """The spec of a Hugging Face `config.json`.
+
+    where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
+    quantized weights, and keys that are missing or make no sense.
+    """
     refuse_quantized(config, where)
     check_sizes(config, where)
     config = text_config(config)

@@ -34,15 +34,13 @@ from recipe_lib.models.decoder import (
     OutputHead,
     SandwichLayer,
 )
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gather, gather_linears, scatter
+from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
-from recipe_lib.ops.token_log_probs import token_log_probs
-from recipe_lib.parallel.automatic import shard_foreign
 from recipe_lib.parallel.ddp import sum_gradients_of_replicas
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
@@ -70,8 +68,8 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     if world.tensor is None:
         return
     refuse_for_tensor(model)
-    if isinstance(model.spec, ForeignSpec):
-        shard_foreign(model, parallel, world)
+    if isinstance(model.spec, ExternalSpec):
+        model.spec.shard_tensors(model, parallel, world)
         return
     spec, group = model.spec, world.tensor
     quantized = [module.kind for module in model.modules() if isinstance(module, QuantizedLinear)]
@@ -349,21 +347,16 @@ def _head(
     head: OutputHead,
     group: Group,
     hidden: Tensor,
+    *,
     labels: Tensor | None = None,
-    chunks: int = 1,
-    loss: Loss | None = None,
-    per_token: bool = False,
+    head_loss: HeadLoss | None = None,
 ) -> Tensor:
     """As `OutputHead.forward`, of `[n, d]`. Without labels all ranks get all logits `[N, v]`: for short texts."""
     weight = local(head.weight)
     if labels is None:
         logits = F.linear(gather(hidden, group), weight)
         return head.finish(gather(logits.t(), group).t())
-    if per_token:
-        return token_log_probs(hidden, weight, labels, chunks=chunks, softcap=head.softcap, group=group)
-    return linear_cross_entropy(
-        hidden, weight, labels.flatten(), chunks=chunks, softcap=head.softcap, loss=loss, group=group
-    )
+    return run_head_loss(head_loss, hidden, weight, labels, softcap=head.softcap, group=group)
 
 
 def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -8,8 +8,7 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import downloaded_model
 from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, ModelConfig
-from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
-from recipe_lib.models.foreign import foreign_spec
+from recipe_lib.models import build_meta, preset_config, read_config, read_spec, spec_from_config
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.pipeline.balance import split_layers
@@ -29,17 +28,12 @@ class ModelSource:
 def find_model(cfg: ModelConfig) -> ModelSource:
     """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all weights are checked.
 
-    Raises CheckpointError; for a model that is not native also what `foreign_spec` raises.
+    Raises CheckpointError; for a model that is not native also SetupError and ConfigError.
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
     config = read_config(folder) if folder else preset_config(name)
-    where = str(folder or name)
-    spec: ModelSpec
-    if cfg.implementation == "native":
-        spec = spec_from_config(config, where)
-    else:
-        spec = foreign_spec(config, where, cfg.implementation)
+    spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
         check_weights(spec, folder)
     return ModelSource(name, folder, config, spec)

@@ -24,6 +24,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder, ScaledEmbedding
+from recipe_lib.ops.head_losses import CrossEntropy
 from tests.adapters.adapted import EVERYWHERE, LINEARS, move_adapters
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_batch, small_spec
@@ -77,7 +78,7 @@ def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
 def test_only_the_targets_are_trained(targets: list[str]) -> None:
     model = made(small_spec(layers=2), LoraConfig(rank=2, target_modules=targets))
     tokens, labels = small_batch()
-    model(tokens, labels=labels, loss_chunks=3).backward()
+    model(tokens, labels=labels, head_loss=CrossEntropy(3)).backward()
     words = {"embedding": "embed_tokens", "head": "lm_head"}
     for name, parameter in model.named_parameters():
         wanted = "lora_" in name and any(words.get(target, f"{target}_proj") in name for target in targets)
@@ -240,7 +241,7 @@ def test_the_loss_of_an_adapted_head_makes_no_logits_of_all_tokens(dora: bool, m
     logits = tokens.numel() * vocabulary * 4
     adapter = sum(parameter.nbytes for parameter in adapter_parameters(model).values())
     with LiveBytes() as live:
-        model(tokens, labels=labels, loss_chunks=chunks).backward()
+        model(tokens, labels=labels, head_loss=CrossEntropy(chunks)).backward()
     norms = 2 * rows * WIDTH * 4 if dora else 0  # pieces of B A and of W + scaling * B A
     assert logits // chunks < live.peak < 5 * logits // chunks + 3 * adapter + norms < logits
 
@@ -255,7 +256,10 @@ def test_without_adapters_it_is_the_frozen_model_also_after_an_error() -> None:
     assert (adapted - plain(tokens)).abs().max() > 0.1
     with pytest.raises(ZeroDivisionError), adapters_off(model):
         assert torch.equal(model(tokens), plain(tokens))
-        assert torch.equal(model(tokens, labels=labels, loss_chunks=2), plain(tokens, labels=labels, loss_chunks=2))
+        assert torch.equal(
+            model(tokens, labels=labels, head_loss=CrossEntropy(2)),
+            plain(tokens, labels=labels, head_loss=CrossEntropy(2)),
+        )
         assert not torch.is_grad_enabled()
         raise ZeroDivisionError
     assert torch.equal(model(tokens), adapted) and torch.is_grad_enabled()
@@ -267,8 +271,8 @@ def test_evaluation_drops_nothing() -> None:
     sure = made(spec, LoraConfig(rank=3, target_modules=EVERYWHERE))
     tokens, labels = small_batch()
     wanted = sure(tokens, labels=labels)
-    assert abs(float((dropping.train()(tokens, labels=labels, loss_chunks=3) - wanted).detach())) > 1
-    assert abs(float((dropping.eval()(tokens, labels=labels, loss_chunks=3) - wanted).detach())) < 1e-9
+    assert abs(float((dropping.train()(tokens, labels=labels, head_loss=CrossEntropy(3)) - wanted).detach())) > 1
+    assert abs(float((dropping.eval()(tokens, labels=labels, head_loss=CrossEntropy(3)) - wanted).detach())) < 1e-9
 
 
 def test_description() -> None:

@@ -10,6 +10,7 @@ from recipe_lib.adapters import adapter_parameters, adapters_off, init_adapters,
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import TokenLogProbs
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss, move_adapters
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.gathered import gathered_bytes
@@ -188,7 +189,7 @@ def test_log_probabilities_of_tokens(tied: bool) -> None:
         with adapted(small_spec(tied=tied, layers=LAYERS), setting) as (model, world):
             rows = 8 // world.size
             mine = slice(world.rank * rows, (world.rank + 1) * rows)
-            found = model(small_batch()[0][mine], labels=labels[mine], loss_chunks=3, per_token=True)
+            found = model(small_batch()[0][mine], labels=labels[mine], head_loss=TokenLogProbs(3))
             found.square().sum().backward()
             return found.detach(), gradients(model)
 

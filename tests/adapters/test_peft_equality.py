@@ -15,6 +15,7 @@ from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import start_world
 from recipe_lib.training import clip_grad_norm
 
@@ -105,7 +106,7 @@ def train_ours(model: Decoder, cfg: LoraConfig, data: list[Tensor]) -> Losses:
         for step, tokens in enumerate(data):
             torch.manual_seed(step)
             labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
-            loss = model(tokens, labels=labels, loss_chunks=4) / (labels != -100).sum()
+            loss = model(tokens, labels=labels, head_loss=CrossEntropy(4)) / (labels != -100).sum()
             loss.backward()
             norm = clip_grad_norm(trained, CLIP, world)
             optimizer.step()

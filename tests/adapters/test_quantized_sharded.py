@@ -22,6 +22,7 @@ from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfi
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -91,7 +92,7 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
         found = []
         for step in range(STEPS):
             mine = text[step % 2].chunk(world.size)[world.rank]
-            loss = model(mine[:, :-1], labels=mine[:, 1:], loss_chunks=2) / (ROWS * LENGTH)
+            loss = model(mine[:, :-1], labels=mine[:, 1:], head_loss=CrossEntropy(2)) / (ROWS * LENGTH)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

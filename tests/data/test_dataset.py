@@ -90,9 +90,8 @@ def test_long_rows_can_be_skipped_or_refused(chatml, rows_file):
     line = "data: 1 of 3 rows (33.3 %) exceed 8 tokens and were left out; 100.0 % of their answer tokens lost"
     assert line in dataset.report.lines()
     number = len(build(source, chatml, max_seq_len=99)[1].tokens)
-    expected = (
-        rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len, or set data.trunc"
-    )
+    expected = rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len, or set "
+    expected += "data.truncation"
     refused(expected, source, chatml, max_seq_len=8, truncation="error")
 
 

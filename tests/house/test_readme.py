@@ -152,7 +152,8 @@ def methods() -> None:
     """What recipes and losses there are."""
     assert set(RECIPE_CONFIGS) == {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"}
     losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
-    assert losses >= {"IPO", "SIMPO"} and "dpo.label_smoothing" in KEYS, losses  # with which sigmoid is cDPO
+    assert losses >= {"SIGMOID", "IPO", "SIMPO"}, losses  # the first is DPO, and cDPO by the next key
+    assert "dpo.label_smoothing" in KEYS
 
 
 def no_context_parallelism() -> None:

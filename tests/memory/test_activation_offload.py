@@ -14,6 +14,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import activation_offload, apply_activation_checkpointing, compile_layers
 from recipe_lib.memory.activation_offload import Kept, Window, offload_activations
 from recipe_lib.models import build_meta, init_weights
+from recipe_lib.ops.head_losses import CrossEntropy
 from tests.memory.late_copies import LateCopies
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import LENGTH, ROWS, WIDTH, gradients, small_batch, small_spec
@@ -44,7 +45,7 @@ def decoder(
 
 def loss_of(model: nn.Module, rows: int = ROWS) -> Tensor:
     tokens, labels = small_batch(rows)
-    return model(tokens, labels=labels, loss_chunks=4)
+    return model(tokens, labels=labels, head_loss=CrossEntropy(4))
 
 
 def two_micro_batches(model: nn.Module) -> list[Tensor]:

@@ -15,6 +15,7 @@ from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import MLP
 from recipe_lib.ops.deferred import put_off, splittable
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
@@ -51,7 +52,7 @@ def filled(model: nn.Module, spec: DecoderSpec, lora: LoraConfig | None) -> nn.M
 
 def backward(model: nn.Module) -> dict[str, Tensor]:
     tokens, labels = small_batch()
-    loss = model(tokens, labels=labels, loss_chunks=3)
+    loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}
 
@@ -128,7 +129,7 @@ def test_weight_gradients_of_pieces_are_not_put_off() -> None:
     model = decoder(CHUNKS)
     tokens, labels = small_batch()
     with splittable():
-        loss = model(tokens, labels=labels, loss_chunks=3)
+        loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
         with put_off() as later:
             loss.backward()
     for entry in later:
@@ -199,7 +200,7 @@ def ranks() -> list[str]:
             init_weights(model, 3, spec)
             tokens, labels = small_batch()
             mine = slice(world.rank * ROWS // 2, (world.rank + 1) * ROWS // 2)
-            loss = model(tokens[mine], labels=labels[mine], loss_chunks=3)
+            loss = model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3))
             loss.backward()
             assert_close({"loss": world.all_reduce_sum(loss.detach()), **gradients(model)}, wanted)
     return faults

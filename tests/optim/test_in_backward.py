@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.models import build_meta, init_weights
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim import in_backward, row_steps
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.optim.offloaded_states import OffloadedStates
@@ -51,7 +52,7 @@ def train(model: nn.Module, memory: MemoryConfig, world: Any, rows: slice) -> tu
     tokens, labels = small_batch()
     count, norms = (labels != -100).sum(), []
     for _ in range(STEPS):
-        (model(tokens[rows], labels=labels[rows], loss_chunks=3) / count).backward()
+        (model(tokens[rows], labels=labels[rows], head_loss=CrossEntropy(3)) / count).backward()
         norms.append(float(clip_grad_norm(model.parameters(), None, world, earlier)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -118,7 +119,7 @@ def test_states_visit_the_device_and_return() -> None:
     tokens, labels = small_batch()
     for _ in range(STEPS):
         for model, optimizer in ((first, plain), (second, visiting)):
-            model(tokens, labels=labels, loss_chunks=3).backward()
+            model(tokens, labels=labels, head_loss=CrossEntropy(3)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         states = [value for state in visiting.state.values() for value in state.values()]
@@ -285,7 +286,7 @@ USES: dict[str, Any] = {
     "two": lambda loss, model: loss(0) + loss(1),
     "one of more tokens than channels": lambda loss, model: loss(0) + loss(slice(None)),
     "logits": lambda loss, model: loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100,
-    "per token": lambda loss, model: loss(0) - loss(1, per_token=True).sum(),
+    "per token": lambda loss, model: loss(0) - loss(1, TokenLogProbs(2)).sum(),
 }
 
 
@@ -300,9 +301,9 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
         earlier = in_backward.arrange_steps(optimizer, model, memory, CPU)
 
-        def loss(rows: int | slice, **options: Any) -> Tensor:
+        def loss(rows: int | slice, head_loss: Any = None) -> Tensor:
             rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
-            return model(tokens[rows], labels=labels[rows], loss_chunks=2, **options)
+            return model(tokens[rows], labels=labels[rows], head_loss=head_loss or CrossEntropy(2))
 
         for _ in range(STEPS):
             value = loss(0) + model.lm_head.weight.square().sum() if case == "weights" else USES[case](loss, model)
@@ -335,7 +336,7 @@ def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.
     assert max(most) == max(layers) < matrices[0].nbytes
     tokens, labels = small_batch()
     with torch.no_grad():
-        losses = [float(one(tokens, labels=labels, loss_chunks=2)) for one in (model, plain)]
+        losses = [float(one(tokens, labels=labels, head_loss=CrossEntropy(2))) for one in (model, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 

@@ -55,7 +55,7 @@ def test_rows_of_many_lengths(memory: MemoryConfig, changes: dict[str, Any], pac
     for length in LENGTHS:
         tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS, length), generator=generator)
         info = make_attention_info([[length // 2, length - length // 2]] * ROWS, length) if packed else None
-        losses = [model(tokens, None, info, labels) for model in (plain, compiled)]
+        losses = [model(tokens, None, info, labels=labels) for model in (plain, compiled)]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-6, atol=0)

@@ -14,6 +14,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelC
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import Unit, World, materialize, shard_model, start_world
 from recipe_lib.parallel import fsdp as apply
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -63,7 +64,7 @@ def loss_of_part(model: nn.Module, world: World, part: int = 0, parts: int = 1) 
     rows = ROWS // (world.size * parts)
     first = (world.rank * parts + part) * rows
     mine = slice(first, first + rows)
-    return model(tokens[mine], labels=labels[mine], loss_chunks=3) / (labels != -100).sum()
+    return model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()
 
 
 def worst_gradients(
@@ -200,7 +201,7 @@ def test_peak_of_all_bytes_of_a_step() -> None:
                 for _ in range(4):  # gloo's threads may let go of a tensor late, on a busy machine: the least counts
                     model.zero_grad(set_to_none=True)
                     with LiveBytes(also=lambda model=model: gathered_bytes(model)) as live:
-                        model(tokens, labels=labels, loss_chunks=12).backward()
+                        model(tokens, labels=labels, head_loss=CrossEntropy(12)).backward()
                     peaks.append(live.peak)
                     late = live.peak > expected[wrapping, tied] + matrix // 100
                     if len(peaks) > 1 and not world.all_reduce_sum(torch.tensor(int(late))):

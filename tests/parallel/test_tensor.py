@@ -15,6 +15,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import (
     World,
@@ -92,7 +93,7 @@ def batch(case: Case, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def backward(case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    found = model(tokens, labels=labels, loss_chunks=3, per_token=case.per_token)
+    found = model(tokens, labels=labels, head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3))
     loss = (found.square().sum() if case.per_token else found) / count
     loss.backward()
     return loss.detach()

@@ -17,6 +17,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, check_tensor, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -65,7 +66,7 @@ def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def backward(model: Any, tokens: Tensor) -> Tensor:
-    loss = model(tokens, labels=tokens.roll(-1, 1), loss_chunks=2) / tokens.numel()
+    loss = model(tokens, labels=tokens.roll(-1, 1), head_loss=CrossEntropy(2)) / tokens.numel()
     loss.backward()
     return loss.detach()
 

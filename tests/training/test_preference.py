@@ -14,6 +14,7 @@ from recipe_lib.data import Batch, make_step
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.training.preference import (
     answer_log_probs,
@@ -38,7 +39,7 @@ def compared(model: Decoder, reference: Decoder | None, batch: Batch, cfg: DpoCo
 
     def answers(of: Decoder) -> Tensor:
         inputs = (batch.tokens, batch.positions, batch.attention)
-        return answer_log_probs(of(*inputs, labels=batch.labels, loss_chunks=3, per_token=True), batch, cfg)
+        return answer_log_probs(of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg)
 
     old = None
     if needs_reference(cfg):

@@ -15,9 +15,10 @@ from typing import Any
 from recipe_lib.config.places import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import preset_config, read_config, spec_from_config
+from recipe_lib.models import preset_config, read_config, read_spec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.families import text_config
-from recipe_lib.models.foreign import foreign_spec
+from recipe_lib.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 
@@ -136,22 +137,15 @@ def layer_period(cfg: Any) -> int:
 
     cfg: a plannable config.
     """
-    kinds: Sequence[Any]
-    if cfg.model.implementation == "native":
-        kinds = spec_from_config(_config_of(cfg), cfg.model.preset).windows
-    else:
-        from recipe_lib.models.foreign_build import layer_kinds
-
-        kinds = layer_kinds(foreign_spec(_config_of(cfg), cfg.model.preset, cfg.model.implementation))
+    spec = _spec_of(cfg)
+    kinds: Sequence[Any] = spec.layer_kinds() if isinstance(spec, ExternalSpec) else spec.windows
     count = len(kinds)
     return next(p for p in range(1, count + 1) if all(kinds[at] == kinds[at % p] for at in range(count)))
 
 
 def layer_count(cfg: Any) -> int:
     """How many layers the model of a plannable config has."""
-    if cfg.model.implementation != "native":
-        return foreign_spec(_config_of(cfg), cfg.model.preset, cfg.model.implementation).num_layers
-    return int(_config_of(cfg)["num_hidden_layers"])
+    return _spec_of(cfg).num_layers
 
 
 def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
@@ -170,9 +164,12 @@ def _config_of(cfg: Any) -> Mapping[str, Any]:
     config = preset_config(cfg.model.preset)
     if cfg.model.implementation != "native":
         return config
-    config = text_config(config)
-    spec_from_config(config, cfg.model.preset)
-    return config
+    _spec_of(cfg)
+    return text_config(config)
+
+
+def _spec_of(cfg: Any) -> ModelSpec:
+    return read_spec(preset_config(cfg.model.preset), cfg.model.preset, cfg.model.implementation)
 
 
 @cache

@@ -16,7 +16,7 @@ from recipe_lib.config.schema import (
     ParallelConfig,
 )
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.spec import preset_config, spec_from_config
+from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.optim.optimizers import optimizer_state_bytes
 from recipe_lib.parallel.pipeline.balance import kept_of_layer, layer_weights, memory_of, split_layers, time_of
 

@@ -19,6 +19,7 @@ from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import (
     World,
@@ -139,7 +140,13 @@ def batches(packed: bool) -> list[Batch]:
 
 
 def loss_of(case: Case, model: nn.Module, batch: Batch, count: int) -> Tensor:
-    found = model(batch.tokens, batch.positions, batch.attention, batch.labels, loss_chunks=3, per_token=case.per_token)
+    found = model(
+        batch.tokens,
+        batch.positions,
+        batch.attention,
+        labels=batch.labels,
+        head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3),
+    )
     return (found.square().sum() if case.per_token else found) / count
 
 

@@ -1,0 +1,77 @@
+"""Plans for transformers' causal language models, from their config alone."""
+
+from typing import Any
+
+import torch
+
+from recipe_lib.config.extras import install_line
+from recipe_lib.errors import SetupError
+from recipe_lib.foreign.tensor_plan.infer import infer_plan
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.logs import silence_torchao
+
+# The form of the attention mask: of four dimensions, because one of two makes some models read its values, which meta
+# tensors do not have; some models take no other, and some none at all.
+MASKS = ("square", "row", "none")
+# A model that cannot be traced without values is traced with them if its parameters take no more than this.
+_SMALL = 2**28
+
+
+def transformers_model(config: Any, device: str = "meta", attention: str = "eager") -> torch.nn.Module:
+    """The causal language model of a transformers config; on meta it takes no memory.
+
+    attention: what transformers calls its implementation; a plan's calls are those of the one it was made with.
+
+    Raises SetupError if transformers is not installed.
+    """
+    silence_torchao()
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise SetupError(f"model: found no package transformers; {install_line('transformers')}") from None
+    with torch.device(device):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.eval()
+
+
+def example_inputs(
+    config: Any, batch: int = 2, length: int = 16, device: str = "meta", mask: str = "square"
+) -> dict[str, Any]:
+    """Inputs for one forward of a transformers causal language model: ids [b, s], a mask, no cache.
+
+    mask: `square` (causal, [b, 1, s, s]), `row` (all ones, [b, s]) or `none`.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    words = getattr(text, "vocab_size", None) or config.vocab_size
+    ids = torch.randint(min(3, words - 1), words, (batch, length), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {"input_ids": ids.to(device), "use_cache": False}
+    if mask == "square":
+        square = torch.full((length, length), torch.finfo(torch.float32).min).triu(1).expand(batch, 1, -1, -1)
+        inputs["attention_mask"] = square.contiguous().to(device)
+    elif mask == "row":
+        inputs["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=device)
+    return inputs
+
+
+def plan_for_config(config: Any, size: int = 0) -> TensorPlan:
+    """The tensor parallel plan of a transformers causal language model, from its config alone.
+
+    size: takes only axes that this many ranks can share; 0 takes all. Raises SetupError where no forward can be traced.
+    """
+    return plan_and_mask(config, size)[0]
+
+
+def plan_and_mask(config: Any, size: int = 0) -> tuple[TensorPlan, str]:
+    """The plan, and the form of the attention mask with which the forward could be traced."""
+    model = transformers_model(config)
+    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    first: SetupError | None = None
+    for device in ("meta", "cpu") if held <= _SMALL else ("meta",):
+        model = model if device == "meta" else transformers_model(config, device)
+        for mask in MASKS:
+            try:
+                return infer_plan(model, example_inputs(config, device=device, mask=mask), size), mask
+            except SetupError as error:
+                first = first or error
+    assert first is not None
+    raise first
