@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipe_lib.config.schema import LoraConfig
+    from recipe_lib.config.schema_adapters import LoraConfig
 
 
 class RecipeFacts:
