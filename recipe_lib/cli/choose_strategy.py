@@ -51,13 +51,13 @@ def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
 def _asks(recipe: RecipeFile, words: Sequence[str]) -> bool:
     """Whether the config that the words make has `auto`; of a recipe that is not ours by what is written."""
     if recipe.shipped:
-        return bool(parse_arguments(list(words), recipe.schema()).parallel.strategy == "auto")
+        return bool(parse_arguments(list(words), recipe.schema(), quiet=True).parallel.strategy == "auto")
     own = [word.partition("=")[2] for word in words if word.startswith(f"{STRATEGY_KEY}=")]
     if own:
         return own[-1] == "auto"
     try:
-        config = read([str(recipe.path), *words]).config
-        return config is not None and bool(_IN_A_FILE.search(Path(config).read_text(encoding="utf-8")))
+        configs = read([str(recipe.path), *words]).config or []
+        return any(_IN_A_FILE.search(Path(config).read_text(encoding="utf-8")) for config in configs)
     except (UserError, OSError, UnicodeDecodeError):
         return False  # arguments of another kind than ours
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.config.plugins import load_plugin
@@ -39,8 +39,9 @@ def run(words: list[str]) -> int:
     arguments = read(words)
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    recipe = recipe_for(arguments.config, arguments.recipe)
-    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    configs = take_configs(arguments)
+    recipe = recipe_for(configs, arguments.recipe)
+    cfg = load_config(configs, arguments.overrides, recipe.schema())
     return show_rows(cfg, arguments) if arguments.action == "show" else check_rows(cfg, arguments)
 
 
@@ -55,8 +56,7 @@ def read(words: list[str]) -> argparse.Namespace:
         raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
     parser = Parser("data", DESCRIPTION)
     parser.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
-    parser.add_argument("config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`; ~key: its default")
+    add_configs(parser, words)
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="show: how many rows (packs); default: 5")
     parser.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
     parser.add_argument("--validation", action="store_true", help="show: rows of validation.source")

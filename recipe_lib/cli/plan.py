@@ -37,7 +37,7 @@ def run(words: list[str]) -> int:
             if arguments.config is None:
                 return DONE
         recipe, cfg = read_config(arguments)
-        arguments.notes = check_start(cfg, ranks=known_ranks(arguments), plans=True)
+        arguments.notes += check_start(cfg, ranks=known_ranks(arguments), plans=True)
         if arguments.search:
             found = search(recipe, cfg, arguments)
             print(str(found).rstrip(), file=output)

@@ -14,7 +14,7 @@ from recipe_lib.cli.local_gpus import VISIBLE, own_device, own_gpus
 from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.recipes import RecipeFile, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
-from recipe_lib.config import load_config
+from recipe_lib.config.load import load
 from recipe_lib.config.places import list_configs
 from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.suggest import quote, show
@@ -45,7 +45,7 @@ def parser() -> Parser:
     parser = Parser("plan", DESCRIPTION)
     add = parser.add_argument
     add("words", nargs="*", metavar="[RECIPE] key=value", help="as for `tune run`; RECIPE: the one the config names")
-    add("--config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
+    add("--config", action="append", metavar="CONFIG", help="a name of `tune ls`, or a path; of several the later win")
     add("--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on each machine; default: 1")
     add("--nnodes", metavar="M", help="machines; default: 1")
     add("--device", metavar="NAME", help="rtx4090, h100, ... or a size as 24GB; default: this machine's GPU, else 24GB")
@@ -103,7 +103,9 @@ def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     for plugin in arguments.plugin:
         load_plugin(plugin)
     recipe = RecipeFile.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
-    return recipe, load_config(arguments.config, arguments.overrides, recipe.schema())
+    loaded = load(arguments.config, arguments.overrides, recipe.schema())
+    arguments.notes = loaded.idle
+    return recipe, loaded.cfg
 
 
 def planning_process(module: str, answer: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -170,7 +172,7 @@ def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) ->
         traced_ranks=traced,
         sequence=sequence,
         recipe=recipe.name,
-        config=str(arguments.config),
+        config=", ".join(arguments.config),
         overrides=tuple(arguments.overrides),
         steps=sequence.steps,
         calibration=calibration,
@@ -232,8 +234,8 @@ def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
         if recipe.shipped:
             raise ConfigError(
                 f"model.implementation={cfg.model.implementation}: its class raised {type(error).__name__} on the "
-                f"simulated device ({show(said, 160)}); a run may still work; for a plan try another "
-                f"dtype (found dtype={cfg.dtype})"
+                f"simulated device ({show(said, 160)}); a run may still work; for a plan try another dtype (found "
+                f"dtype={cfg.dtype})"
             ) from error
         lines = lines_in(error, recipe.path)
         place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"

@@ -51,14 +51,15 @@ def recipe_of(config: Path) -> str | None:
     return found[1] if found else None
 
 
-def recipe_for(config: str, recipe: str | None = None) -> RecipeFile:
-    """The recipe to check a config against: `recipe` where given, else the one that the config names.
+def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
+    """The recipe to check a config against: `recipe` where given, else the one that the (last) config names.
 
     A config that names none of ours is checked against the first of them, which reports the name with its line.
     """
     if recipe is not None:
         return RecipeFile.find(recipe)
-    name = recipe_of(find_config(config))
+    each = [recipe_of(find_config(config)) for config in ([configs] if isinstance(configs, str) else configs)]
+    name = next((name for name in reversed(each) if name), None)
     return RecipeFile.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
 
 
@@ -129,4 +130,4 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
                 if hint:
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
         raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
-    return parse_arguments(list(words), recipe.schema())
+    return parse_arguments(list(words), recipe.schema(), quiet=True)

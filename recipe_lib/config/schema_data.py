@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from recipe_lib.config import idle
 from recipe_lib.config.field import key
 
 
@@ -58,12 +59,13 @@ class DataConfig:
     )
     sources: list[SourceConfig] = key([], "Several sources with weights, in place of data.source.")
     format: str = key("alpaca", "How a row is read.", kind="data.format")
-    split: str = key("train", "Split of a hub dataset.")
+    split: str = key("train", "Split of a hub dataset.", needs=idle.reads_hub)
     columns: dict[str, str] = key({}, "The format's column name -> the name it has in your file.")
     template: str = key(
         "auto",
         "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
         choices=("auto", "chat", "plain"),
+        needs=idle.has_turns,
     )
     train_on: str | list[str] = key(
         "assistant",
@@ -71,6 +73,7 @@ class DataConfig:
         "message's own `train: false` takes it out.",
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
+        needs=idle.chooses_labels,
     )
     history: str = key(
         "auto",
@@ -78,6 +81,7 @@ class DataConfig:
         "that do not fit into one sequence get their own, rendered as when generating; `split`: each answer gets its "
         "own; `refuse`: such a row is a bad one.",
         choices=("auto", "split", "refuse"),
+        needs=(idle.has_earlier_answers, "data.train_on != all"),
     )
     check_label_mask: bool = key(True, "Stop a run in which no token or every token is a label; false: do not.")
     packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
@@ -97,14 +101,22 @@ class DataConfig:
         most=4096,
     )
     on_invalid: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
-    truncation: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "drop", "error"))
+    truncation: str = key(
+        "truncate",
+        "What a row over max_seq_len tokens does.",
+        choices=("truncate", "drop", "error"),
+        needs=idle.has_long_rows,
+    )
     num_proc: int | None = key(
         None, "Processes per machine that tokenize; null: one for each CPU core.", minimum=1, most=2**10
     )
     num_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8)
     cache: bool = key(True, "Keep tokenized rows on disk for the next start and for the other ranks of the machine.")
     cache_dir: str | None = key(
-        None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
+        None,
+        "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.",
+        path=True,
+        needs="data.cache",
     )
 
 
@@ -115,7 +127,11 @@ class ValidationConfig:
     source: str | None = key(
         None, "Like data.source; the other data.* keys apply to it as well. null: no validation.", path=True
     )
-    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
-    every_n_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
-    max_samples: int | None = key(None, "Use only the first rows.", minimum=1)
-    batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1, most=2**20)
+    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format", needs="validation.source")
+    every_n_steps: int | None = key(
+        None, "Steps between validations; null: at the end of each epoch.", minimum=1, needs="validation.source"
+    )
+    max_samples: int | None = key(None, "Use only the first rows.", minimum=1, needs="validation.source")
+    batch_size: int | None = key(
+        None, "Rows per rank in a validation batch; null: batch_size.", minimum=1, most=2**20, needs="validation.source"
+    )

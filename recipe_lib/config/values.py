@@ -328,8 +328,7 @@ def is_null(node: Node) -> bool:
 
 
 def _refuse_interpolation(node: Node) -> None:
-    if "${" in node.text:
-        raise MismatchError(f"found {quote(node.text)}; interpolation is refused, write the value itself")
+    """`${...}` stands for values (`recipe_lib.config.interpolation`), not for names."""
     for item in node.items:
         _refuse_interpolation(item)
     for name, (_, value) in node.entries.items():

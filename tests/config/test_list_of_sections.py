@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from recipe_lib.config import FullFinetuneConfig, load_config, resolved_sources
-from recipe_lib.config.load import resolve
+from recipe_lib.config.load import load
 from recipe_lib.config.schema import DataConfig, SourceConfig, key
 from recipe_lib.errors import ConfigError
 
@@ -37,7 +37,7 @@ def test_one_key_of_one_section(write):
     path = write(TWO)
     cfg = load_config(path, ["data.sources[1].weight=0.5", "data.sources[0].format=text", "data.sources[1].split=null"])
     assert cfg.data.sources == [SourceConfig("a.jsonl", 2.0, "text"), SourceConfig("hub:a/b", 0.5)]
-    told = {name: where for name, _, where in resolve(path, ["data.sources[1].weight=0.5"])}
+    told = {name: where for name, _, where in load(path, ["data.sources[1].weight=0.5"]).rows}
     assert told["data.sources"] == f"{path}:3, command line"
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["data.sources[2].weight=1", "data.sources[0].wieght=1", "data.sources[0].weight=x",

@@ -211,7 +211,7 @@ def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> 
     if ranks == 4:
         wanted = wanted[::2] + [few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
         for wrapping in ("layers", "memory_efficient"):
-            wanted += cases(2, wrapping=wrapping)[::2]
+            wanted += cases(2, fsdp_wrap_policy=wrapping)[::2]
         wanted += cases(2, data_replicate=2)[1::6]
     else:
         import_compiler()

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from recipe_lib.config.compatibility import incompatibilities
+from recipe_lib.config.idle import why_idle
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import SetupError, UserError
@@ -45,12 +46,12 @@ def changed(cfg: Any, changes: Changes) -> Any | None:
     return None if _refused(other) - _refused(cfg) else other
 
 
-def _refused(cfg: Any) -> set[str]:
-    """Names of the combinations that a config has and that `load_config` refuses."""
+def _refused(cfg: Any) -> set[Any]:
+    """The rules that a config breaks, and the keys that it sets in vain."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
-    set_ones = [name for name, key in keys.items() if value_of(cfg, name) != key.default]
-    return {entry.name for entry in incompatibilities(cfg, set_ones, list(keys))}
+    idle = {name for name, key in keys.items() if value_of(cfg, name) != key.default and why_idle(cfg, key)}
+    return idle.union(broken_rules(cfg, list(keys)))
 
 
 def checkpointing(cfg: Any, kind: str) -> Changes:
