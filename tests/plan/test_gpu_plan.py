@@ -190,7 +190,7 @@ def test_replications_are_command_lines_of_tune_plan() -> None:
     assert sum(entry.goal for entry in rows) >= 3
     for run in {entry.run for entry in rows}:
         read = plan_request.read(run.command.split()[2:])
-        assert (read.config, tuple(read.overrides), read.sequence) == (run.config, run.overrides, str(run.tokens))
+        assert (read.config, tuple(read.overrides), read.sequence) == ([run.config], run.overrides, str(run.tokens))
         assert load_config(run.config, run.overrides, FullFinetuneConfig).max_seq_len == run.tokens
 
 
