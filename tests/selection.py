@@ -1,5 +1,5 @@
-"""What `make test` leaves to `make test-all`: values of a parameter that are marked slow, and fixtures that make no more
-than the selected tests ask for."""
+"""What `make test` leaves to `make test-all`: values that are marked slow, and fixtures that make no more than the
+selected tests ask for."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -16,7 +16,7 @@ def slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Each value of the parameter in the tests of this file that are to run; for fixtures that make many things at once.
+    """Each value of a parameter in the tests of this file that are to run; for fixtures that make many things at once.
 
     request: of a fixture, which may be of the module.
     """
