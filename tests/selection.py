@@ -11,7 +11,7 @@ def slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """Values for `parametrize`, of which those that are not kept are marked slow."""
     values = list(values)
     unknown = [value for value in kept if value not in values]
-    assert not unknown, f"no values: {unknown}"
+    assert kept and not unknown, f"kept: {kept}, no values: {unknown}"
     return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 

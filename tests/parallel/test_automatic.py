@@ -171,7 +171,7 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
     modes = ("none", "full")
     if ranks == 2:

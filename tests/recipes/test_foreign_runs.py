@@ -11,6 +11,7 @@ import transformers
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import DPO, FULL, LORA, arguments, furthest, losses, run_here, steps, whole
+from tests.selection import selected
 
 COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # Tied with transposed linears; untied with head norms; fused projections; experts that are apart in its files.
@@ -84,15 +85,18 @@ def train(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
     folder = tmp_path_factory.mktemp("foreign")
     for kind, config in MODELS.items():
         (folder / kind).mkdir()
         (folder / kind / "config.json").write_text(json.dumps(COMMON | config | {"model_type": kind}))
-    return folder, {ranks: run_ranks(train, ranks, folder, ranks, timeout=300)[0] for ranks in LEVERS}
+    worlds = sorted({1, *selected(request, "ranks")})
+    return folder, {ranks: run_ranks(train, ranks, folder, ranks, timeout=300)[0] for ranks in worlds}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_several_ranks_give_the_losses_of_one(runs: tuple[Path, Any], kind: str, ranks: int):
     folder, _ = runs
@@ -103,7 +107,7 @@ def test_several_ranks_give_the_losses_of_one(runs: tuple[Path, Any], kind: str,
         assert furthest([norm for _, _, norm in two], [norm for _, _, norm in one]) <= 1e-4
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_transformers_opens_the_model(runs: tuple[Path, Any], kind: str, ranks: int):
     folder, logits = runs
@@ -115,7 +119,7 @@ def test_transformers_opens_the_model(runs: tuple[Path, Any], kind: str, ranks: 
         assert (model(probe(), use_cache=False).logits - logits[ranks][kind]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_peft_opens_the_adapter(runs: tuple[Path, Any], kind: str, ranks: int):
     folder, logits = runs
@@ -142,12 +146,14 @@ def test_an_adapter_goes_on_beside_quantised_weights(runs: tuple[Path, Any], tmp
     assert first["old"] < first["new"] - 0.01
 
 
-def test_preferences(runs: tuple[Path, Any]):
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4])
+def test_preferences(runs: tuple[Path, Any], ranks: int):
     """The reference is the model with its adapters off, by the same plan where matrices are shared."""
     folder, _ = runs
-    found = {ranks: losses(folder / f"pairs-{ranks}") for ranks in (1, 4)}
+    found = {size: losses(folder / f"pairs-{size}") for size in (1, ranks)}
     assert found[1][0] == pytest.approx(0.6931, abs=1e-3) and found[1][-1] < found[1][0] - 0.05
-    assert furthest(found[4], found[1]) <= 1e-5
+    assert furthest(found[ranks], found[1]) <= 1e-5
 
 
 def test_settings_of_our_models_are_refused(tmp_path: Path):
