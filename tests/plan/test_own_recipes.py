@@ -71,6 +71,7 @@ def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, A
     assert runs[0][f"{name} {count}"] == runs[1][f"{name} {count}"]
 
 
+@pytest.mark.slow
 def test_peaks_of_two_ranks_are_those_of_the_real_run() -> None:
     planned = run_ranks(peaks, 1, True, 2, TWO_RANKS, process_group=False)[0]
     assert planned == run_ranks(peaks, 2, False, 2, TWO_RANKS)[0]

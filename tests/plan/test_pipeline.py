@@ -190,6 +190,7 @@ def test_who_exchanges_with_whom():
     assert peers_of(ParallelConfig(), 0) == set()
 
 
+@pytest.mark.slow
 def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """All places are planned without being named, and the page shows the schedule."""
     code = apart(command, typed(tmp_path), str(tmp_path / "plan.html"))

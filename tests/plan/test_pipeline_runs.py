@@ -65,7 +65,7 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", range(2))
-@pytest.mark.parametrize("name", slow_except(CASES, ["1f1b, tied", "zbv, adapters, recomputed"]))
+@pytest.mark.parametrize("name", slow_except(CASES, ["zbv, adapters, recomputed"]))
 def test_peaks_of_both_ranks_are_those_of_the_real_run(
     runs: tuple[list[dict[str, Any]], list[dict[str, Any]]], name: str, rank: int
 ) -> None:

@@ -105,10 +105,12 @@ LEVERS = [
 ]
 CASES = [(kind, lever) for kind in KINDS for lever in (LEVERS[:1] if kind.alone else LEVERS)]
 BASES = list(dict.fromkeys((kind, lever.basis) for kind, lever in CASES if not lever.refuses(kind)))
-# Every lever with one kind, in turn with each, and every kind alone on one rank.
+# Every lever with one kind, in turn with each; compiling with adapters is slow.
 MANY = [kind for kind in KINDS if not kind.alone]
 QUICK = [(MANY[number % len(MANY)], lever) for number, lever in enumerate(LEVERS) if lever.ranks == 2]
-QUICK_BASES = [base for base in BASES if not base[1] or base in [(kind, lever.basis) for kind, lever in QUICK]]
+QUICK = [case for case in QUICK if "compile=true" not in case[1].overrides]
+QUICK_BASES = [(kind, lever.basis) for kind, lever in QUICK if not lever.refuses(kind)] + [(kind, ()) for kind in MANY]
+QUICK_BASES = [base for base in BASES if base in QUICK_BASES]
 NOT_LEVERS = {
     "lora.rank": "a number",
     "lora.alpha": "a number",
@@ -169,7 +171,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("adapters")
     write_wide_model(folder)
     cases = selected(request, "case")
-    needed = [(kind, ()) for kind in KINDS] + [(KINDS[0], EIGHT_BITS), (KINDS[0], INT8)] + selected(request, "basis")
+    needed = [(KINDS[0], changed) for changed in ((), *selected(request, "changed"))] + selected(request, "basis")
+    needed += [(kind, ()) for kind in [*selected(request, "kind"), *sum(selected(request, "kinds"), [])]]
     needed += [(kind, lever.basis) for kind, lever in cases]
     bases = [base for base in BASES if base in needed]
 
@@ -180,7 +183,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             return [train(folder, kind, basis, 1) for kind, basis in bases]
         return [train(folder, kind, lever.overrides, ranks) for kind, lever in cases if lever.ranks == ranks]
 
-    import_compiler()
+    if any("compile=true" in lever.overrides for _, lever in cases):
+        import_compiler()
     found: dict[Any, dict[str, Any]] = dict(zip(bases, run_ranks(train_all, 1, 1)[0], strict=True))
     for ranks in {lever.ranks for _, lever in cases}:
         keys = [case for case in cases if case[1].ranks == ranks]
@@ -217,9 +221,10 @@ def test_every_adapter_moves_as_the_formula_says(results: dict[Any, Any], basis:
     assert bad == {}, overrides
 
 
-def test_kinds_differ(results: dict[Any, Any]):
-    last = {kind.name: results[kind, ()]["lines"][-1]["loss"] for kind in KINDS}
-    assert len({round(loss, 6) for loss in last.values()}) == len(KINDS), last
+@pytest.mark.parametrize("kinds", slow_except([MANY, KINDS], [MANY]), ids=["many", "all"])
+def test_kinds_differ(results: dict[Any, Any], kinds: list[Kind]):
+    last = {kind.name: results[kind, ()]["lines"][-1]["loss"] for kind in kinds}
+    assert len({round(loss, 6) for loss in last.values()}) == len(kinds), last
 
 
 @pytest.mark.parametrize("changed", [EIGHT_BITS, INT8], ids=lambda changed: changed[0])
@@ -229,7 +234,7 @@ def test_what_changes_results_does(results: dict[Any, Any], changed: tuple[str, 
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", slow_except(KINDS, MANY), ids=str)
 def test_the_loss_falls(results: dict[Any, Any], kind: Kind):
     """Adapters that are applied in the forward but get no gradient would train nothing."""
     lines = results[kind, ()]["lines"]

@@ -65,8 +65,10 @@ REFUSED_BASES = {basis(row) for row in REFUSED}
 WEIGHTS = {FINE: 1e-3, LOW_BITS: 0.05, BF16: 0.3}
 BASES = list(dict.fromkeys(basis(row) for row in [*(settings for settings, _ in CASES), *SINGLES]))
 # Of the runs together few, on one rank and on two, in which every value is; those on four ranks are slow.
+NARROW = [row for row, ranks in CASES if ranks == 2 and row in TOGETHER]
 FEW = [(row, 1) for row in cover([row for row, ranks in CASES if ranks == 1])]
-FEW += [(row, 2) for row in cover([row for row, ranks in CASES if ranks == 2 and row in TOGETHER])]
+FEW += [(row, 2) for row in cover([row for row in NARROW if COMPILE not in row])]
+FEW.append((max((row for row in NARROW if COMPILE in row), key=len), 2))
 QUICK = [case for case in CASES if case in FEW or case[0] in (PLAIN, SUMMED_IN_BF16, *REFUSED)]
 QUICK_BASES = list(dict.fromkeys(basis(row) for row in [*(settings for settings, _ in FEW), *SINGLES]))
 
