@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipe_lib.errors import DataError
-from recipe_lib.parallel.hang_detection import heartbeat
+from recipe_lib.parallel.hang_detection import beats, heartbeat
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.recipes.runs import FULL, arguments, recipe_class, recipe_module, run_here
 from tests.selection import slow_except
@@ -101,7 +101,8 @@ def refuse() -> None:
 
 
 @pytest.mark.parametrize("division", slow_except(DIVISIONS, ["pipeline"]))
-def test_a_stopped_rank_is_named(tmp_path: Path, division: str) -> None:
+def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "UNHEARD", 2.0)
     began = time.monotonic()
     found = ended(tmp_path, stop, *DIVISIONS[division])
     assert found[0].startswith("exit code 7") and "Traceback" not in found[0]
