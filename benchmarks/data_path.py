@@ -1,4 +1,4 @@
-"""Tokenising, masking and packing 100,000 conversations: ours beside TRL's, on the same rows and tokenizer.
+"""Tokenizing, masking and packing 100,000 conversations: ours beside TRL's, on the same rows and tokenizer.
 
     python -m benchmarks.data_path --trl /path/to/venv/bin/python --output docs/measurements/data_path.md
 
@@ -23,7 +23,7 @@ from typing import Any
 
 ROWS, LENGTH, WORKERS = 100_000, 2048, 2
 COMMAND = "python -m benchmarks.data_path --trl PYTHON --output docs/measurements/data_path.md"
-TEXT = """# The data path: tokenise, mask and pack {rows:,} rows
+TEXT = """# The data path: tokenize, mask and pack {rows:,} rows
 
 `{command}`: GSM8K's rows, Qwen 2.5's tokenizer and chat template, packs of {length} tokens, {workers} workers, median
 of {repeats}. Cold: nothing is cached. Warm: the next start with the same rows.
@@ -145,7 +145,7 @@ def ours(folder: Path) -> dict[str, Any]:
             f"data.source={folder}/ours.jsonl",
             "data.format=messages",
             "data.packing=true",
-            f"data.workers={WORKERS}",
+            f"data.num_proc={WORKERS}",
             f"data.cache_dir={folder}/cache",
             f"max_seq_len={LENGTH}",
             "device=cpu",

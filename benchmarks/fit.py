@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from recipe_lib.cli.choose_strategy import decided
-from recipe_lib.cli.plan_request import recipe_class
+from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import parse_fit
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.estimate import quick
-from recipe_lib.plan.search.estimate_facts import Quick
+from recipe_lib.plan.search.estimate_facts import Estimate
 from recipe_lib.plan.search.trials import usable_bytes
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.plan.world.shape_only_model import plannable
@@ -150,7 +150,7 @@ def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int,
     strategy = ["parallel.strategy=fsdp"] if auto and cards > 1 else []
     kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
 
-    def estimate(tokens: int, *, timed: bool) -> tuple[Quick, int]:
+    def estimate(tokens: int, *, timed: bool) -> tuple[Estimate, int]:
         cfg, settings = prepared(model, method, cards, [*with_long_rows(words, tokens), *strategy])
         return quick(kind, cfg, replace(settings, timed=timed)), usable_bytes(cfg, settings)
 
@@ -175,7 +175,7 @@ def long_rows(tokens: int) -> list[str]:
     """The settings that make long rows cheap; logits of 1024 tokens, and the MLPs of 8192, at a time."""
     words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}", PIECES]
     words += ["memory.activation_offload=true", f"memory.loss_chunks={max(1, tokens // 1024)}"]
-    return [*words, f"memory.mlp_chunks={max(1, tokens // 8192)}"]
+    return [*words, f"memory.mlp_tiles={max(1, tokens // 8192)}"]
 
 
 def read(model: str, method: str, words: tuple[str, ...] | list[str]) -> Any:

@@ -50,7 +50,7 @@ FIRST = (
 )
 DRY = [
     Line("demo", "full", 2, [*TINY, "batch_size=2"], verdict="fits", longest=96),
-    Line("demo", "qlora", 1, [*TINY, "lora.quantize=nf4", "data.packing=false"], verdict="fits", longest=96),
+    Line("demo", "qlora", 1, [*TINY, "lora.quantize_base=nf4", "data.packing=false"], verdict="fits", longest=96),
 ]
 
 

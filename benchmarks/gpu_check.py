@@ -5,7 +5,7 @@
     python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
     python benchmarks/gpu_check.py ladder             what each memory lever saves and costs (gpu_ladder.py)
     python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)
-    python benchmarks/gpu_check.py peers --environments FOLDER    this tool and others, head to head (gpu_peers.py)
+    python benchmarks/gpu_check.py peers --environments FOLDER    this tool and others, head to head
     python benchmarks/gpu_check.py tensor             tensor parallel beside torch's own styles (gpu_tensor.py)
     python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, disks (gpu_doctor.py)
 
@@ -68,7 +68,8 @@ from recipe_lib.parallel import describe_units, resolve_wrapping, start_world  #
 from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
-PARTS = ("plan", "ladder", "cards", "peers", "tensor", "doctor")  # modules benchmarks.gpu_NAME with a main(words)
+PARTS = {name: f"benchmarks.gpu_{name}" for name in ("plan", "ladder", "cards", "tensor", "doctor")}
+PARTS["peers"] = "benchmarks.peers.gpu_peers"  # modules with a main(words)
 # Dense bf16 matmul rates that datasheets give, by a part of the device's name.
 DATASHEET_RATES = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs all cases and writes the report after each, so that what was measured is never lost."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in PARTS:
-        return int(importlib.import_module(f"benchmarks.gpu_{words[0]}").main(words[1:]))
+        return int(importlib.import_module(PARTS[words[0]]).main(words[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
@@ -107,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         result = {"failed": "no time left"}
         if left > 5:
             result = run_apart(functools.partial(measure, case), min(case.seconds, left))
-        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarise(result)}", flush=True)
+        print(f"{time.monotonic() - started:5.0f} s  {describe(case)}: {summarize(result)}", flush=True)
         report["cases"].append({"case": dataclasses.asdict(case), "result": result})
         if gpu and case.capped and "out_of_memory" in result:
             queue.append(dataclasses.replace(case, capped=False))
@@ -190,12 +191,12 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         make: Callable[..., FullFinetuneConfig] = FullFinetuneConfig
         if case.method != "full":
-            lora = LoraConfig(quantize="nf4" if case.method == "qlora" else "none")
+            lora = LoraConfig(quantize_base="nf4" if case.method == "qlora" else "none")
             make = functools.partial(LoraFinetuneConfig, lora=lora)
         cfg = make(
             model=ModelConfig(preset=case.preset),
             optimizer=OptimizerConfig(lr=1e-5),
-            parallel=ParallelConfig(wrapping=case.wrapping),
+            parallel=ParallelConfig(fsdp_wrap_policy=case.wrapping),
             memory=MemoryConfig(activation_checkpointing=case.activation_checkpointing),
             batch_size=case.batch_size,
             max_seq_len=case.sequence,
@@ -220,7 +221,7 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         recipe.setup_model()
         fill_weights(recipe.model)
         recipe.setup_optimizer()
-        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.wrapping))
+        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy))
         batches = random_batches(case, recipe)
         for step in range(1, case.steps + 1):
             phase = f"step {step}"
@@ -323,7 +324,7 @@ def measure_matmul() -> dict[str, Any]:
     return {"size": size, "flop_per_second": 2 * size**3 * repeats / max(min(seconds[1:]), 1e-9)}
 
 
-def summarise(result: dict[str, Any]) -> str:
+def summarize(result: dict[str, Any]) -> str:
     """A result in a few words."""
     if "failed" in result:
         return f"failed, {result['failed']}"

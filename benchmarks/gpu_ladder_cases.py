@@ -68,13 +68,13 @@ class Lever:
 
 _NO_CHECKPOINTS = ("memory.activation_checkpointing=none",)
 _CLIPPED = ("memory.optimizer_in_backward=false", "clip_grad_norm=1.0")
-_BITS, _MATMULS, _UNROUNDED = ("~optimizer.state_bits",), ("~matmul_dtype",), ("lora.quantize=none",)
+_BITS, _MATMULS, _UNROUNDED = ("~optimizer.state_bits",), ("~matmul_dtype",), ("lora.quantize_base=none",)
 LEVERS = (
     Lever(("memory.activation_checkpointing=selective",), _NO_CHECKPOINTS),
-    Lever(("memory.activation_checkpointing=budget", "memory.activation_budget=4"), _NO_CHECKPOINTS),
+    Lever(("memory.activation_checkpointing=budget", "memory.activation_budget_gib=4"), _NO_CHECKPOINTS),
     Lever(("memory.activation_checkpointing=full",), _NO_CHECKPOINTS, saves=True),
     Lever(("memory.activation_offload=true",), ("memory.activation_offload=false",), saves=True),
-    Lever(("memory.mlp_chunks=4",), ("memory.mlp_chunks=1",), saves=True),
+    Lever(("memory.mlp_tiles=4",), ("memory.mlp_tiles=1",), saves=True),
     Lever(("memory.loss_chunks=32",), ("memory.loss_chunks=1",), saves=True),
     Lever(("memory.loss_kernel=torch",), ("memory.loss_kernel=chunked",), exact=False),
     Lever(IN_BACKWARD, _CLIPPED, saves=True),
@@ -82,8 +82,8 @@ LEVERS = (
     Lever(("optimizer.state_bits=8",), _BITS, saves=True, rounds=True),
     Lever(("optimizer.state_bits=4",), _BITS, rounds=True),
     Lever(("memory.cpu_offload=true",), ("memory.cpu_offload=false",), exact=False),
-    Lever(("lora.quantize=nf4",), _UNROUNDED, methods=("lora", "qlora"), kept=("qlora",), rounds=True),
-    Lever(("lora.quantize=int8",), _UNROUNDED, methods=("lora",), rounds=True),
+    Lever(("lora.quantize_base=nf4",), _UNROUNDED, methods=("lora", "qlora"), kept=("qlora",), rounds=True),
+    Lever(("lora.quantize_base=int8",), _UNROUNDED, methods=("lora",), rounds=True),
     Lever(("matmul_dtype=int8",), _MATMULS, methods=("full", "lora"), rounds=True),
     Lever(("matmul_dtype=fp8",), _MATMULS, methods=("full", "lora"), rounds=True),
     Lever(("compile=true",), ("compile=false",)),
@@ -124,7 +124,7 @@ def ladder(method: str, real: bool = True) -> list[Rung]:
     """The lines of a method: plain and each lever added to it; shipped, and everything, and each lever removed."""
     case = ConfigCase(f"llama3/8B_{method}")
     if not real:
-        rounded = ("lora.quantize=nf4",) if method == "qlora" else ()
+        rounded = ("lora.quantize_base=nf4",) if method == "qlora" else ()
         case = ConfigCase("demo/full" if method == "full" else "demo/lora", (*TINY, *rounded))
     mine = [lever for lever in LEVERS if method in lever.methods]
     off = [lever.off for lever in mine if method not in lever.kept]

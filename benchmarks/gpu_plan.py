@@ -29,14 +29,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.allocator_events import events_from_snapshot, read_fixture, replay_events, smallest_cap, write_fixture
 from benchmarks.gpu_check import REPOSITORY, describe_device, fill_weights, run_apart
 from benchmarks.gpu_plan_cases import PlanCase, Runnable, cases, describe, recorded
 from benchmarks.gpu_plan_report import errors_of, summary, write_plan_report
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World, start_world
-from recipe_lib.plan.allocation.replay import smallest_cap
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
-from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.result import RankPlan
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, trace_real_run

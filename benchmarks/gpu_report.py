@@ -15,7 +15,7 @@ allocator; NCCL's buffers and the CUDA context are not in them. Capped: the allo
 
 Time: one process on the whole GPU, random weights, random tokens, the same batch each step. Tokens a second over the \
 second half of the steps. MFU: the model's own FLOP (6 a parameter in a matmul and token, 4 if it is frozen, 6 s h e a \
-layer and token for causal attention; nothing for recomputation or dequantising) over a bf16 matmul rate."""
+layer and token for causal attention; nothing for recomputation or dequantizing) over a bf16 matmul rate."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:

@@ -58,7 +58,7 @@ def measure(name: str, size: int, mode: str, how: str) -> dict[str, Any]:
         on_gpu = world.device.type == "cuda"
         spec, tokens = layers_of(name, LAYERS), TOKENS if on_gpu else 64
         if how == CACHED:
-            parallel = replace(parallel, tensor_recompute_gather="false")
+            parallel = replace(parallel, tensor_regather_in_backward="false")
         model = build_meta(spec, torch.bfloat16)
         if how == STOCK:
             for layer in model.model.layers:

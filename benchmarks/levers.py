@@ -7,7 +7,7 @@ import argparse
 from itertools import combinations
 from pathlib import Path
 
-from recipe_lib.config.compatibility import INCOMPATIBLE
+from recipe_lib.config.rules import RULES
 from tests.recipes.levers import FINE, LEVERS, LOSS, REFUSED, STEPS, TOGETHER, Setting, refusal
 
 TEXT = """# Levers
@@ -69,7 +69,7 @@ def report() -> str:
 def _sentence(words: str) -> str:
     """The reason in the table of combinations that has these words, or what only a run can tell."""
     told = f"told at the start of a run: {words}"
-    return next((entry.reason for entry in INCOMPATIBLE if words in entry.reason), told)
+    return next((entry.reason for entry in RULES if words in entry.reason), told)
 
 
 def _of(lever: str) -> list[Setting]:

@@ -112,7 +112,7 @@ def common(steps: int) -> list[str]:
         f"max_steps={steps}",
         "epochs=1000",
         "batch_size=8",
-        "log.every_steps=1000",
+        "log.every_n_steps=1000",
         "checkpoint.save_model=false",
     ]
 

@@ -90,7 +90,7 @@ def run_865(wrapping: str, tokens: int = 512) -> Run:
     """Llama 3 8B on four GPUs."""
     settings = (
         f"max_seq_len={tokens} batch_size=1 gradient_accumulation_steps=1 clip_grad_norm=null memory.loss_chunks=1 "
-        f"optimizer.implementation=single parallel.wrapping={wrapping}"
+        f"optimizer.implementation=single parallel.fsdp_wrap_policy={wrapping}"
     )
     return Run("llama3/8B_full", 4, "a100-80gb", tokens, tuple(settings.split()))
 
@@ -108,7 +108,7 @@ def run_titan(ranks: int) -> Run:
     """Llama 3.1 8B, two rows of 8192 tokens."""
     settings = (
         "max_seq_len=8192 batch_size=2 gradient_accumulation_steps=1 memory.loss_chunks=1 "
-        "memory.activation_checkpointing=selective parallel.wrapping=layers"
+        "memory.activation_checkpointing=selective parallel.fsdp_wrap_policy=layers"
     )
     return Run("llama3_1/8B_full", ranks, "h100", 8192, tuple(settings.split()))
 
@@ -170,7 +170,7 @@ def groups() -> Iterator[Group]:
     ]
     yield Group(
         "torchtune: Llama 3.2 3B, full, on one A100",
-        "README of torchtune, the table of optimisations: bf16, AdamW, 2 packed rows of 4096 tokens; every row keeps "
+        "README of torchtune, the table of optimizations: bf16, AdamW, 2 packed rows of 4096 tokens; every row keeps "
         "what the rows above it have switched on",
         "GiB",
         ladder,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from recipe_lib import training
-from recipe_lib.cli.recipes import Recipe, load_module
+from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.memory import apply_activation_checkpointing, checkpointing
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL
@@ -55,7 +55,7 @@ class Stack:
 
 def recipe_class(stack: Stack) -> type:
     """Our full fine-tuning with the parts of that stack."""
-    full = load_module(Recipe.find(RECIPE).path).FullFinetune
+    full = load_module(RecipeFile.find(RECIPE).path).FullFinetune
     return type("Imitation", (_Imitated, full), {"stack": stack}) if stack != Stack() else full
 
 
@@ -91,9 +91,9 @@ class _Imitated:
         if self.world.size == 1:
             materialize(self.model, cfg.memory, self.device)
         elif stack.sharding == FSDP1:
-            self.model = _shard_with_fsdp1(self.model, cfg.parallel.wrapping, self.device)
+            self.model = _shard_with_fsdp1(self.model, cfg.parallel.fsdp_wrap_policy, self.device)
         else:
-            _shard_with_fsdp2(self.model, cfg.parallel.wrapping, self.world, stack)
+            _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
 
     def train_step(self, batches: StepBatches) -> Any:

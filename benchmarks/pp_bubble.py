@@ -82,7 +82,7 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
     for schedule in schedules:
         cfg = config(schedule, ranks, count, "none")
         stages = stage_count(cfg.parallel)
-        cfg.parallel.pipeline_split = [1] * stages
+        cfg.parallel.pipeline_layers_per_stage = [1] * stages
         spec = small_spec(stages)
         with start_world(cfg) as world:
             model = build_meta(spec, torch.float32)

@@ -22,6 +22,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.ops import deferred
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
 from recipe_lib.parallel.pipeline.balance import put_off_of_layer
@@ -256,7 +257,9 @@ class _Alone:
             inside: Any = deferred.put_off() if puts_off else nullcontext([])
             with inside as later:
                 if last:
-                    loss = model.lm_head(model.model.norm(hidden), rows.labels, self._chunks, None, False)
+                    loss = model.lm_head(
+                        model.model.norm(hidden), labels=rows.labels, head_loss=CrossEntropy(self._chunks)
+                    )
                     loss.backward()
                     given = hidden.grad
                     del hidden, loss
@@ -283,7 +286,7 @@ def run_ours(
     spoil: Callable[[nn.Module], None] | None = None,
 ) -> Traced:
     """A rank's second step, traced. peaks: also `Traced.most`. spoil: is given the model first."""
-    cfg.parallel.pipeline_split = [spec.num_layers // stage_count(cfg.parallel)] * stage_count(cfg.parallel)
+    cfg.parallel.pipeline_layers_per_stage = [spec.num_layers // stage_count(cfg.parallel)] * stage_count(cfg.parallel)
     with start_world(cfg) as world:
         model = build_meta(spec, torch.float32)
         split_pipeline(model, cfg, world)

@@ -47,7 +47,7 @@ RANDOM_STATE = 24  # bytes: the seed and the offset that the kernel of attention
 MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B")
 SIZES = (2, 4, 8)
 STOCK, CACHED, TWICE, FUSED, OURS = "DTensor styles", "gathered once", "gathered again", "+ product", "+ norm (ours)"
-AUTO = "auto"  # ours, as `parallel.tensor_recompute_gather: auto` has it
+AUTO = "auto"  # ours, as `parallel.tensor_regather_in_backward: auto` has it
 WAYS = (STOCK, CACHED, TWICE, FUSED, OURS)
 
 
@@ -181,7 +181,7 @@ def measure(
     Compiled layers are measured without peak and collectives: torch compiles nothing while a tracker looks on.
     """
     gather_again = {CACHED: "false", AUTO: "auto"}.get(how, "true")
-    parallel = ParallelConfig(tensor=size, tensor_recompute_gather=gather_again)
+    parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=gather_again)
     with simulated_world(parallel, 0, size) as world, tensors_without_bytes(), way(how):
         model = build_meta(spec, torch.bfloat16)
         if change is not None:
@@ -264,7 +264,7 @@ formula, to the byte, writes no page. No time is measured here.
 - **{stock}**: torch's own `SequenceParallel`, `ColwiseParallel`, `RowwiseParallel`, one gather for each group of
   linears.
 - **{cached}**: our nodes, the gathered tokens kept, the MLP's product kept.
-- **{twice}**: the tokens are gathered a second time in backward (`parallel.tensor_recompute_gather`).
+- **{twice}**: the tokens are gathered a second time in backward (`parallel.tensor_regather_in_backward`).
 - **{fused}**: and the MLP keeps gate and up only; their product is made again.
 - **{ours}**: and the norm's output is made again before the second gather. This is what `parallel.tensor` does.
 
@@ -286,7 +286,7 @@ Gradients included, parameters not; eager.
 
 ## Collectives of one layer, forward and backward
 
-Gathers and reduce-scatters of hidden states, {first}, t = 8. The last column is `parallel.tensor_recompute_gather:
+Gathers and reduce-scatters of hidden states, {first}, t = 8. The last column is `parallel.tensor_regather_in_backward:
 auto`: without checkpointing two gathers more in backward than torch's, which is what the memory costs; in layers with
 full checkpointing, which keep what they gather in backward's second forward, as many as torch's.
 

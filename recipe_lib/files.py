@@ -1,7 +1,7 @@
 """Files of a run: written once, flushed to the disk, and named only when whole.
 
 Everything a run publishes is written beside its final name under a temporary one (`.NAME.<nonce>.tmp`), flushed,
-and renamed. What a killed process leaves behind is therefore recognised by its name, and removed by the next one.
+and renamed. What a killed process leaves behind is therefore recognized by its name, and removed by the next one.
 `before_operation` is called before each change of the disk: tests make it fail there.
 """
 

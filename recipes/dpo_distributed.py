@@ -1,20 +1,20 @@
-"""Preference optimisation: of two answers to a prompt the chosen one is made likelier, on one process or many.
+"""Preference optimization: of two answers to a prompt the chosen one is made likelier, on one process or many.
 
     tune run dpo_distributed --config llama3/8B_dpo                                        adapters on one GPU
-    tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.train=full      every parameter on four
-    tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.margin=1 without a reference
+    tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.trainable=all      every parameter on four
+    tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.simpo_gamma=1 without a reference
 
 data.format=preference: rows of a prompt, a chosen and a rejected answer. A pair counts as one row of batch_size and
 takes two rows of memory; both answers go through the model at once, with data.packing=true several pairs in a row.
 
-The losses sigmoid, cdpo and ipo hold the model to a reference: with dpo.train=lora the model without its adapters,
-which costs a forward pass and no memory; with dpo.train=full a frozen copy, sharded like the model, which costs its
-parameters once more. dpo.loss=simpo and dpo.reference_free=true go without. A run that starts from lora.adapter is held
-to the base without it: merge it first (tune export --merge) to be held to both. The other levers:
+The losses sigmoid and ipo hold the model to a reference: with dpo.trainable=adapters the model without its adapters,
+which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which costs its
+parameters once more. dpo.loss=simpo and dpo.reference_free=true go without. A run that starts from lora.adapter_path is
+held to the base without it: merge it first (tune export --merge) to be held to both. The other levers:
 
     memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward
-    lora.quantize=nf4                      frozen weights in 4 bits
+    lora.quantize_base=nf4                      frozen weights in 4 bits
 
 Each step records the answers' mean rewards, their difference (reward_margin) and how often it is above 0.
 """
@@ -37,6 +37,7 @@ from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import DTYPES, Unit, World, describe_units, materialize, shard_model, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
 from recipe_lib.training.preference import (
@@ -45,7 +46,6 @@ from recipe_lib.training.preference import (
     check_pairs,
     check_reference,
     describe_reference,
-    needs_reference,
     preference_loss,
     preference_metrics,
     validation_preference,
@@ -60,12 +60,12 @@ class DpoFinetune:
     def __init__(self, cfg: Config, world: World):
         training.check_output(cfg)
         self.cfg, self.world, self.device, self.output = cfg, world, world.device, Path(cfg.output_dir)
-        self.adapts = cfg.dpo.train == "lora"
+        self.adapts = cfg.trained_adapters is not None
         self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
         training.check_sharing(cfg, self.spec)
-        if self.adapts and cfg.lora.adapter:
-            check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
+        if self.adapts and cfg.lora.adapter_path:
+            check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
 
     def setup_data(self) -> None:
         """Pairs: of item i row 2 i is the chosen answer, with its prompt, and row 2 i + 1 the rejected one."""
@@ -74,8 +74,7 @@ class DpoFinetune:
 
     def setup_model(self) -> None:
         """The model and, when all of it is trained, a reference beside it; neither has values yet."""
-        copied = needs_reference(self.cfg.dpo) and not self.adapts
-        self.reference = self.placed(trained=False)[0] if copied else None
+        self.reference = self.placed(trained=False)[0] if self.cfg.copies_model else None
         self.model, self.units = self.placed(trained=True)
         check_reference(self.cfg.dpo, self.model, self.reference)
 
@@ -105,8 +104,8 @@ class DpoFinetune:
                 init_weights(model, seed, self.spec)
         if self.adapts:
             init_adapters(self.model, training.derive_seed(self.cfg.seed, "adapters"))
-            if self.cfg.lora.adapter:
-                load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter))
+            if self.cfg.lora.adapter_path:
+                load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
         if self.cfg.data.packing:
             check_documents_apart(self.model, self.spec.vocab_size, self.device)
 
@@ -131,19 +130,13 @@ class DpoFinetune:
 
     def answers(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Log-probability of each answer of a micro-batch; logits exist for one chunk of its tokens at a time."""
-        log_probs = model(
-            batch.tokens,
-            batch.positions,
-            batch.attention,
-            labels=batch.labels,
-            loss_chunks=self.cfg.memory.loss_chunks,
-            per_token=True,
-        )
+        inputs = (batch.tokens, batch.positions, batch.attention)
+        log_probs = model(*inputs, labels=batch.labels, head_loss=TokenLogProbs(self.cfg.memory.loss_chunks))
         return answer_log_probs(log_probs, batch, self.cfg.dpo)
 
     def reference_answers(self, micro_batches: Sequence[Batch]) -> Iterator[torch.Tensor | None]:
         """What the reference makes of the same answers, without a graph; None for a loss that needs none."""
-        if not needs_reference(self.cfg.dpo):
+        if not self.cfg.runs_reference:
             return repeat(None)
         model, off = self.reference or self.model, nullcontext if self.reference else partial(adapters_off, self.model)
         return training.result_of_each(model, partial(self.answers, model), micro_batches, inside=off)

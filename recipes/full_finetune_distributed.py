@@ -10,7 +10,7 @@ what the layers keep for backward. The levers, in the order in which they are us
     batch_size=1                           fewer rows at a time; gradient_accumulation_steps keeps the global batch
     data.packing=true                      short rows share a row of max_seq_len, so that no memory goes to padding
     memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
-    parallel.wrapping=memory_efficient     gather embedding and output one at a time, not throughout the step
+    parallel.fsdp_wrap_policy=memory_efficient     gather embedding and output one at a time, not throughout the step
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     parallel.pipeline=4                    a quarter of the layers on each rank; only hidden states are sent
     optimizer.state_bits=8                 half of AdamW's states in bf16, rounded in blocks
@@ -52,7 +52,7 @@ class FullFinetune:
         self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
         training.check_sharing(cfg, self.spec)
-        self.loss_function = training.build_loss(cfg.loss)
+        self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self) -> None:
         """Rows of tokens and labels. Which rows a step takes is a function of (seed, epoch, step) alone."""
@@ -106,9 +106,7 @@ class FullFinetune:
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch; logits exist for one chunk of its tokens at a time."""
-        inputs = (batch.tokens, batch.positions, batch.attention)
-        chunks, loss = self.cfg.memory.loss_chunks, self.loss_function
-        return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=loss)
+        return self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""

@@ -4,17 +4,17 @@
     tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_qlora         two GPUs, base in 4 bits
     tune run lora_finetune_distributed --config llama3/8B_lora lora.dora=true lora.rank=8  DoRA
 
-A rank holds its share of the frozen weights, with lora.quantize=nf4 a quarter of their bf16 bytes; of the adapters it
-holds weights, gradients and optimizer states. No gradient of a frozen weight ever exists. What layers keep for
+A rank holds its share of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16 bytes; of the adapters
+it holds weights, gradients and optimizer states. No gradient of a frozen weight ever exists. What layers keep for
 backward is as large as in full fine-tuning: these levers act as they do there:
 
-    lora.quantize=nf4                      frozen weights in 4 bits, made while they are read (int8: in 8)
+    lora.quantize_base=nf4                      frozen weights in 4 bits, made while they are read (int8: in 8)
     memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
     data.packing=true                      short rows share a row of max_seq_len, so that no memory goes to padding
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     memory.cpu_offload=true                weights and states in host memory, gathered layer by layer
 
-It ends with output_dir/adapter, which PEFT and vLLM load; lora.merge=true also writes output_dir/model.
+It ends with output_dir/adapter, which PEFT and vLLM load; lora.merge_on_save=true also writes output_dir/model.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ Config = LoraFinetuneConfig
 
 
 class LoraFinetune:
-    """Trains adapters; the weights beside them are frozen, and perhaps quantised."""
+    """Trains adapters; the weights beside them are frozen, and perhaps quantized."""
 
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
@@ -47,9 +47,9 @@ class LoraFinetune:
         self.spec = self.source.spec
         training.check_sharing(cfg, self.spec)
         self.step = 0  # optimizer steps that an earlier process has done
-        if cfg.lora.adapter:
-            check_adapter(Path(cfg.lora.adapter), self.spec, cfg.lora, self.source.folder)
-        self.loss_function = training.build_loss(cfg.loss)
+        if cfg.lora.adapter_path:
+            check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
+        self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self) -> None:
         """Rows of tokens and labels."""
@@ -69,7 +69,7 @@ class LoraFinetune:
         self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def load_weights(self) -> None:
-        """Frozen weights: each rank reads, and quantises, its own part. Adapters: new ones, or those of a folder."""
+        """Frozen weights: each rank reads, and quantizes, its own part. Adapters: new ones, or those of a folder."""
         model, cfg = self.model, self.cfg
         seed = training.derive_seed(cfg.seed, "model")
         if self.source.folder:
@@ -77,8 +77,8 @@ class LoraFinetune:
         else:
             init_weights(model, seed, self.spec)
         init_adapters(model, training.derive_seed(cfg.seed, "adapters"))
-        if cfg.lora.adapter:
-            load_adapter(model, self.spec, Path(cfg.lora.adapter))
+        if cfg.lora.adapter_path:
+            load_adapter(model, self.spec, Path(cfg.lora.adapter_path))
         if cfg.data.packing:
             check_documents_apart(model, self.spec.vocab_size, self.device)
 
@@ -100,8 +100,7 @@ class LoraFinetune:
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch."""
-        inputs, chunks = (batch.tokens, batch.positions, batch.attention), self.cfg.memory.loss_chunks
-        return self.model(*inputs, labels=batch.labels, loss_chunks=chunks, loss=self.loss_function)
+        return self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""
@@ -118,7 +117,7 @@ class LoraFinetune:
 
     def train(self) -> None:
         """The loop; it ends with the adapter on disk, or with a state if the run was stopped."""
-        if self.cfg.lora.merge:
+        if self.cfg.lora.merge_on_save:
             check_room(self.model, self.output / "model", self.world)
         with training.TrainingLoop(self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:
             for batches in loop.steps():

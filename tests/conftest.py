@@ -37,7 +37,7 @@ def realdata() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tokenised rows are kept in a folder of these tests, not in the user's."""
+    """Tokenized rows are kept in a folder of these tests, not in the user's."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import gpu_check, gpu_peers
-from benchmarks.peers import ground, report
+from benchmarks import gpu_check
+from benchmarks.peers import gpu_peers, ground, report
 from benchmarks.peers.cases import PACKAGES, SIDES, TOOLS, PeerCase, cases, tolerances
-from benchmarks.planted.running import Result
+from benchmarks.peers.planted.running import Result
 from recipe_lib.tokenizers import load_tokenizer
 
 pytestmark = [

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.planted import tensors
-from benchmarks.planted.faults import FAULTS, SOUND
-from benchmarks.planted.ground import make_model
-from benchmarks.planted.ours import Ours
-from benchmarks.planted.page import page
-from benchmarks.planted.playing import play_one
-from benchmarks.planted.running import Result, run
-from benchmarks.planted.states import CHANGES, Sound, apart
-from benchmarks.planted.verdict import judge
-from benchmarks.planted.words import WORDS, all_of
+from benchmarks.peers.planted import tensors
+from benchmarks.peers.planted.faults import FAULTS, SOUND
+from benchmarks.peers.planted.ground import make_model
+from benchmarks.peers.planted.ours import Ours
+from benchmarks.peers.planted.page import page
+from benchmarks.peers.planted.playing import play_one
+from benchmarks.peers.planted.running import Result, run
+from benchmarks.peers.planted.states import CHANGES, Sound, apart
+from benchmarks.peers.planted.verdict import judge
+from benchmarks.peers.planted.words import WORDS, all_of
 from recipe_lib.cli.main import main
 from recipe_lib.logs import get_logger
 

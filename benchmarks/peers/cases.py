@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planted.torchtune import Torchtune
-from benchmarks.planted.trl import Trl
+from benchmarks.peers.planted.torchtune import Torchtune
+from benchmarks.peers.planted.trl import Trl
 
 # Small, and every matrix is whole groups of 256 blocks of 64 numbers, which torchao's NF4 is made for.
 WIDE = "wide.json"

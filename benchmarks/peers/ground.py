@@ -14,7 +14,7 @@ from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, write_fields
 from recipe_lib.checkpoint.adapter_files import TENSOR_FILE
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models.spec import preset_config, read_config, spec_from_config
+from recipe_lib.models import preset_config, read_config, spec_from_config
 from recipe_lib.models.weight_names import parameter_shapes
 
 SHARD_BYTES = 4 * 2**30

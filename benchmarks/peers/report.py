@@ -17,8 +17,7 @@ from benchmarks.gpu_check import speed_of
 from benchmarks.peers.cases import ALPHA, OURS, RANK, SIDES, PeerCase, tolerances
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models import build_meta
-from recipe_lib.models.spec import read_config, spec_from_config
+from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.units import GIB
 
 SHARE_OF_MATMUL, LORA_TOKENS, OVER_PEERS = 0.5, 12_200, 1.1  # the goals

@@ -64,7 +64,7 @@ def to_digits(number: int) -> tuple[str, str]:
 
 
 def number_to_words(draw: random.Random) -> tuple[str, str]:
-    """A number of three or four digits, spelt out."""
+    """A number of three or four digits, spelled out."""
     return to_words(draw.randrange(100, draw.choice((1000, 10000))))
 
 
@@ -74,7 +74,7 @@ def words_to_number(draw: random.Random) -> tuple[str, str]:
 
 
 def date_in_words(draw: random.Random) -> tuple[str, str]:
-    """A date of 1900 to 2099, spelt out."""
+    """A date of 1900 to 2099, spelled out."""
     year, month, day = draw.randint(1900, 2099), draw.randint(1, 12), draw.randint(1, 28)
     return f"Which day is {year}-{month:02d}-{day:02d}?", f"the {DAYS[day - 1]} of {MONTHS[month - 1]} {year}"
 

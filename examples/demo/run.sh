@@ -11,7 +11,7 @@ echo "== before training"
 python examples/demo/score.py
 
 echo "== tune run full_finetune_distributed --config demo/full"
-tune run full_finetune_distributed --config demo/full output_dir="$output" overwrite=true
+tune run full_finetune_distributed --config demo/full output_dir="$output" overwrite_output_dir=true
 
 echo "== after training"
 python examples/demo/score.py "$output/model" --show 5 --at-least 80

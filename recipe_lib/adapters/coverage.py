@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.layers import AdaptedModule
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.find_layers import layer_names
 
@@ -49,7 +49,7 @@ def cover(model: nn.Module) -> Coverage:
             has_adapter = isinstance(module, AdaptedModule)
             if has_adapter:
                 adapted.setdefault(kind_of(name), set()).add(layer)
-            if isinstance(module, QuantisedLinear):
+            if isinstance(module, QuantizedLinear):
                 count = module.in_features * module.out_features
                 numbers, linears, quantized = numbers + count, linears + 1, quantized + count
                 if not has_adapter:
@@ -91,8 +91,8 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
         if kind == "nf4" and not fused and _undivided(model):
             why = "their matrices are no whole number of blocks of 64"
         raise ConfigError(
-            f"lora.quantize={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: {why}; set "
-            "lora.quantize=none, and hold the base with more ranks (FSDP) or memory.cpu_offload=true"
+            f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: {why}; set "
+            "lora.quantize_base=none, and hold the base with more ranks (FSDP) or memory.cpu_offload=true"
         )
 
 

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters.quantised import QuantisedLinear, can_quantise
+from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
-from recipe_lib.ops.cross_entropy import Loss, projected_cross_entropy
-from recipe_lib.ops.token_log_probs import projected_token_log_probs
+from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64 MiB in fp32
 
@@ -49,6 +48,7 @@ class AdaptedModule(nn.Module, ABC):
     )
     settings: AdapterSettings
     is_off: bool = False
+    transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
 
     @abstractmethod
@@ -177,11 +177,11 @@ class AdaptedLinear(AdaptedMatrix, nn.Linear):
         return F.linear(hidden, self.weight, self.bias)
 
 
-class AdaptedQuantisedLinear(AdaptedMatrix, QuantisedLinear):
+class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
     def __init__(self, base: nn.Linear, kind: str, settings: AdapterSettings) -> None:
-        QuantisedLinear.__init__(self, base, kind)
+        QuantizedLinear.__init__(self, base, kind)
         self.add_adapter(base.in_features, base.out_features, settings)
 
     def frozen_rows(self, start: int, stop: int) -> Tensor:
@@ -190,13 +190,13 @@ class AdaptedQuantisedLinear(AdaptedMatrix, QuantisedLinear):
 
     def frozen_forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
-        return QuantisedLinear.forward(self, hidden)
+        return QuantizedLinear.forward(self, hidden)
 
 
 def adapted_linear(base: nn.Linear, settings: AdapterSettings | None, quantize: str) -> nn.Module:
-    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize."""
-    if quantize != "none" and can_quantise(base.in_features, base.out_features, quantize):
-        return QuantisedLinear(base, quantize) if settings is None else AdaptedQuantisedLinear(base, quantize, settings)
+    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize_base."""
+    if quantize != "none" and can_quantize(base.in_features, base.out_features, quantize):
+        return QuantizedLinear(base, quantize) if settings is None else AdaptedQuantizedLinear(base, quantize, settings)
     return base if settings is None else AdaptedLinear(base, settings)
 
 
@@ -219,33 +219,17 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
         return F.linear(hidden, self.weight)
 
     def forward(  # type: ignore[override]  # that of a head
-        self,
-        hidden: Tensor,
-        labels: Tensor | None = None,
-        chunks: int = 1,
-        loss: Loss | None = None,
-        per_token: bool = False,
+        self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
         """As `OutputHead.forward`."""
         if self.is_off:
-            return OutputHead.forward(self, hidden, labels, chunks, loss, per_token)
-        first, second, lengths = self.lora_A.weight, self.lora_B.weight, self.relative_lengths()
+            return OutputHead.forward(self, hidden, labels=labels, head_loss=head_loss)
+        trained = (self.lora_A.weight, self.lora_B.weight, self.relative_lengths())
         if labels is None:
-            return self.finish(self.adapted(hidden, first, second, lengths))
-        if per_token:
-            # Backward projects again; a tied and sharded weight is this module's in its forward only.
-            frozen = partial(F.linear, weight=self.weight)
-            project = partial(self.adapted, first=first, second=second, lengths=lengths, frozen=frozen)
-            return projected_token_log_probs(project, hidden, labels, chunks=chunks, softcap=self.softcap)
-        return projected_cross_entropy(
-            self.adapted,
-            hidden.flatten(0, 1),
-            (first, second, lengths),
-            labels.flatten(),
-            chunks=chunks,
-            softcap=self.softcap,
-            loss=loss,
-        )
+            return self.finish(self.adapted(hidden, *trained))
+        # Where backward projects again, a tied and sharded weight is no longer this module's.
+        adapter = OutputAdapter(self.adapted, trained, partial(F.linear, weight=self.weight))
+        return run_head_loss(head_loss, hidden, self.weight, labels, softcap=self.softcap, adapter=adapter)
 
 
 class AdaptedEmbedding(AdaptedModule, nn.Embedding):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.adapters.coverage import cover, describe_bare, describe_quantized, describe_targets, refuse_unquantized
-from recipe_lib.adapters.foreign import add_foreign_adapters
 from recipe_lib.adapters.layers import (
     AdaptedEmbedding,
     AdaptedHead,
@@ -27,14 +26,14 @@ from recipe_lib.adapters.layers import (
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.ops.dtensor_shards import local_part, own_parts
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Where a layer's linears are, by the word that lora.targets has for them.
+# Where a layer's linears are, by the word that lora.target_modules has for them.
 LINEARS = {
     "q": ("self_attn", "q_proj"),
     "k": ("self_attn", "k_proj"),
@@ -52,18 +51,18 @@ WORDS |= {"model.embed_tokens": "embedding", "lm_head": "head"}
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     """Freezes the model and puts adapters on its `cfg.targets`, in place; call it on the meta model.
 
-    A foreign model's are on the linears of its layers that `cfg.modules` says.
+    An external model's are on the linears of its layers that `cfg.target_modules` says.
 
     dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
-    embedding and the head share; with `cfg.quantize` all linears of the layers, adapted or not, get quantized storage.
-    Raises ConfigError for a target that no layer has, and where `cfg.quantize` would leave most of the layers' weights
-    as they are.
+    embedding and the head share; with `cfg.quantize_base` all linears of the layers, adapted or not, get quantized
+    storage. Raises ConfigError for a target that no layer has, and where `cfg.quantize_base` would leave most of the
+    layers' weights as they are.
     """
     settings = adapter_settings(cfg, dtype)
     model.requires_grad_(False)
-    if isinstance(model.spec, ForeignSpec):
-        add_foreign_adapters(model, cfg, settings)
-        refuse_unquantized(model, cfg.quantize)
+    if isinstance(model.spec, ExternalSpec):
+        model.spec.add_adapters(model, cfg, dtype)
+        refuse_unquantized(model, cfg.quantize_base)
         return
     names = layer_names(model)
     for target, (owner, child) in LINEARS.items():
@@ -71,12 +70,13 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         owners = [layer.get_submodule(owner) for layer in places if _has_linear(layer, f"{owner}.{child}")]
         if target in cfg.targets and names and not owners:
             raise ConfigError(
-                f"lora.targets: {target}: no layer of the model has a linear {owner}.{child}; remove it from the list"
+                f"lora.target_modules: {target}: no layer of the model has a linear {owner}.{child}; remove it from "
+                "the list"
             )
         for module in owners:
             own = settings if target in cfg.targets else None
-            setattr(module, child, adapted_linear(getattr(module, child), own, cfg.quantize))
-    refuse_unquantized(model, cfg.quantize)
+            setattr(module, child, adapted_linear(getattr(module, child), own, cfg.quantize_base))
+    refuse_unquantized(model, cfg.quantize_base)
     # Of the ranks of a pipeline one embeds, that with the first layer, and one has the head.
     if "embedding" in cfg.targets and "0" in model.model.layers._modules:
         model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
@@ -192,19 +192,19 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """One line for the log: what is trained beside what, counted on the modules; the model may be sharded.
 
-    Of a foreign model, whose linears no words name, also what has no adapter.
+    Of an external model, whose linears no words name, also what has no adapter.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found, foreign = cover(model), isinstance(getattr(model, "spec", None), ForeignSpec)
-    targets = describe_targets(found, {} if foreign else WORDS)
+    found, external = cover(model), isinstance(getattr(model, "spec", None), ExternalSpec)
+    targets = describe_targets(found, {} if external else WORDS)
     line = (
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} beside "
         f"{_size(frozen)} frozen"
     )
-    bare = describe_bare(found) if foreign and not cfg.modules else ""
-    parts = [bare, describe_quantized(found, cfg.quantize, model) if cfg.quantize != "none" else ""]
+    bare = describe_bare(found) if external and "all-linear" in cfg.target_modules else ""
+    parts = [bare, describe_quantized(found, cfg.quantize_base, model) if cfg.quantize_base != "none" else ""]
     return "; ".join([line, *(part for part in parts if part)])
 
 

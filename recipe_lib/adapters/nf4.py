@@ -1,7 +1,9 @@
 """NF4: 64 numbers as 4-bit codes and one scale, the scales in 8 bits themselves (QLoRA, arXiv 2305.14314).
 
-Quantising is torchao's, number for number; this is the only module that knows where torchao keeps it. Dequantising is
-ours, because it runs in every step: torchao's makes 8-byte indices of the whole matrix, this works in pieces.
+Quantizing is torchao's, number for number; this is the only module that knows where torchao keeps it. Dequantizing is
+ours, because it runs in every step: for 112 MiB of bf16 (4096 x 14336) torchao's has 786 MiB alive, 8-byte indices of
+the whole matrix among them, this, which works in pieces, 146 MiB, and both give the same bits (docs/measurements/
+torchao.md, by `python -m benchmarks.torchao_comparison`).
 """
 
 import importlib
@@ -23,7 +25,7 @@ LEVELS = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
-_PIECE_BLOCKS = 2**17  # blocks dequantised at a time: indices of 16 MiB
+_PIECE_BLOCKS = 2**17  # blocks dequantized at a time: indices of 16 MiB
 _PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}  # as wide as two
 DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept in fp32
 _TORCHAO_HOMES = ("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", "torchao.dtypes.nf4tensor")
@@ -39,7 +41,7 @@ def factors_of(blocks: int) -> int:
     return blocks // _group(blocks) + 1
 
 
-def quantise_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, uint8 `[n, 32]`, the first of two numbers in the high bits; and each block's largest magnitude `[n]`.
 
     values: `[n, 64]`, of the type that arithmetic is done in (bf16 or fp32). A block's codes depend on that block
@@ -53,7 +55,7 @@ def quantise_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes[:, ::2] << 4 | codes[:, 1::2], largest
 
 
-def quantise_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Scales, int8 `[n]`, and fp32 factors `[n / group + 1]`, the last of which is the mean of all scales.
 
     largest: of every block of the matrix `[n]`. Scales that are all the same need nothing beyond the mean: they are
@@ -64,7 +66,7 @@ def quantise_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat([factors, mean.unsqueeze(0)]).float()
 
 
-def dequantise(
+def dequantize(
     codes: Tensor,
     scales: Tensor,
     factors: Tensor,
@@ -140,7 +142,7 @@ def _borders(dtype: torch.dtype) -> Tensor:
 
 @cache
 def _torchao() -> Any:
-    """torchao's class of NF4 tensors, which moved from one version to the next; imported when something is quantised.
+    """torchao's class of NF4 tensors, which moved from one version to the next; imported when something is quantized.
 
     On a machine without a GPU the import tells of kernels it cannot load, which nothing here uses.
     """

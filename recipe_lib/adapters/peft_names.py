@@ -7,17 +7,16 @@ models whose file fuses several linears into one (Phi 3): there one adapter of t
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recipe_lib.adapters.foreign import foreign_targets, without_adapter
 from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, weight_map
 
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 TARGETS = (*LINEARS, "embedding", "head")
-LINEAR = "all-linear"  # the target of every linear of a foreign model
+LINEAR = "all-linear"  # the target of every linear of an external model
 FIRST, SECOND, LENGTHS, FROZEN = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "base_layer.weight"
 EMBEDDING_FIRST, EMBEDDING_SECOND = "lora_embedding_A", "lora_embedding_B"
 SUFFIXES = (FIRST, SECOND, LENGTHS, FROZEN, EMBEDDING_FIRST, EMBEDDING_SECOND)
@@ -31,8 +30,8 @@ _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.item
 
 
 @dataclass(frozen=True)
-class Part:
-    """A module of ours and its rows of the file's matrix: `[start, start + rows)`; target: its word in lora.targets."""
+class MergedRows:
+    """A module of ours and its rows of the file's matrix, `[start, start + rows)`; target: its short name."""
 
     module: str
     target: str
@@ -47,7 +46,7 @@ class FileModule:
     name: str
     rows: int
     columns: int
-    parts: tuple[Part, ...]
+    parts: tuple[MergedRows, ...]
 
     @property
     def is_embedding(self) -> bool:
@@ -64,7 +63,7 @@ class FileModule:
 
 
 def target_of(module: str) -> str | None:
-    """The word that lora.targets has for a module of ours; None: it cannot have an adapter."""
+    """The word that lora.target_modules has for a module of ours; None: it cannot have an adapter."""
     if module in (EMBEDDING, HEAD):
         return "embedding" if module == EMBEDDING else "head"
     return _LEAVES.get(".".join(module.split(".")[-2:]))
@@ -72,24 +71,22 @@ def target_of(module: str) -> str | None:
 
 def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
     """Every module that may have an adapter, by its name in a file, in the model's order."""
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
-
+    if isinstance(spec, ExternalSpec):
         return {
-            name: FileModule(name, rows, columns, (Part(name, LINEAR, 0, rows),))
-            for name, (rows, columns) in layout(spec).linears.items()
+            name: FileModule(name, rows, columns, (MergedRows(name, LINEAR, 0, rows),))
+            for name, (rows, columns) in spec.layout().linears.items()
         }
     shapes = parameter_shapes(spec)
     if spec.tied:  # the head has no parameter of its own, and yet may have an adapter
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDING}.weight"]
     places = {entry.our_name: (entry.file_name, entry.start) for entry in weight_map(spec)}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[MergedRows]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         target = target_of(module)
         if target and module != name:
             file_name, start = places.get(name, (name, 0))
-            parts.setdefault(file_name.removesuffix(".weight"), []).append(Part(module, target, start, shape[0]))
+            parts.setdefault(file_name.removesuffix(".weight"), []).append(MergedRows(module, target, start, shape[0]))
     return {
         name: FileModule(name, sum(part.rows for part in held), shapes[f"{held[0].module}.weight"][1], tuple(held))
         for name, held in parts.items()
@@ -97,18 +94,15 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
 
 
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
-    """Those of which at least one part is a target. Raises ConfigError for a name in lora.modules that none has."""
+    """Those with at least one part that is a target. ConfigError for a name in lora.target_modules that none has."""
     modules = file_modules(spec)
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
-
-        left = without_adapter(modules, layout(spec).uncalled, spec.family)
-        return [modules[name] for name in foreign_targets(modules, cfg.modules, left)]
+    if isinstance(spec, ExternalSpec):
+        return [modules[name] for name in spec.adapted_linears(cfg)]
     return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
 
 
-def is_target(part: Part, cfg: LoraConfig) -> bool:
-    """Whether the config wants an adapter on a part; of a foreign model's modules, `adapted_modules` has chosen."""
+def is_target(part: MergedRows, cfg: LoraConfig) -> bool:
+    """Whether the config wants an adapter on a part; of an external model's modules, `adapted_modules` has chosen."""
     return part.target == LINEAR or part.target in cfg.targets
 
 

@@ -19,7 +19,7 @@ from recipe_lib.reading import read_json
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_BYTES = 16 * 1024**2
-LARGEST_RANK = 2**20
+MAX_RANK = 2**20
 # Keys that change nothing for us: who made it, how A and B began, how the library is to run. What the others stand for
 # is either read below, or we do not have it: then any value but these is refused.
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")
@@ -146,7 +146,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_RANK
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_RANK
 
 
 def _is_flag(value: Any) -> bool:

@@ -25,7 +25,7 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry,
 from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.spec import ModelSpec
 
 # Metadata of that file, beside what PEFT reads: which base it was trained beside, and how that was stored.
@@ -211,7 +211,7 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
     wanted = {module.name: module for module in adapted_modules(spec, cfg)}
     found = {module.name: used_parts(adapter, module) for module in adapter.modules(spec)}
     extra = {part.target for module in found.values() for part in module.parts if not is_target(part, cfg)}
-    if isinstance(spec, ForeignSpec):
+    if isinstance(spec, ExternalSpec):
         return _modules_fault(adapter, wanted, found)
     targets = targets_of(found.values())
     missing = [name for name in wanted if name not in found]
@@ -223,20 +223,21 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
         )
     if missing or extra:
         return (
-            f"{adapter.folder}: adapts {', '.join(targets)}, found lora.targets {', '.join(cfg.targets)}; set "
-            f"lora.targets=[{','.join(targets)}]"
+            f"{adapter.folder}: adapts {', '.join(targets)}, found lora.target_modules "
+            f"{', '.join(cfg.target_modules)}; set "
+            f"lora.target_modules=[{','.join(targets)}]"
         )
     return None
 
 
 def _modules_fault(adapter: AdapterFile, wanted: Collection[str], found: Collection[str]) -> str | None:
-    """Of a foreign model, whose modules have no words."""
+    """Of an external model, whose modules have no words."""
     if set(wanted) == set(found):
         return None
     first = min(set(wanted) ^ set(found))
     fault = "has no adapter for" if first in wanted else "adapts"
     ends = sorted({name.rpartition(".")[2] for name in found})
-    return f"{adapter.folder}: {fault} {first}, unlike lora.modules; set lora.modules=[{','.join(ends)}]"
+    return f"{adapter.folder}: {fault} {first}, unlike lora.target_modules; set lora.target_modules=[{','.join(ends)}]"
 
 
 def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:

@@ -14,7 +14,7 @@ from recipe_lib.adapters.peft_names import (
     LENGTHS,
     SECOND,
     FileModule,
-    Part,
+    MergedRows,
     targets_of,
 )
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
@@ -29,7 +29,7 @@ from recipe_lib.ops.dtensor_shards import local_part, own_parts
 def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool = False) -> int:
     """Fills the model's adapters from a PEFT adapter that `check_adapter` has let pass; returns how many modules.
 
-    model: with adapters, materialised, plain or sharded. An adapter of a lower rank than the model's is filled up with
+    model: with adapters, materialized, plain or sharded. An adapter of a lower rank than the model's is filled up with
     zeros, and stays at its rank: where A and B are both zero, so are their gradients. One that is scaled by another
     number has the ratio put into B. some: a module that has no adapter in the folder (those of some layers) is left as
     `init_adapters` made it, which changes nothing; without it that is a fault. Extra parameters, which a recipe added,
@@ -47,7 +47,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     _fill_extras(adapter, model)
     if filled != adapted.keys() and not some:
         raise CheckpointError(
-            f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.targets="
+            f"{folder}: has no adapter for {min(adapted.keys() - filled)}; set lora.target_modules="
             f"[{','.join(targets_of(used_parts(adapter, module) for module in adapter.modules(spec)))}]"
         )
     return len(filled)
@@ -67,7 +67,7 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
 def _fill(
     adapter: AdapterFile,
     module: FileModule,
-    part: Part,
+    part: MergedRows,
     number: int,
     parts: int,
     target: AdaptedModule,

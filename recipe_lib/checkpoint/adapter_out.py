@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from recipe_lib import files
-from recipe_lib.adapters.foreign import AdaptedForeign
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
@@ -26,12 +25,12 @@ from recipe_lib.adapters.peft_names import (
     is_target,
     tensor_name,
 )
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_out import (
@@ -44,8 +43,8 @@ from recipe_lib.checkpoint.weights_out import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.extra_parameters import extra_modules, extra_tensors
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.ops.dtensor_shards import in_file_order
@@ -58,7 +57,7 @@ def export_adapter(
     out: Path,
     *,
     base: str,
-    world: Ranks,
+    world: RankGroup,
     base_folder: Path | None = None,
     source_config: Mapping[str, Any] | None = None,
     tokenizer_folder: Path | None = None,
@@ -94,8 +93,7 @@ def export_adapter(
     saved = [file_name(name, multimodal) for name in saved]
     fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
-    transposed = (isinstance(module, AdaptedForeign) and module.transposed for module in adapted)
-    fields["fan_in_fan_out"] = bool(adapted) and all(transposed)  # no part of a pipeline has any
+    fields["fan_in_fan_out"] = bool(adapted) and all(module.transposed for module in adapted)  # a stage may have none
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
     metadata |= extra_metadata([extra.name for extra in extras])
@@ -121,7 +119,7 @@ def export_adapter(
         raise
 
 
-def _extras(model: nn.Module, holders: Holders, world: Ranks) -> tuple[list[PlannedTensor], list[str]]:
+def _extras(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[list[PlannedTensor], list[str]]:
     """The extra parameters and buffers of all ranks, and the modules that consist of such alone. Collective."""
     tensors: list[Any] = [
         [name, DTYPE_NAMES[value.dtype], list(value.shape)] for name, value in extra_tensors(model, saved=True).items()
@@ -141,7 +139,7 @@ def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[tor
     return holders.relay(name, gather)
 
 
-def _adapters_dtype(model: nn.Module, holders: Holders, world: Ranks) -> torch.dtype:
+def _adapters_dtype(model: nn.Module, holders: Holders, world: RankGroup) -> torch.dtype:
     """The type of all adapters; a rank of a pipeline may have none. Collective."""
     own = [module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule)]
     found = holders.gather([DTYPE_NAMES[dtype] for dtype in own[:1]], world)
@@ -158,19 +156,17 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
     The whole names, where a module without an adapter has such a last part too: PEFT would put one there.
     """
     ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import layout
-
+    if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
-        if any(name.rpartition(".")[2] in ends for name in layout(spec).modules if name not in names):
+        if any(name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names):
             return sorted(names)
     return rf".*\blanguage_model\..*\.({'|'.join(ends)})" if multimodal else ends
 
 
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
     """What PEFT looks for, and what merging has to know of the base."""
-    metadata = {"format": "pt", BASE_STORAGE: cfg.quantize}
-    stored = stored_weights(model)  # what is quantised has types of its own
+    metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
+    stored = stored_weights(model)  # what is quantized has types of its own
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()
@@ -183,7 +179,7 @@ def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: P
 
 
 def _write_tensors(
-    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: Ranks
+    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: RankGroup
 ) -> None:
     """The file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
 
@@ -241,11 +237,11 @@ def _lengths(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def frozen_weight(module: nn.Module) -> torch.Tensor:
-    """The whole weight `[out, in]` of a linear, gathered and dequantised. Collective."""
-    if not isinstance(module, QuantisedLinear):
+    """The whole weight `[out, in]` of a linear, gathered and dequantized. Collective."""
+    if not isinstance(module, QuantizedLinear):
         return whole(module.get_parameter("weight").detach())
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=module.dtype)
-    copy = QuantisedLinear(linear, module.kind)
+    copy = QuantizedLinear(linear, module.kind)
     for name, parameter in module.named_parameters(recurse=False):
         if name != "bias":
             setattr(copy, name, nn.Parameter(whole(parameter.detach()), requires_grad=False))

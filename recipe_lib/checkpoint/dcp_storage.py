@@ -1,7 +1,7 @@
 """Storage for torch.distributed.checkpoint: one safetensors file a rank, written piece by piece, and no pickle.
 
 torch plans who writes and who reads which part of a sharded tensor. Its own storage either pickles its metadata or
-serialises a rank's whole share in host memory; here every header is JSON, tensors stream to the disk in pieces, and
+serializes a rank's whole share in host memory; here every header is JSON, tensors stream to the disk in pieces, and
 the hash of a file is made on the way. The metadata key is the one that torch's HuggingFaceStorageReader knows.
 """
 

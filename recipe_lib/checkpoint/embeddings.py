@@ -13,7 +13,7 @@ from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import weight_map
 
 SAMPLE = 512  # rows that say what is usual
-TINY = 1e-2  # a row of a hundredth of the usual length was left as it was initialised, or is zero
+TINY = 1e-2  # a row of a hundredth of the usual length was left as it was initialized, or is zero
 
 
 def untrained_embeddings(

@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.peft_names import TARGETS, target_of
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.ownership import FROZEN, Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, together
 from recipe_lib.errors import CheckpointError
 
 _PIECE_ELEMENTS = 2**22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def frozen_mark(model: nn.Module, world: Ranks, holders: Holders | None = None) -> str | None:
+def frozen_mark(model: nn.Module, world: RankGroup, holders: Holders | None = None) -> str | None:
     """A hash of the sums of every frozen parameter's bits, the same for any sharding; None: none is frozen. Collective.
 
     Each rank adds up its own part in place; the sums alone travel. holders: of the model, if they are known.
@@ -61,7 +61,7 @@ def _sum_of_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.
     return total
 
 
-def adapter_use(model: nn.Module, world: Ranks, holders: Holders) -> dict[str, Any] | None:
+def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[str, Any] | None:
     """What of the section `lora` decides what the adapters' numbers mean; None: the model has none. Collective."""
     adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedModule)]
     own: dict[str, list[Any]] = {
@@ -69,7 +69,7 @@ def adapter_use(model: nn.Module, world: Ranks, holders: Holders) -> dict[str, A
             [module.settings.rank, module.settings.scaling, module.settings.dora] for _, module in adapted[:1]
         ],
         "targets": sorted({target_of(name) or name.rpartition(".")[2] for name, _ in adapted}),
-        "kinds": sorted({module.kind for module in model.modules() if isinstance(module, QuantisedLinear)}),
+        "kinds": sorted({module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}),
     }
     parts = holders.gather(own, world)
     settings, targets, kinds = (
@@ -115,5 +115,5 @@ def check_mark(path: Path, saved: str | None, now: str | None) -> None:
     if saved != now:
         raise CheckpointError(
             f"{path}: was saved beside other frozen weights than this run has loaded; resume with the run's own "
-            "model, dtype and lora.quantize"
+            "model, dtype and lora.quantize_base"
         )

@@ -23,9 +23,9 @@ from recipe_lib.adapters.peft_names import (
     SECOND,
     target_of,
 )
-from recipe_lib.adapters.quantised import can_quantise, dequantised
+from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
-from recipe_lib.checkpoint.rank_agreement import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import check_weights, read_headers, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
@@ -36,7 +36,7 @@ from recipe_lib.checkpoint.weights_out import (
     plan_shards,
     tokenizer_files,
 )
-from recipe_lib.models.spec import DecoderSpec, read_config, spec_from_config
+from recipe_lib.models import DecoderSpec, read_config, spec_from_config
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
 from recipe_lib.units import GIB
 
@@ -60,7 +60,7 @@ def merge_adapter(
     *,
     quantize: str,
     dtype: torch.dtype,
-    ranks: Ranks,
+    ranks: RankGroup,
     out_dtype: torch.dtype | None = None,
     tokenizer_folder: Path | None = None,
     chat_template: Path | None = None,
@@ -69,8 +69,8 @@ def merge_adapter(
 ) -> None:
     """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
-    quantize, dtype: lora.quantize and dtype of the run that trained the adapter. out_dtype: of the files, if another
-    one. tokenizer_folder (default: the
+    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of the files, if
+    another one. tokenizer_folder (default: the
     base's), chat_template, stop_ids, max_shard_bytes: as for `export_model`. A tied model whose embedding or head is
     adapted is no longer tied in `out`. The files are dealt out to the ranks, which need a disk in common.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
@@ -164,9 +164,9 @@ def _reader(base: _Base, name: str) -> _Reader:
         return read
     shape = base.found[entry.file_name].entry.shape
     rows = entry.length or shape[0]
-    if not can_quantise(shape[1], rows, base.storage):
+    if not can_quantize(shape[1], rows, base.storage):
         return read
-    weight = dequantised(read(0, rows), base.storage)
+    weight = dequantized(read(0, rows), base.storage)
     return lambda start, stop: weight[start:stop]
 
 

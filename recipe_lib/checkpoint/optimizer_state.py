@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.ownership import TRAINED, Holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, together
 from recipe_lib.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -67,7 +67,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def optimizer_settings(
-    model: nn.Module, optimizer: torch.optim.Optimizer, world: Ranks, holders: Holders
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, holders: Holders
 ) -> dict[str, Any]:
     """The rest as JSON: per group its parameters' names and its numbers, and states that are no tensors. Collective.
 

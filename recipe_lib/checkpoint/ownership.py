@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.rank_agreement import Ranks
+from recipe_lib.checkpoint.rank_agreement import RankGroup
 from recipe_lib.checkpoint.tensor_files import host_bytes
 from recipe_lib.models.meta_init import persistent_buffers
 
@@ -69,7 +69,7 @@ class Holders:
         coordinates = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
         return not any(place.is_replicate() and at for at, place in coordinates)
 
-    def gather(self, value: Value, world: Ranks) -> list[Value]:
+    def gather(self, value: Value, world: RankGroup) -> list[Value]:
         """The value (anything JSON holds) of each group, first to last, as its first rank has it. Collective."""
         if not self.is_divided:
             return [value]
@@ -96,7 +96,7 @@ class Holders:
             yield from _receive(source)
 
 
-def find_holders(model: nn.Module, world: Ranks) -> Holders:
+def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     """Who has what of the models of all ranks. Collective in a pipeline; elsewhere all have all."""
     own = [(name, TRAINED if parameter.requires_grad else FROZEN) for name, parameter in model.named_parameters()] + [
         (name, BUFFER) for name in persistent_buffers(model)

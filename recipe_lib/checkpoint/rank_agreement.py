@@ -12,7 +12,7 @@ from recipe_lib.files import storage_faults
 Result = TypeVar("Result")
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """The part of `recipe_lib.parallel.World` that checkpoints need."""
 
     @property
@@ -55,7 +55,7 @@ class SingleRank:
         return [value]
 
 
-def together(world: Ranks, action: Callable[[], Result]) -> Result:
+def together(world: RankGroup, action: Callable[[], Result]) -> Result:
     """Runs `action`, which holds no collective, on every rank; returns this rank's result. Collective.
 
     A user error on any rank, or a disk that refuses (StorageError), is raised on all of them.
@@ -68,7 +68,7 @@ def together(world: Ranks, action: Callable[[], Result]) -> Result:
     return world.agree(guarded)
 
 
-def decide(world: Ranks, action: Callable[[], Any]) -> Any:
+def decide(world: RankGroup, action: Callable[[], Any]) -> Any:
     """Runs `action` on rank 0 alone and returns its JSON result on every rank; its failure is raised on all."""
     return world.broadcast_json(together(world, action if world.rank == 0 else lambda: None))
 

@@ -31,7 +31,7 @@ Listing = dict[str, str]  # file name -> "size:hash"
 
 
 @dataclass
-class Record:
+class OutputRecord:
     """What is in an output folder.
 
     folders: name -> listings of what was published under it, one of which it holds (two only around an exchange).
@@ -45,28 +45,28 @@ class Record:
     trackers: list[str] = field(default_factory=list)
 
 
-def read_record(root: Path) -> Record | None:
+def read_record(root: Path) -> OutputRecord | None:
     """The record of an output folder; an empty one if it cannot be used (then nothing is ours), None without one."""
     path = root / RECORD
     if not path.is_file():
         return None
     try:
         fields: Any = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_RECORD_BYTES else None
-        record = Record(**{name: fields[name] for name in Record.__dataclass_fields__})
+        record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
         listings = [listing for listings in record.folders.values() for listing in listings]
         names = [*record.folders, *record.earlier, *record.kept, *(name for listing in listings for name in listing)]
         if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(_is_plain, names)):
             return record
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    return Record()
+    return OutputRecord()
 
 
 def _is_plain(name: str) -> bool:
     return Path(name).name == name and name not in ("", "..")
 
 
-def write_record(root: Path, record: Record) -> None:
+def write_record(root: Path, record: OutputRecord) -> None:
     """Replaces the record. StorageError."""
     text = json.dumps({"format": FORMAT, **asdict(record)}, indent=1, ensure_ascii=False)
     files.replace_text(root / RECORD, text + "\n")

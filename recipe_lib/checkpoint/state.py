@@ -50,7 +50,7 @@ from recipe_lib.checkpoint.optimizer_state import (
     restore_settings,
 )
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, check_shared, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.run_files import STATE_NAME, foreign_in_state
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.output_folder import no_whole_state
@@ -70,7 +70,7 @@ def save_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     extra: dict[str, Any],
-    world: Ranks,
+    world: RankGroup,
     keep: int,
 ) -> Path:
     """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest `keep`. Collective.
@@ -145,7 +145,7 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.glob(f"{_PREFIX}*") if STATE_NAME.fullmatch(path.name) and path.is_dir())
 
 
-def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], world: Ranks) -> list[FileRecord]:
+def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], world: RankGroup) -> list[FileRecord]:
     """This rank's tensor file, if it has anything to write. Collective."""
     writer = ShardWriter(folder, world.rank, world.size)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -205,7 +205,7 @@ def _prune(root: Path, keep: int) -> None:
             get_logger().warning("warning: %s could not be removed: %s", path, error.strerror)
 
 
-def find_state(root: Path, resume: str, world: Ranks) -> Path | None:
+def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
     """The state to go on from, verified byte by byte, the same on all ranks. Collective.
 
     root: `output_dir/state`. resume: `latest`, or the path of a state folder. `latest` takes the newest that is whole,
@@ -231,7 +231,8 @@ def find_state(root: Path, resume: str, world: Ranks) -> Path | None:
         damages.append(f"{root / name}: {damage}")
     if damages:
         raise CheckpointError(
-            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite=true or another output_dir"
+            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite_output_dir=true or "
+            "another output_dir"
         )
     if world.rank == 0:
         get_logger().info("resume=latest: %s holds no state yet; starting from the first step", root)
@@ -251,7 +252,7 @@ def _candidates(root: Path) -> list[str]:
     return [path.name for path in [*unreadable, *readable]]
 
 
-def _verify(path: Path, world: Ranks) -> str | None:
+def _verify(path: Path, world: RankGroup) -> str | None:
     """What is wrong with the folder, or None; rank 0 looks at names and sizes, all ranks hash their share."""
     damage = decide(world, lambda: _presence_damage(path))
     if damage:
@@ -283,10 +284,10 @@ def _manifest_of(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: {damage}; find_state takes one that is whole: set resume=latest") from damage
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: Ranks) -> dict[str, Any]:
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup) -> dict[str, Any]:
     """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
 
-    The model must be materialised, and the optimizer built over its parameters. Works for any world size; random
+    The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
     number generators are restored when it is the one that saved. Raises CheckpointError if the state is that of
     another model, dtype or optimizer.
     """
@@ -304,7 +305,7 @@ def holds_adapters(path: Path) -> bool:
     return json.loads((path / STATE).read_bytes()).get("adapters") is not None
 
 
-def load_trained(path: Path, model: nn.Module, world: Ranks) -> None:
+def load_trained(path: Path, model: nn.Module, world: RankGroup) -> None:
     """Loads what a state holds of the model, without the optimizer, to look at or to export. Collective.
 
     path: what `find_state` has verified. Raises CheckpointError as `load_state` does.
@@ -314,7 +315,7 @@ def load_trained(path: Path, model: nn.Module, world: Ranks) -> None:
 
 
 def _load_tensors(
-    path: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks
+    path: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: RankGroup
 ) -> dict[str, Any]:
     """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]

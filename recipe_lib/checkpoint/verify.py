@@ -47,8 +47,8 @@ def adapter_settings_of(adapter: AdapterFile, spec: DecoderSpec) -> LoraConfig:
         alpha=usual_scaling(adapter, spec) / scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
-        targets=targets_of(modules),
-        quantize=adapter.metadata.get(BASE_STORAGE, "none"),
+        target_modules=targets_of(modules),
+        quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
 
 

@@ -45,7 +45,7 @@ _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torc
 def check_weights(spec: ModelSpec, folder: Path) -> None:
     """Finds every fault that headers show, before memory is taken: CheckpointError, one line a kind of fault.
 
-    Names that are missing, unknown, or of another shape; types that are no weights (quantised); files that are
+    Names that are missing, unknown, or of another shape; types that are no weights (quantized); files that are
     missing, cut short or git-lfs pointers; an index that disagrees with its files or names files elsewhere.
     """
     _match(spec, folder, parameter_shapes(spec))
@@ -112,7 +112,7 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor]) -> str | None:
     more = f" and {len(unreadable) - 1} more are" if len(unreadable) > 1 else " is"
     return (
         f"{folder}: {first}{more} of type {unreadable[first]}, expected F32, BF16, F16 or F64; "
-        "quantised weights cannot be trained: take the checkpoint they were made from"
+        "quantized weights cannot be trained: take the checkpoint they were made from"
     )
 
 
@@ -217,8 +217,8 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     """Fills the model's parameters in place; each rank reads its own slices and nothing else.
 
     In a pipeline it reads what its stages have, and yet finds what is wrong with the tensors of all stages.
-    model: materialised, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
-    parameter's type. Weights that are quantised are so while they are read, from the rows that hold a rank's blocks;
+    model: materialized, plain or sharded (DTensor) in any dimension, on any device; values are cast to the
+    parameter's type. Weights that are quantized are so while they are read, from the rows that hold a rank's blocks;
     no rank has a whole one. At most READ_BYTES are in host memory at a time, and as much again while it is cast.
     Extra parameters, which the recipe added, are read if the folder was exported with them, else they start from
     `reset_parameters` and the seed.

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,22 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import Ranks, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.external import Conversion, ExternalSpec, WrittenLayout
 from recipe_lib.models.families import text_config
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.ops.dtensor_shards import gathered, in_file_order
 from recipe_lib.units import MIB
-
-if TYPE_CHECKING:
-    from recipe_lib.models.foreign_files import Conversion, Writing
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -71,7 +68,7 @@ def export_model(
     *,
     tokenizer_folder: Path | None,
     max_shard_bytes: int,
-    world: Ranks,
+    world: RankGroup,
     chat_template: Path | None = None,
     stop_ids: Collection[int] = (),
     save_extra: bool = False,
@@ -140,7 +137,7 @@ def extra_metadata(names: Collection[str]) -> dict[str, str]:
     return {EXTRA: " ".join(sorted(names))} if names else {}
 
 
-def check_room(model: nn.Module, out: Path, world: Ranks) -> None:
+def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
     """Raises StorageError if the disk of `out` has no room for the model even now, before it is trained. Collective."""
     holders = find_holders(model, world)
     own = {name: parameter for name, parameter in model.named_parameters() if holders.is_ours(name)}
@@ -159,7 +156,7 @@ def _beside(out: Path) -> str:
     return f", beside the one in {out} that stays until then," if out.exists() else ""
 
 
-def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: Ranks) -> dict[str, torch.Tensor]:
+def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, torch.Tensor]:
     """The parameters, where other ranks of a pipeline have others those too, by shape and type alone. Collective."""
     if not holders.is_divided:
         return parameters
@@ -203,20 +200,16 @@ def plan_shards(
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
 
 
-def _other_layout(spec: ModelSpec) -> "Writing | None":
-    """The files' names and shapes of a transformers model whose class has others; None: as `weight_map` has them."""
-    if not isinstance(spec, ForeignSpec):
-        return None
-    from recipe_lib.models.foreign_files import writing
-
-    return writing(spec)
+def _other_layout(spec: ModelSpec) -> WrittenLayout | None:
+    """The files' names and shapes of a model whose class has others; None: as `weight_map` has them."""
+    return spec.written_layout() if isinstance(spec, ExternalSpec) else None
 
 
 class _Pieces:
     """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
     def __init__(
-        self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: Ranks, extras: Collection[str]
+        self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: RankGroup, extras: Collection[str]
     ) -> None:
         """read: the whole of a parameter in one or several pieces, on rank 0; collective. extras: see `plan_shards`."""
         self._read, self._world, self._other = read, world, _other_layout(spec)
@@ -264,7 +257,7 @@ def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
     read: _Pieces,
-    world: Ranks,
+    world: RankGroup,
     extras: Collection[str],
 ) -> None:
     """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
@@ -340,9 +333,10 @@ def tokenizer_files(source: Path | None) -> list[Path]:
 
 def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of the exported model: the source's, with the type and the architecture of what is written."""
-    written = source_config if isinstance(spec, ForeignSpec) else text_config(source_config)
+    external = isinstance(spec, ExternalSpec)
+    written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
-    if not isinstance(spec, ForeignSpec):
+    if not external:
         config["architectures"] = [ARCHITECTURES[spec.family]]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one

@@ -9,6 +9,23 @@ from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError
 
 
+def add_configs(parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default") -> None:
+    """The config that a verb looks at, by position or as `--config`, several of which are merged, and its overrides."""
+    named = any(word == "--config" or word.startswith("--config=") for word in words)
+    parser.add_argument("config", nargs="?" if named else None, metavar="CONFIG", help="a name of `tune ls`, or a path")
+    parser.add_argument("--config", dest="more", action="append", default=[], metavar="CONFIG",
+                        help="further ones, of which the later win, key by key")  # fmt: skip
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=about)
+
+
+def take_configs(arguments: argparse.Namespace) -> list[str]:
+    """The configs of `add_configs`, first to last; with all of them named, the first word is an override."""
+    first = [] if arguments.config is None else [arguments.config]
+    if first and arguments.more and (first[0].startswith("~") or "=" in first[0]):
+        arguments.overrides, first = [*first, *arguments.overrides], []
+    return [*first, *arguments.more]
+
+
 class Parser(argparse.ArgumentParser):
     """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come in any order."""
 
@@ -51,7 +68,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
         said, required, names = message.replace("\n", " ").partition("the following arguments are required: ")
-        if required:  # a misspelt option may be why
+        if required:  # a misspelled option may be why
             options = [word for word in self._words if word.startswith("--") and word != "--"]
             unknown = [word for word in options if word.split("=", 1)[0] not in self.options()]
             if unknown:

@@ -1,6 +1,6 @@
 """`tune cat CONFIG`: a config's file, every value that will be used, or every key explained."""
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config.places import find_config, list_recipes
 from recipe_lib.config.plugins import load_plugin
@@ -11,8 +11,7 @@ from recipe_lib.errors import DONE, ConfigError
 def run(words: list[str]) -> int:
     """Prints the config in the form asked for."""
     parser = Parser("cat", "Shows a config: its file, or with an option what it means.")
-    parser.add_argument("config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="applied first, for --resolved")
+    add_configs(parser, words, "applied last, for --resolved")
     parser.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
     parser.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
     parser.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
@@ -21,16 +20,18 @@ def run(words: list[str]) -> int:
         raise ConfigError("tune cat: --resolved and --describe are two different views; give one of them")
     if arguments.overrides and not arguments.resolved:
         raise ConfigError("tune cat: overrides change the resolved values only; add --resolved")
-    if arguments.config in list_recipes():
-        name = arguments.config
+    configs = take_configs(arguments)
+    if len(configs) > 1 and not arguments.resolved:
+        raise ConfigError("tune cat: several configs are merged for --resolved only; give one, or add --resolved")
+    if name := next((name for name in configs if name in list_recipes()), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
-    path = find_config(arguments.config)
+    path = find_config(configs[0])
     for plugin in arguments.plugin:
         load_plugin(plugin)
     if arguments.describe:
-        print_described(arguments.config)
+        print_described(configs[0])
     elif arguments.resolved:
-        print_resolved(arguments.config, arguments.overrides)
+        print_resolved(configs, arguments.overrides)
     else:
         try:
             print(path.read_text(encoding="utf-8"), end="")
@@ -39,12 +40,12 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def print_resolved(config: str, overrides: list[str]) -> None:
+def print_resolved(configs: list[str], overrides: list[str]) -> None:
     """One `key: value  # where` line for each key."""
     from recipe_lib.config.describe import value_text
-    from recipe_lib.config.load import resolve
+    from recipe_lib.config.load import load
 
-    rows = resolve(config, overrides, recipe_for(config).schema())
+    rows = load(configs, overrides, recipe_for(configs).schema()).rows
     lines = [(f"{key}: {value_text(value)}", where) for key, value, where in rows]
     width = min(max(len(line) for line, _ in lines), 60)
     for line, where in lines:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.local_gpus import is_expandable
 from recipe_lib.cli.plan_request import hide_gpus, planning_process, read, read_config, recipe_class, settings_for
-from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import rank_count, ranks_of, shows_plan
 from recipe_lib.config import parse_arguments
 from recipe_lib.errors import DONE, UserError, end_process
@@ -25,12 +25,12 @@ from recipe_lib.logs import get_logger
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
-KEY = "parallel.strategy"
+STRATEGY_KEY = "parallel.strategy"
 TIMEOUT_SECONDS = 180
 _IN_A_FILE = re.compile(r"^\s*strategy\s*:\s*[\"']?auto\b", re.MULTILINE)
 
 
-def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> list[str]:
+def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> list[str]:
     """The recipe's arguments, where these ask for `auto` with the strategy that is chosen; says which and why.
 
     flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen.
@@ -38,29 +38,31 @@ def with_strategy(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
     if not flags or ranks_of(flags) == 1 or not _asks(recipe, words):
         return list(words)
     if shows_plan(flags):
-        get_logger().info(f"{KEY}=auto: planning fsdp and ddp for this machine; {KEY}=fsdp, or ddp, saves the time")
+        get_logger().info(
+            f"{STRATEGY_KEY}=auto: planning fsdp and ddp for this machine; {STRATEGY_KEY}=fsdp, or ddp, saves the time"
+        )
     chosen, line = _choose_apart(flags, recipe, words)
     if shows_plan(flags):
         get_logger().info(line)
-    others = [word for word in words if word != f"~{KEY}" and word.partition("=")[0] != KEY]
-    return [*others, f"{KEY}={chosen}"]
+    others = [word for word in words if word != f"~{STRATEGY_KEY}" and word.partition("=")[0] != STRATEGY_KEY]
+    return [*others, f"{STRATEGY_KEY}={chosen}"]
 
 
-def _asks(recipe: Recipe, words: Sequence[str]) -> bool:
+def _asks(recipe: RecipeFile, words: Sequence[str]) -> bool:
     """Whether the config that the words make has `auto`; of a recipe that is not ours by what is written."""
     if recipe.shipped:
-        return bool(parse_arguments(list(words), recipe.schema()).parallel.strategy == "auto")
-    own = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
+        return bool(parse_arguments(list(words), recipe.schema(), quiet=True).parallel.strategy == "auto")
+    own = [word.partition("=")[2] for word in words if word.startswith(f"{STRATEGY_KEY}=")]
     if own:
         return own[-1] == "auto"
     try:
-        config = read([str(recipe.path), *words]).config
-        return config is not None and bool(_IN_A_FILE.search(Path(config).read_text(encoding="utf-8")))
+        configs = read([str(recipe.path), *words]).config or []
+        return any(_IN_A_FILE.search(Path(config).read_text(encoding="utf-8")) for config in configs)
     except (UserError, OSError, UnicodeDecodeError):
         return False  # arguments of another kind than ours
 
 
-def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> tuple[str, str]:
+def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> tuple[str, str]:
     """(strategy, the line that says so), from a process of its own."""
     with TemporaryDirectory(prefix="tune-strategy-") as folder:
         answer = Path(folder) / "choice.json"
@@ -83,7 +85,7 @@ def _choose_apart(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) ->
             why = f"planning both took more than {TIMEOUT_SECONDS} s"
         except (OSError, ValueError, KeyError):
             why = "both could not be planned; `tune plan` with the same words says why"
-    return "fsdp", f"{KEY}=auto: fsdp; {why}"
+    return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {why}"
 
 
 def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.config.plugins import load_plugin
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from recipe_lib.tokenizers import Tokenizer
 
 # (trained, special token) -> how it looks on a terminal
-COLOURS = {(True, True): "bold green", (True, False): "green", (False, True): "yellow", (False, False): "dim"}
+COLORS = {(True, True): "bold green", (True, False): "green", (False, True): "yellow", (False, False): "dim"}
 ACTIONS = ("show", "check")
 # What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
 FINDINGS = (
@@ -30,7 +30,7 @@ FINDINGS = (
 DESCRIPTION = """Looks at the rows of a config, with the tokenizer and the template that training would use.
 
   show   prints rows as they will be trained: trained text in green (off a terminal between « and »), special tokens
-         in another colour, the border of each document of a pack
+         in another color, the border of each document of a pack
   check  reads every row once and reports what is wrong with them; exit code 2 if anything is"""
 
 
@@ -39,8 +39,9 @@ def run(words: list[str]) -> int:
     arguments = read(words)
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    recipe = recipe_for(arguments.config, arguments.recipe)
-    cfg = load_config(arguments.config, arguments.overrides, recipe.schema())
+    configs = take_configs(arguments)
+    recipe = recipe_for(configs, arguments.recipe)
+    cfg = load_config(configs, arguments.overrides, recipe.schema())
     return show_rows(cfg, arguments) if arguments.action == "show" else check_rows(cfg, arguments)
 
 
@@ -55,8 +56,7 @@ def read(words: list[str]) -> argparse.Namespace:
         raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
     parser = Parser("data", DESCRIPTION)
     parser.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
-    parser.add_argument("config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`; ~key: its default")
+    add_configs(parser, words)
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="show: how many rows (packs); default: 5")
     parser.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
     parser.add_argument("--validation", action="store_true", help="show: rows of validation.source")
@@ -84,9 +84,9 @@ def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]
     from recipe_lib.training.training_data import load_tokenizer_of
 
     if tolerant:
-        data = dataclasses.replace(cfg.data, bad_rows="skip", trained_share="any", cache=False)
-        long_rows = "truncate" if data.long_rows == "error" else data.long_rows
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, long_rows=long_rows))
+        data = dataclasses.replace(cfg.data, on_invalid="skip", check_label_mask=False, cache=False)
+        truncation = "truncate" if data.truncation == "error" else data.truncation
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
     source = find_model(cfg.model) if cfg.tokenizer.path is None else None
     tokenizer = load_tokenizer_of(cfg, source)
     rows = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)
@@ -155,13 +155,13 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
             )
         else:
             console.print(Text(f"   {visible(row.place)}"))
-        line, colours = Text(), console.is_terminal
+        line, colors = Text(), console.is_terminal
         for trained, pieces in itertools.groupby(row.pieces, key=lambda piece: piece.trained):
-            line.append("«" if trained and not colours else "")
+            line.append("«" if trained and not colors else "")
             for piece in pieces:
-                style = COLOURS[trained, piece.special] if colours else ""
+                style = COLORS[trained, piece.special] if colors else ""
                 line.append(visible(piece.text, keep="\n"), style)
-            line.append("»" if trained and not colours else "")
+            line.append("»" if trained and not colors else "")
         console.print(line)
     console.print()
 

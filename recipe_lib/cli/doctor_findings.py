@@ -267,7 +267,7 @@ def _limited(facts: dict[str, Any]) -> list[Finding]:
     found, memory = [], facts["machine"]["memory"]
     if "group" in memory["what"]:
         line = f"of the machine's {format_bytes(memory['total'])} of memory {format_bytes(memory['free'])} are"
-        remedy = "what takes more is killed: raise the limit, or keep to it with memory.host_memory"
+        remedy = "what takes more is killed: raise the limit, or keep to it with memory.host_memory_limit_gib"
         found.append(_finding("memory-limit", f"{line} {memory['what']}", remedy))
     for folder in facts["machine"]["folders"]:
         rate, rows = folder["write_rate"], folder["use"] == "data.cache_dir"

@@ -28,7 +28,7 @@ CONFIG, STATES = "config.yaml", "state"
 
 
 @dataclass(frozen=True)
-class Found:
+class ExportSource:
     """What CHECKPOINT is. run: the output_dir it is in, cfg: that run's config; adapter or state: one of the two."""
 
     run: Path | None
@@ -75,18 +75,18 @@ def read(words: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def find(arguments: argparse.Namespace) -> Found:
+def find(arguments: argparse.Namespace) -> ExportSource:
     """Looks at the folder; a state is verified byte by byte. CheckpointError, ConfigError."""
     path, shown = Path(arguments.checkpoint).expanduser(), show(arguments.checkpoint)
     if not path.is_dir():
         raise CheckpointError(f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter")
     if (path / "adapter_config.json").is_file():
-        return Found(*_run_at(path.parent, arguments, path.name == "adapter"), adapter=path, state=None)
+        return ExportSource(*_run_at(path.parent, arguments, path.name == "adapter"), adapter=path, state=None)
     if (path / "manifest.json").is_file():
         folder, cfg = _run_at(path.parent.parent, arguments)
         if cfg is None:
             raise CheckpointError(f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir")
-        return Found(folder, cfg, None, _state(path.parent, str(path)))
+        return ExportSource(folder, cfg, None, _state(path.parent, str(path)))
     folder, cfg = _run_at(path, arguments)
     if folder is None:
         what = "is a model folder already" if (path / "config.json").is_file() else "is no run, state or adapter"
@@ -94,13 +94,13 @@ def find(arguments: argparse.Namespace) -> Found:
     if not arguments.hf and (path / "adapter" / "adapter_config.json").is_file():
         folder, cfg = _run_at(path, arguments, adapter=True)
         _tell_of_newer_state(path / STATES, path / "adapter" / "adapter_config.json")
-        return Found(folder, cfg, path / "adapter", None)
+        return ExportSource(folder, cfg, path / "adapter", None)
     state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
     if state is None:
         raise CheckpointError(
-            f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_steps in the run"
+            f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_n_steps in the run"
         )
-    return Found(folder, cfg, None, state)
+    return ExportSource(folder, cfg, None, state)
 
 
 def _tell_of_newer_state(states: Path, adapter: Path) -> None:
@@ -139,7 +139,7 @@ def _state(root: Path, which: str) -> Path | None:
     return find_state(root, which, SingleRank())
 
 
-def _target(found: Found, kind: str, arguments: argparse.Namespace) -> Path:
+def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
     """Where to write; a folder that is there is not touched."""
     if arguments.out:
         out = Path(arguments.out).expanduser()
@@ -153,7 +153,7 @@ def _target(found: Found, kind: str, arguments: argparse.Namespace) -> Path:
     return out
 
 
-def export_hf(found: Found, arguments: argparse.Namespace) -> None:
+def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import holds_adapters, load_trained
@@ -201,7 +201,7 @@ def _tokenizer(cfg: Any, base: Path | None) -> dict[str, Any]:
     }
 
 
-def export_adapted(found: Found, arguments: argparse.Namespace) -> None:
+def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The adapter of a folder or of a state, alone or merged into its base."""
     import tempfile
 
@@ -237,7 +237,7 @@ def export_adapted(found: Found, arguments: argparse.Namespace) -> None:
             _check_adapter(found, base, spec, adapter, dtype, device, trained, written=bool(rewrite))
 
 
-def _base_of(found: Found, arguments: argparse.Namespace) -> Path:
+def _base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
     if arguments.base:
         return _base(arguments.base)
     if found.cfg is not None:
@@ -265,7 +265,7 @@ def _named_base(name: str) -> Path:
 
 
 def _trained_model(
-    found: Found, spec: "DecoderSpec", base: Path, config: dict[str, Any], device: "torch.device"
+    found: ExportSource, spec: "DecoderSpec", base: Path, config: dict[str, Any], device: "torch.device"
 ) -> tuple["Decoder", "torch.dtype"]:
     """The model as it was trained: base, adapter, types and storage. And the type of its base."""
     import torch
@@ -300,7 +300,7 @@ def prompt_logits_of(model: "Decoder") -> tuple["torch.Tensor", "torch.Tensor"]:
 
 
 def _write_adapter(
-    model: "Decoder", spec: "DecoderSpec", found: Found, base: Path, config: dict[str, Any], out: Path
+    model: "Decoder", spec: "DecoderSpec", found: ExportSource, base: Path, config: dict[str, Any], out: Path
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
     from recipe_lib.checkpoint.adapters import export_adapter
@@ -327,7 +327,7 @@ def _write_adapter(
 
 
 def _check_adapter(
-    found: Found,
+    found: ExportSource,
     base: Path,
     spec: "DecoderSpec",
     adapter: Path,
@@ -351,7 +351,7 @@ def _check_adapter(
 
 
 def _check_merged(
-    found: Found,
+    found: ExportSource,
     arguments: argparse.Namespace,
     base: Path,
     adapter: Path,

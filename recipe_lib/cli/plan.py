@@ -12,7 +12,7 @@ from recipe_lib.cli.choose_strategy import decided
 from recipe_lib.cli.launch import environment
 from recipe_lib.cli.plan_files import calibrate, write
 from recipe_lib.cli.plan_request import OFFLINE, explained, known_ranks, read, read_config, recipe_class, settings_for
-from recipe_lib.cli.recipes import Recipe, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, recipe_for
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
 from recipe_lib.errors import DONE
@@ -37,7 +37,7 @@ def run(words: list[str]) -> int:
             if arguments.config is None:
                 return DONE
         recipe, cfg = read_config(arguments)
-        arguments.notes = check_start(cfg, ranks=known_ranks(arguments), plans=True)
+        arguments.notes += check_start(cfg, ranks=known_ranks(arguments), plans=True)
         if arguments.search:
             found = search(recipe, cfg, arguments)
             print(str(found).rstrip(), file=output)
@@ -74,7 +74,7 @@ def text_of(plan: "Plan", other: "Plan | None", depth: int) -> str:
     return render(plan, depth=depth, color=wants_color(sys.stdout))
 
 
-def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
+def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
     """The plan of a recipe with a config, and the trace behind it."""
     from recipe_lib.plan.world.shape_only_model import plannable
 
@@ -98,7 +98,7 @@ def make(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan
     return plan, trace
 
 
-def other_plan(recipe: Recipe, arguments: argparse.Namespace) -> "Plan":
+def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> "Plan":
     """The plan to compare with: a file's, or that of another config for the same device and processes."""
     if arguments.diff.endswith(".json"):
         from recipe_lib.plan.result import read_plan
@@ -109,7 +109,7 @@ def other_plan(recipe: Recipe, arguments: argparse.Namespace) -> "Plan":
     return make(other, load_config(arguments.diff, (), other.schema()), wanted)[0]
 
 
-def search(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> "Search":
+def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> "Search":
     """The fastest settings that fit; false if none does."""
     from recipe_lib.plan.world.shape_only_model import plannable
 

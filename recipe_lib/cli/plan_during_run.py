@@ -30,7 +30,7 @@ from recipe_lib.cli.plan_request import (
     recipe_class,
     settings_for,
 )
-from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
 from recipe_lib.logs import get_logger
@@ -39,16 +39,16 @@ from recipe_lib.units import GIB, format_bytes, format_seconds
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.result import Plan, RankPlan
-    from recipe_lib.plan.search.estimate import Quick
+    from recipe_lib.plan.search.estimate import Estimate
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
-WAIT_SECONDS = 300  # for the run to have tokenised its rows
-STEPS = ("first step", "step")  # the phases that a run measures
-KINDS = ("active", "allocated", "reserved")
+WAIT_SECONDS = 300  # for the run to have tokenized its rows
+STEP_PHASES = ("first step", "step")  # the phases that a run measures
+MEMORY_KINDS = ("active", "allocated", "reserved")
 # With more layers, times the micro-batches that a plan goes through, a whole plan takes longer than there is time for.
-MOST_LAYERS = 36
-DOUBT = 0.06  # share that an estimate of reserved memory may be off
+MAX_LAYERS = 36
+RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
 
 
 def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -59,7 +59,7 @@ def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 @contextmanager
-def plan_beside(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> Iterator[Callable[[int], None]]:
+def plan_beside(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> Iterator[Callable[[int], None]]:
     """Starts the plan of a run; with the run's exit code, what is yielded compares both.
 
     flags: torchrun's. words: the recipe's arguments.
@@ -86,7 +86,7 @@ def plan_beside(flags: Sequence[str], recipe: Recipe, words: Sequence[str]) -> I
             process.communicate()
 
 
-def _can_be_planned(recipe: Recipe) -> bool:
+def _can_be_planned(recipe: RecipeFile) -> bool:
     """A recipe of the user's own may be any program; only one of our kind is imported once more."""
     try:
         return recipe.shipped or "def train_step" in recipe.path.read_text(encoding="utf-8")
@@ -114,7 +114,7 @@ def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
         active = format_bytes(planned["active"])
         return [f"planned active {active} on a GPU; the resident set that a CPU run measures is no comparison for it"]
     parts = []
-    for kind in KINDS:
+    for kind in MEMORY_KINDS:
         real = (summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB
         if real and planned[kind]:
             error = planned[kind] / real - 1
@@ -135,7 +135,7 @@ def figures_of_plan(plan: "Plan") -> dict[str, Any]:
 
 
 def _peaks(rank: "RankPlan") -> dict[str, int]:
-    peaks = [peak for peak in rank.peaks if peak.phase in STEPS] or rank.peaks
+    peaks = [peak for peak in rank.peaks if peak.phase in STEP_PHASES] or rank.peaks
     return {
         "active": max(peak.active for peak in peaks),
         "allocated": max(peak.allocated for peak in peaks),
@@ -143,7 +143,7 @@ def _peaks(rank: "RankPlan") -> dict[str, int]:
     }
 
 
-def figures_of_quick(found: "Quick", usable: int) -> dict[str, Any]:
+def figures_of_quick(found: "Estimate", usable: int) -> dict[str, Any]:
     """The same from the estimate for a large model; the verdict is the estimate's, too. usable: by the allocator."""
     from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
 
@@ -151,7 +151,7 @@ def figures_of_quick(found: "Quick", usable: int) -> dict[str, Any]:
     first = None
     if found.first is not None:
         first = {"active": found.first[0], "reserved": found.first[2 if is_expandable() else 1]}
-    fits = reserved <= usable * (1 - DOUBT) and not found.estimate
+    fits = reserved <= usable * (1 - RESERVED_TOLERANCE) and not found.estimate
     verdict = DOES_NOT_FIT if found.active > usable else FITS if fits else RISKY
     return {
         "active": found.active,
@@ -224,7 +224,7 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     shaped, _ = plannable(cfg)
     with explained(recipe, cfg):
         planned = recipe_class(recipe)
-        if layer_count(shaped) * fewest_to_simulate(planned, shaped) <= MOST_LAYERS:
+        if layer_count(shaped) * fewest_to_simulate(planned, shaped) <= MAX_LAYERS:
             figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
         else:
             figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))

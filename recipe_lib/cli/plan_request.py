@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.local_gpus import VISIBLE, own_device, own_gpus
 from recipe_lib.cli.outputs import check_output
-from recipe_lib.cli.recipes import Recipe, load_module, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
-from recipe_lib.config import load_config
+from recipe_lib.config.load import load
 from recipe_lib.config.places import list_configs
 from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.suggest import quote, show
@@ -45,7 +45,7 @@ def parser() -> Parser:
     parser = Parser("plan", DESCRIPTION)
     add = parser.add_argument
     add("words", nargs="*", metavar="[RECIPE] key=value", help="as for `tune run`; RECIPE: the one the config names")
-    add("--config", metavar="CONFIG", help="a name that `tune ls` shows, or a path")
+    add("--config", action="append", metavar="CONFIG", help="a name of `tune ls`, or a path; of several the later win")
     add("--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on each machine; default: 1")
     add("--nnodes", metavar="M", help="machines; default: 1")
     add("--device", metavar="NAME", help="rtx4090, h100, ... or a size as 24GB; default: this machine's GPU, else 24GB")
@@ -98,12 +98,14 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def read_config(arguments: argparse.Namespace) -> tuple[Recipe, Any]:
+def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     """The recipe, and the config that the command line makes, with the plugins it names."""
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    recipe = Recipe.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
-    return recipe, load_config(arguments.config, arguments.overrides, recipe.schema())
+    recipe = RecipeFile.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
+    loaded = load(arguments.config, arguments.overrides, recipe.schema())
+    arguments.notes = loaded.idle
+    return recipe, loaded.cfg
 
 
 def planning_process(module: str, answer: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -148,7 +150,7 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
     return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
 
 
-def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
+def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
     """What a plan needs beside recipe and config, and what was assumed for it."""
     from recipe_lib.plan.world.sequence_lengths import check_choice, planned_sequence
 
@@ -170,7 +172,7 @@ def settings_for(recipe: Recipe, cfg: Any, arguments: argparse.Namespace) -> tup
         traced_ranks=traced,
         sequence=sequence,
         recipe=recipe.name,
-        config=str(arguments.config),
+        config=", ".join(arguments.config),
         overrides=tuple(arguments.overrides),
         steps=sequence.steps,
         calibration=calibration,
@@ -202,7 +204,7 @@ def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", r
     return dataclasses.replace(outside_torch(hardware, communicator_sizes(cfg.parallel, ranks)), **given)
 
 
-def recipe_class(recipe: Recipe) -> type:
+def recipe_class(recipe: RecipeFile) -> type:
     """The one class of a recipe's file that has the methods a plan calls; ConfigError by name if there is not one."""
     module = load_module(recipe.path)
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
@@ -218,7 +220,7 @@ def recipe_class(recipe: Recipe) -> type:
 
 
 @contextmanager
-def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
+def explained(recipe: RecipeFile, cfg: Any) -> Iterator[None]:
     """What a recipe of the user's own raises on the simulated device becomes a line that says where; and what a model's
     class of another library does, a line that names it."""
     try:
@@ -226,13 +228,14 @@ def explained(recipe: Recipe, cfg: Any) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # whatever a user's file raises is his to correct
-        if recipe.shipped and cfg.model.source == "native":
+        if recipe.shipped and cfg.model.implementation == "native":
             raise
         said = (str(error).strip().splitlines() or [""])[0]
         if recipe.shipped:
             raise ConfigError(
-                f"model.source={cfg.model.source}: its class raised {type(error).__name__} on the simulated device "
-                f"({show(said, 160)}); a run may still work; for a plan try another dtype (found dtype={cfg.dtype})"
+                f"model.implementation={cfg.model.implementation}: its class raised {type(error).__name__} on the "
+                f"simulated device ({show(said, 160)}); a run may still work; for a plan try another dtype (found "
+                f"dtype={cfg.dtype})"
             ) from error
         lines = lines_in(error, recipe.path)
         place = f"{show(str(recipe.path))}:{lines[-1] if lines else 1}"

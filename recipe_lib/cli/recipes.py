@@ -21,7 +21,7 @@ _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILI
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeFile:
     """A recipe's file. shipped: it is one of ours, whose config class is known without running the file."""
 
     name: str
@@ -29,7 +29,7 @@ class Recipe:
     shipped: bool
 
     @classmethod
-    def find(cls, name_or_path: str) -> "Recipe":
+    def find(cls, name_or_path: str) -> "RecipeFile":
         """The recipe of that name or path; ConfigError with the nearest name if there is none."""
         path = find_recipe(name_or_path)
         shipped = _is_shipped(path) and path.stem in RECIPE_CONFIGS
@@ -51,15 +51,16 @@ def recipe_of(config: Path) -> str | None:
     return found[1] if found else None
 
 
-def recipe_for(config: str, recipe: str | None = None) -> Recipe:
-    """The recipe to check a config against: `recipe` where given, else the one that the config names.
+def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
+    """The recipe to check a config against: `recipe` where given, else the one that the (last) config names.
 
     A config that names none of ours is checked against the first of them, which reports the name with its line.
     """
     if recipe is not None:
-        return Recipe.find(recipe)
-    name = recipe_of(find_config(config))
-    return Recipe.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
+        return RecipeFile.find(recipe)
+    each = [recipe_of(find_config(config)) for config in ([configs] if isinstance(configs, str) else configs)]
+    name = next((name for name in reversed(each) if name), None)
+    return RecipeFile.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
 
 
 def _is_shipped(path: Path) -> bool:
@@ -110,7 +111,7 @@ def _call_main(path: Path, argv: list[str]) -> int | None:
     return main(argv)
 
 
-def check_arguments(recipe: Recipe, words: Sequence[str]) -> Any:
+def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
     """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
 
     Its config; None for a recipe of the user's own, which reads its arguments itself, and may take others than ours.
@@ -129,4 +130,4 @@ def check_arguments(recipe: Recipe, words: Sequence[str]) -> Any:
                 if hint:
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
         raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
-    return parse_arguments(list(words), recipe.schema())
+    return parse_arguments(list(words), recipe.schema(), quiet=True)

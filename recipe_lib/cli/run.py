@@ -6,7 +6,7 @@ What stands before RECIPE is torchrun's and is handed on untouched; what stands 
 from recipe_lib.cli.choose_strategy import with_strategy
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
-from recipe_lib.cli.recipes import Recipe, check_arguments, run_recipe
+from recipe_lib.cli.recipes import RecipeFile, check_arguments, run_recipe
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.cli.torchrun_flags import check_launch, ranks_of, split, with_rendezvous
 from recipe_lib.errors import DONE
@@ -39,7 +39,7 @@ def run(words: list[str]) -> int:
     words, with_plan = take_choice(words)
     flags, name, rest = split(words)
     check_launch(flags)
-    recipe = Recipe.find(name)
+    recipe = RecipeFile.find(name)
     cfg = check_arguments(recipe, rest)
     if cfg is not None:
         check_start(cfg, ranks=ranks_of(flags), starts=True)
@@ -54,7 +54,7 @@ def run(words: list[str]) -> int:
     return code
 
 
-def start(flags: list[str], recipe: Recipe, rest: list[str]) -> int:
+def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:
     """The recipe in this process, or on the ranks that torchrun's flags ask for; returns the exit code."""
     if not flags:
         return run_recipe(recipe.path, rest)

@@ -84,13 +84,13 @@ def _note_earlier_run(cfg: Any) -> str | None:
 
 def _check_model(cfg: Any) -> str | None:
     """Its folder and config.json; a native one is of a family that is known."""
-    from recipe_lib.models.spec import preset_config, read_config, spec_from_config
+    from recipe_lib.models import preset_config, read_config, spec_from_config
 
-    if cfg.model.source == "transformers":
+    if cfg.model.implementation == "transformers":
         check_transformers()
     name = cfg.model.path
     if not name:
-        if cfg.model.source == "native" and cfg.model.preset:
+        if cfg.model.implementation == "native" and cfg.model.preset:
             spec_from_config(preset_config(cfg.model.preset), cfg.model.preset)
         return None
     if _is_made_by_a_run(name, MODEL_FOLDER):
@@ -99,13 +99,13 @@ def _check_model(cfg: Any) -> str | None:
     if folder is None:
         return not_downloaded(name)
     config = read_config(folder)
-    if cfg.model.source == "native":
+    if cfg.model.implementation == "native":
         spec_from_config(config, str(folder))
     return None
 
 
 def _check_adapter(cfg: Any) -> str | None:
-    adapter = getattr(getattr(cfg, "lora", None), "adapter", None)
+    adapter = cfg.trained_adapters and cfg.trained_adapters.adapter_path
     if not adapter:
         return None
     if _is_made_by_a_run(adapter, ADAPTER_FOLDER):

@@ -8,7 +8,7 @@ from recipe_lib.cli.local_gpus import own_gpus
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
 
-# torchrun's flags, spelt with hyphens, so that most command lines are understood without importing torch.
+# torchrun's flags, spelled with hyphens, so that most command lines are understood without importing torch.
 WITH_VALUE = {
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts",
     "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee",
@@ -87,7 +87,7 @@ def _ask_torchrun(name: str) -> bool:
 
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
-    """The value of a torchrun flag (spelt with hyphens), the last one given; None if it is not there."""
+    """The value of a torchrun flag (spelled with hyphens), the last one given; None if it is not there."""
     found = None
     for position, word in enumerate(flags):
         name, equals, value = word.partition("=")

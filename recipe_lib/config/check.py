@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_lib.config.aliases import KEY_ALIASES
+from recipe_lib.config.interpolation import InterpolationError, check_form, fill_in, is_interpolated, names_in, tree_of
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.places import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import Node
@@ -25,16 +26,28 @@ class Setting:
     where: str
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A value that names other keys, and what `check_value` is called with once it is filled in."""
+
+    node: Node
+    place: str
+    where: str
+    typed: bool
+
+
 @dataclass
 class Checked:
-    """What a source and its overrides came to.
+    """What sources and overrides came to.
 
-    settings: dotted key -> what was set. doubtful: keys that a fault has touched; they keep their default
-    here, so that no combination is judged by them. full: there are more faults than are kept.
+    settings: dotted key -> what was set. pending: dotted key -> a value with `${key}` in it. doubtful: keys that a
+    fault has touched; they keep their default here, so that no combination is judged by them. full: there are more
+    faults than are kept.
     """
 
     schema: Schema
     settings: dict[str, Setting] = field(default_factory=dict)
+    pending: dict[str, Pending] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
     full: bool = False
@@ -53,33 +66,36 @@ class Checked:
         prefix = f"{name}." if name else ""
         self.doubtful.update(key for key in self.schema.keys if key == name or key.startswith(prefix))
 
-    def sort_by_line(self, file: str) -> None:
-        """Puts the faults noted so far, all of one file, in its order."""
-        self.faults.sort(key=lambda fault: int(fault.removeprefix(f"{file}:").partition(":")[0]))
+    def sort_by_line(self, file: str, start: int) -> None:
+        """Puts the faults noted from `start` on, all of one file, in its order."""
+        self.faults[start:] = sorted(
+            self.faults[start:], key=lambda fault: int(fault.removeprefix(f"{file}:").partition(":")[0])
+        )
 
     def all_faults(self) -> list[str]:
         """The lines to show."""
         more = [f"the first {MAX_FAULTS} faults are shown; there are more"] if self.full else []
         return [*self.faults, *more]
 
-    def changed(self) -> set[str]:
-        """The keys whose value is not their default."""
-        keys = self.schema.keys
-        return {name for name, setting in self.settings.items() if setting.value != keys[name].default}
-
     def judged(self) -> set[str]:
         """The keys that no fault has touched."""
         return set(self.schema.keys) - self.doubtful
 
-    def latest_place(self, names: Iterable[str], otherwise: str) -> str:
-        """Where the last of these keys was set: the command line, else the lowest line of the file."""
-        places = [self.settings[name].where for name in names if name in self.settings]
-        if any(COMMAND_LINE in place for place in places):
-            return COMMAND_LINE
-        return max(places, key=lambda place: int(place.rpartition(":")[2]), default=otherwise)
+    def place_of(self, names: Iterable[str], otherwise: str) -> str:
+        """Where the last of these keys was set in each file, and the command line, if one was set there."""
+        last: dict[str, int] = {}
+        for name in names:
+            for place in self.settings[name].where.split(", ") if name in self.settings else ():
+                file, _, line = place.rpartition(":")
+                last[file] = max(last.get(file, 0), int(line) if file else 0)
+        return (
+            ", ".join(f"{file}:{line}" if file else COMMAND_LINE for file, line in sorted(last.items(), reverse=True))
+            or otherwise
+        )
 
     def set(self, name: str, value: Any, where: str) -> None:
         """Takes a value."""
+        self.pending.pop(name, None)
         self.settings[name] = Setting(value, where)
 
 
@@ -126,8 +142,16 @@ def check_section_value(checked: Checked, name: str, value: Node, place: str, fi
         checked.fault(place, name, f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}")
 
 
-def check_value(checked: Checked, key: Key, value: Node, place: str, *, where: str = "", typed: bool = False) -> None:
-    """Checks a key's value and takes it. where: how the setting is told later, if not by the place."""
+def check_value(
+    checked: Checked, key: Key, value: Node, place: str, *, where: str = "", typed: bool = False, filled: bool = False
+) -> None:
+    """Checks a key's value and takes it. where: how the setting is told later, if not by the place.
+
+    A value that names other keys waits for `fill_pending`; filled: it has been there.
+    """
+    if not filled and is_interpolated(value):
+        checked.pending[key.name] = Pending(value, place, where, typed)
+        return
     if key.section_class is not None and value.kind == "list":
         check_items(checked, key, value, place, where, typed)
         return
@@ -139,6 +163,33 @@ def check_value(checked: Checked, key: Key, value: Node, place: str, *, where: s
     except MismatchError as mismatch:
         checked.fault(place, "" if typed else key.name, str(mismatch))
         checked.doubt(key.name)
+
+
+def fill_pending(checked: Checked) -> None:
+    """Checks the values that name other keys, once all others are known."""
+    if not checked.pending:
+        return
+    keys, waiting = checked.schema.keys, checked.pending
+    for name, one in list(waiting.items()):
+        try:
+            check_form(one.node)
+        except InterpolationError as fault:
+            del waiting[name]
+            checked.fault(one.place, "" if one.typed else name, str(fault))
+    values = {name: key.default for name, key in keys.items() if not key.required}
+    values |= {name: setting.value for name, setting in checked.settings.items()}
+    tree = tree_of(values, {name: one.node for name, one in waiting.items()})
+    for name, one in list(waiting.items()):
+        try:
+            if names_in(one.node) & checked.doubtful:
+                raise MismatchError("")
+            node = fill_in(tree, one.node, name)
+            check_value(checked, keys[name], node, one.place, where=one.where, typed=one.typed, filled=True)
+        except InterpolationError as fault:
+            checked.fault(one.place, "" if one.typed else name, str(fault))
+            checked.doubt(name)
+        except MismatchError:
+            checked.doubt(name)
 
 
 def check_items(checked: Checked, key: Key, value: Node, place: str, where: str, typed: bool) -> None:

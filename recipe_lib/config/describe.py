@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.compatibility import INCOMPATIBLE
+from recipe_lib.config.idle import needs_text
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.values import expected
 
@@ -28,8 +29,12 @@ was set, `tune validate NAME` names every fault at once, with its line and the n
 On the command line: `key=value`, `section.key=value`, `section={key: value, ...}`, and `~key` for the default.
 A list is written `[a, b]`, one of sections `[{key: value}, {key: value}]`, where `name[0].key=value` sets one key of
 the first; a value may contain `=`. A text that looks like a number or like true, false or null
-has to be quoted in a file. Refused: tags, anchors, aliases, duplicate keys, `${...}`, more than one document,
-more than 1 MiB. No key takes a Python import path; names of your own come from `--plugin FILE`.
+has to be quoted in a file. `${section.key}` is the value of another key of the config, also
+inside a text or, relative, `${.key}`; in a list or mapping written with brackets it has to be in quotes. Of several
+files (`--config base.yaml --config mine.yaml`) the later ones win, key by key. A key that another one makes idle
+(`Only with ...` below) is told in one line of `tune validate` and at the start of a run, which uses its default.
+Refused: tags, anchors, aliases, duplicate keys, environment variables and resolvers in `${...}`, more than one
+document, more than 1 MiB. No key takes a Python import path; names of your own come from `--plugin FILE`.
 """
 
 _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")
@@ -46,9 +51,9 @@ def markdown(*schemas: type) -> str:
                 heading = f"## `{section}`\n\n{title}{_owners(section, views)}\n" if section else "## Top level\n"
                 parts += [heading, _table(keys)]
             done.add(section)
-    parts.append("## What does not go together\n\nEach is refused before anything is loaded.\n")
+    parts.append("## Incompatible settings\n\nEach is refused before anything is loaded.\n")
     rows = ["| keys | why | instead |", "|---|---|---|"]
-    for entry in INCOMPATIBLE:
+    for entry in RULES:
         rows.append(f"| {', '.join(f'`{key}`' for key in entry.keys)} | {entry.reason} | {entry.remedy} |")
     parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
@@ -57,9 +62,15 @@ def markdown(*schemas: type) -> str:
 def _table(keys: list[Key]) -> str:
     rows = ["| key | default | legal values | what it does |", "|---|---|---|---|"]
     for key in keys:
-        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), key.help)
+        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), about(key))
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows) + "\n"
+
+
+def about(key: Key) -> str:
+    """The key's line of description, and what it needs to have an effect."""
+    needs = key.limits.get("needs")
+    return f"{key.help} Only with {needs_text(needs)}." if needs else key.help
 
 
 def _owners(section: str, views: list[Schema]) -> str:
@@ -81,7 +92,7 @@ def describe_text(schema: type = FullFinetuneConfig) -> str:
         for key in keys:
             lines.append(f"  {key.name} = {_default_text(key)}   ({expected(key)})")
             if key.help:
-                lines.append(f"      {key.help}")
+                lines.append(f"      {about(key)}")
     return "\n".join(lines) + "\n"
 
 

@@ -19,6 +19,7 @@ def key(
     items: tuple[str, ...] | None = None,
     path: bool | None = None,
     most: float | None = None,
+    needs: Any = None,
 ) -> Any:
     """One key of a section.
 
@@ -27,7 +28,8 @@ def key(
     minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them.
     length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
     items of the list that may stand in place of a choice. path: a file or folder, in which a `~` at the beginning is
-    the user's home. most: a bound far above every sensible value, which only an error over it names.
+    the user's home. needs: what has to hold for it to have an effect (`recipe_lib.config.idle`). most: a bound far
+    above every sensible value, which only an error over it names.
     """
     limits = {
         "choices": choices,
@@ -41,6 +43,7 @@ def key(
         "items": items,
         "path": path,
         "most": most,
+        "needs": needs,
     }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
     if isinstance(default, (list, dict)):

@@ -2,9 +2,9 @@
 
 import argparse
 import copy
-import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,54 +14,60 @@ from recipe_lib.config.plugins import load_plugin
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote
 from recipe_lib.errors import ConfigError
+from recipe_lib.logs import get_logger
 
-# What a check needs (the YAML parser, OmegaConf) is imported inside the functions: naming a config is free.
+# What a check needs (the YAML parser) is imported inside the functions: naming a config is free.
 
 
-def load_config(source: str | Path, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Any:
+Sources = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """cfg: the config object. rows: (dotted key, value that is used, where it was set), in the schema's order; where is
+    `configs/demo/full.yaml:7`, `command line` or `default`. idle: a line for each key that was set and has no effect,
+    which is why it has its default in cfg."""
+
+    cfg: Any
+    rows: list[tuple[str, Any, str]]
+    idle: list[str]
+
+
+def load_config(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Any:
     """The config as an object of the class `schema`.
 
-    source: a shipped name (`llama3/8B_full`) or a path. overrides: `key=value`, `section.key=value`, or `~key`
-    for the default; later ones win. schema: FullFinetuneConfig or a subclass, with keys and sections of its own.
-    Raises ConfigError with every fault of the file and the overrides, a line each.
+    sources: a shipped name (`llama3/8B_full`) or a path; or several, of which the later ones win, key by key.
+    overrides: `key=value`, `section.key=value`, or `~key` for the default; later ones win. schema: FullFinetuneConfig
+    or a subclass, with keys and sections of its own. Raises ConfigError with every fault of the files and the
+    overrides, a line each.
     """
-    _, cfg = _check(source, overrides, schema)
-    return _to_object(cfg, str(source))
+    return load(sources, overrides, schema).cfg
 
 
-def resolve(
-    source: str | Path, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig
-) -> list[tuple[str, Any, str]]:
-    """Every (dotted key, value that will be used, where it was set), in the schema's order.
-
-    Where is `configs/demo/full.yaml:7`, `command line` or `default`. Raises ConfigError like `load_config`.
-    """
-    checked, _ = _check(source, overrides, schema)
-    rows = []
-    for name, key in checked.schema.keys.items():
-        setting = checked.settings.get(name)
-        rows.append((name, setting.value, setting.where) if setting else (name, key.default, "default"))
-    return rows
-
-
-def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig) -> Any:
-    """A recipe's command line: `--config NAME_OR_PATH [--plugin FILE ...] [key=value ...] [~key ...]`.
+def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig, *, quiet: bool = False) -> Any:
+    """A recipe's command line: `--config NAME_OR_PATH ... [--plugin FILE ...] [key=value ...] [~key ...]`.
 
     argv: None for the arguments of the process, in which no key may be given twice; of a list the later ones win.
-    Plugins are imported first, so that a config may use their names. Raises ConfigError, also where argparse would
-    print its usage.
+    Plugins are imported first, so that a config may use their names. A key that was set and has no effect is logged,
+    unless quiet. Raises ConfigError, also where argparse would print its usage.
     """
     if argv is None:
         refuse_repeated(sys.argv[1:])
     parser = _Parser(allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key.")
     parser.register("action", None, StoreOnce)
-    parser.add_argument("--config", required=True, metavar="NAME_OR_PATH", help="`tune ls` lists the names")
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="NAME_OR_PATH", help="`tune ls` lists the names"
+    )
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="a .py file that registers names")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
     for plugin in arguments.plugin:
         load_plugin(plugin)
-    return load_config(arguments.config, arguments.overrides, schema)
+    loaded = load(arguments.config, arguments.overrides, schema)
+    if not quiet:
+        for line in loaded.idle:
+            get_logger().info(line)
+    return loaded.cfg
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,35 +79,50 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"command line: {said}{usage}")
 
 
-def _check(source: str | Path, overrides: Sequence[str], schema: type) -> tuple[Any, Any]:
-    """(what was checked, an OmegaConf node with every value); ConfigError with all faults."""
-    from recipe_lib.config.check import Checked, check_file
-    from recipe_lib.config.compatibility import incompatibilities
+def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
+    """As `load_config`, with where each value is from and which have no effect."""
+    from recipe_lib.config.check import Checked, check_file, fill_pending
+    from recipe_lib.config.idle import disable_idle
     from recipe_lib.config.keys import read_schema
     from recipe_lib.config.overrides import apply_overrides
     from recipe_lib.config.read_yaml import read_file
+    from recipe_lib.config.rules import broken_rules
     from recipe_lib.config.secret_values import refuse_secrets
 
-    path = find_config(source)
-    shown = _shown(source, path)
-    checked = Checked(read_schema(schema))
-    document = read_file(path, shown)
-    for line, what in document.faults:
-        checked.fault(f"{shown}:{line}", "", what, doubt=False)
-    check_file(checked, document.top, shown)
-    checked.sort_by_line(shown)
+    checked, shown = Checked(read_schema(schema)), ""
+    for source in [sources] if isinstance(sources, (str, Path)) else sources:
+        path, start = find_config(source), len(checked.faults)
+        shown = _shown(source, path)
+        document = read_file(path, shown)
+        for line, what in document.faults:
+            checked.fault(f"{shown}:{line}", "", what, doubt=False)
+        check_file(checked, document.top, shown)
+        checked.sort_by_line(shown, start)
     apply_overrides(checked, overrides)
+    fill_pending(checked)
     refuse_secrets(checked)
     _check_recipe(checked)
     _check_required(checked, shown)
-    cfg = _build(checked)
-    for entry in incompatibilities(cfg, checked.changed(), checked.judged()):
-        # What is to be removed is looked for where it stands, not where the key was set that made it idle.
-        keys = (entry.unread,) if entry.unread in checked.settings else entry.keys
-        checked.fault(checked.latest_place(keys, shown), "", entry.line(cfg), doubt=False)
+    cfg = _build(checked, shown)
+    idle = disable_idle(cfg, checked.schema.keys.values(), checked.judged())
+    for rule in broken_rules(cfg, checked.judged()):
+        checked.fault(checked.place_of(rule.keys, shown), "", rule.line(cfg), doubt=False)
     if checked.faults:
         raise ConfigError(*checked.all_faults())
-    return checked, cfg
+    return Loaded(cfg, _rows(checked, cfg, idle), idle)
+
+
+def _rows(checked: Any, cfg: Any, idle: list[str]) -> list[tuple[str, Any, str]]:
+    reasons = dict(line.split(" has no effect: ", 1) for line in idle)
+    rows = []
+    for name, key in checked.schema.keys.items():
+        setting = checked.settings.get(name)
+        if setting is None or name in reasons:
+            where = "default" if setting is None else f"{setting.where} has no effect: {reasons[name]}"
+            rows.append((name, key.default, where))
+        else:
+            rows.append((name, setting.value, setting.where))
+    return rows
 
 
 def _check_recipe(checked: Any) -> None:
@@ -134,38 +155,29 @@ def _check_required(checked: Any, shown: str) -> None:
             checked.fault(shown, name, f"is not set, expected {expected(key)}")
 
 
-def _build(checked: Any) -> Any:
-    """An OmegaConf node of the schema, filled with what was set without a fault."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+def _build(checked: Any, source: str) -> Any:
+    """The config's class, filled with what was set without a fault; a key in doubt has its default."""
+    values = {
+        name: copy.deepcopy(setting.value) for name, setting in checked.settings.items() if name not in checked.doubtful
+    }
     try:
-        cfg = copy.deepcopy(_unset(checked.schema.config_class))
-        for name, setting in checked.settings.items():
-            if name not in checked.doubtful:
-                OmegaConf.update(cfg, name, setting.value, merge=False)
-    except OmegaConfBaseException as error:
-        where = f"{checked.schema.config_class.__name__}.{error.full_key}" if error.full_key else "the config's class"
-        raise ConfigError(f"{where}: {str(error.msg or error).splitlines()[0]}") from error
-    return cfg
-
-
-@functools.cache
-def _unset(config_class: type) -> Any:
-    """An OmegaConf node of the class with every default, to be copied: making one anew takes five times as long."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(config_class)
-
-
-def _to_object(cfg: Any, source: str) -> Any:
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.to_object(cfg)
+        return _section(checked.schema, "", values)
     except ValueError as error:  # a `__post_init__` of a user's own class
         said = str(error).partition("\n")[0] or "refused by the config's class"
-        raise ConfigError(f"{source}: {said}") from error
+        raise ConfigError(*checked.all_faults(), f"{source}: {said}") from error
+
+
+def _section(schema: Any, section: str, values: dict[str, Any]) -> Any:
+    given: dict[str, Any] = {}
+    for name in schema.children(section):
+        word = name.rpartition(".")[2]
+        if name in schema.sections:
+            given[word] = _section(schema, name, values)
+        elif name in values:
+            given[word] = values[name]
+        else:
+            given[word] = None if schema.keys[name].required else copy.deepcopy(schema.keys[name].default)
+    return schema.sections[section](**given)
 
 
 def _shown(source: str | Path, path: Path) -> str:

@@ -128,9 +128,11 @@ def check_source(source: str) -> str | None:
 
 
 def check_transformers() -> None:
-    """SetupError without the package whose models `model.source=transformers` trains."""
+    """SetupError without the package whose models `model.implementation=transformers` trains."""
     if not has_package("transformers"):
-        raise SetupError(f"model.source=transformers: found no package transformers; {install_line('transformers')}")
+        raise SetupError(
+            f"model.implementation=transformers: found no package transformers; {install_line('transformers')}"
+        )
 
 
 def no_liger() -> str:

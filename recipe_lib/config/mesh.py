@@ -1,25 +1,34 @@
 """How many ranks each dimension of a run's mesh has. No torch: a wrong number is told before anything starts."""
 
+import math
+
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError
 
+# Outermost first: neighbors share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
+MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
+DATA_DIMS = ("data_replicate", "data_shard")  # along these, ranks have different batches
+MODEL_DIMS = tuple(name for name in MESH_DIMS if name not in DATA_DIMS)  # along these, the same one
 
-def mesh_shape(parallel: ParallelConfig, size: int) -> tuple[int, int, int, int]:
-    """The sizes of MESH_DIMS for `size` ranks; SetupError names the numbers when they do not fit."""
-    pipeline, tensor = parallel.pipeline, parallel.tensor
-    inner = pipeline * tensor
+
+def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
+    """Ranks by MESH_DIMS, in their order, for `size` ranks; SetupError names the numbers when they do not fit."""
+    sizes = {name: getattr(parallel, name) for name in MODEL_DIMS}
+    inner = math.prod(sizes.values())
     if size % inner:
-        product = f"{pipeline} x {tensor} = {inner}" if pipeline > 1 and tensor > 1 else str(inner)
+        several = [str(ranks) for ranks in sizes.values() if ranks > 1]
+        product = f"{' x '.join(several)} = {inner}" if len(several) > 1 else str(inner)
         raise SetupError(
             f"{' x '.join(_dividing(parallel))}: found {product} for {size} rank{'s' if size > 1 else ''}, expected "
             f"a divisor of {size}; start a multiple of {inner} ranks (--nproc_per_node)"
         )
-    return (pipeline, *_data_shape(parallel, size // inner, inner), tensor)
+    sizes |= dict(zip(DATA_DIMS, _data_shape(parallel, size // inner, inner), strict=True))
+    return {name: sizes[name] for name in MESH_DIMS}
 
 
 def _dividing(parallel: ParallelConfig) -> list[str]:
     """The keys by which several ranks have the same batch."""
-    return [f"parallel.{name}" for name in ("pipeline", "tensor") if getattr(parallel, name) > 1]
+    return [f"parallel.{name}" for name in MODEL_DIMS if getattr(parallel, name) > 1]
 
 
 def _data_shape(parallel: ParallelConfig, size: int, inner: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from recipe_lib.errors import ConfigError
 STATE_FOLDER = "state"
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
-EARLIER_FOLDER = "earlier"  # of a run that `overwrite=true` replaces, until the new model is whole
+EARLIER_FOLDER = "earlier"  # of a run that `overwrite_output_dir=true` replaces, until the new model is whole
 _HALF_EXCHANGED = ".{}.*.old"  # what an exchange of folders left, if a process ended in its midst
 
 
@@ -28,7 +28,7 @@ def check_folder(folder: Path) -> None:
 def check_earlier_run(cfg: Any) -> None:
     """ConfigError if output_dir holds the work of an earlier run that this one would mix with."""
     folder = Path(cfg.output_dir)
-    if cfg.overwrite:
+    if cfg.overwrite_output_dir:
         return
     has_state = any((folder / STATE_FOLDER).glob("step_*"))
     kept = any(folder.glob(f"{EARLIER_FOLDER}*/{STATE_FOLDER}/step_*"))
@@ -40,13 +40,15 @@ def check_earlier_run(cfg: Any) -> None:
         held = "saved states" if has_state or (kept and not has_model) else "a trained model"
         remedy = "resume=latest goes on from them, " if has_state else ""
         raise ConfigError(
-            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite=true replaces what is there, "
+            f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite_output_dir=true replaces what "
+            "is there, "
             "or choose another output_dir"
         )
     if cfg.resume == "latest" and has_model and not has_state:
         raise ConfigError(
-            f"resume=latest: {folder} holds a trained model and no saved state to go on from; overwrite=true trains "
-            "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
+            f"resume=latest: {folder} holds a trained model and no saved state to go on from; "
+            "overwrite_output_dir=true trains "
+            "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
         )
 
 

@@ -4,7 +4,8 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from recipe_lib.config.check import COMMAND_LINE, Checked, Setting, check_section, check_value, unknown_key
+from recipe_lib.config.check import COMMAND_LINE, Checked, check_section, check_value, unknown_key
+from recipe_lib.config.interpolation import is_interpolated
 from recipe_lib.config.keys import Schema, item_schema
 from recipe_lib.config.read_yaml import Node, YamlError, parse
 from recipe_lib.config.suggest import show
@@ -37,6 +38,11 @@ def _set(checked: Checked, name: str, text: str, place: str) -> None:
         checked.fault(place, "", str(fault))
         return
     outer = schema.mapping_of(name)
+    if is_interpolated(value) and (outer or _ITEM.fullmatch(name)):
+        checked.fault(
+            place, "", "a part of a value cannot name other keys here; write it in a file, or the value itself"
+        )
+        return
     if name in schema.sections and name:
         _set_section(checked, name, value, place)
     elif name in schema.keys:
@@ -76,7 +82,9 @@ def _set_section(checked: Checked, name: str, value: Node, place: str) -> None:
         for fault in inner.faults:
             checked.fault(place, "", fault.partition(": ")[2])
         for key, setting in inner.settings.items():
-            checked.settings[key] = Setting(setting.value, COMMAND_LINE)
+            checked.set(key, setting.value, COMMAND_LINE)
+        for key, one in inner.pending.items():
+            checked.pending[key] = dataclasses.replace(one, place=place, where=COMMAND_LINE)
         checked.doubtful |= inner.doubtful
 
 
@@ -137,8 +145,9 @@ def _reset(checked: Checked, name: str, place: str) -> None:
         section = name.rpartition(".")[0]
         unknown_key(checked, place, name, section if section in schema.sections else "", typed=True)
     else:
-        for key in [key for key in checked.settings if key == name or key.startswith(f"{name}.")]:
-            del checked.settings[key]
+        for values in (checked.settings, checked.pending):
+            for key in [key for key in values if key == name or key.startswith(f"{name}.")]:
+                del values[key]
 
 
 def _how_to_write(override: str, schema: Schema) -> str:

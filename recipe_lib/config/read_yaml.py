@@ -118,6 +118,8 @@ def _plainly(error: Any, text: str) -> YamlError:
     at = lines[min(line, len(lines)) - 1]
     if "\t" in at[: len(at) - len(at.lstrip())]:
         return YamlError(line, "not valid YAML: indented with a tab; use spaces")
+    if "${" in at and "flow " in said:
+        return YamlError(line, "not valid YAML: inside a list or mapping ${...} has to be in quotes")
     for sign, words in _PLAIN_WORDS:
         if sign in said:
             return YamlError(line, f"not valid YAML: {words}")

@@ -12,6 +12,7 @@ asked for, which keeps torch out of config checks. A plugin registers names of i
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 from recipe_lib.config.suggest import did_you_mean
@@ -28,7 +29,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizer.name": ("recipe_lib.optim.optimizers", ("adamw", "sgd", "muon")),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
     "log.trackers": ("recipe_lib.training.records.trackers", ("tensorboard", "wandb", "trackio")),
-    "model": ("recipe_lib.models.foreign_build", ("native", "transformers")),
+    "model": ("recipe_lib.foreign.spec", ("native", "transformers")),
 }
 
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}
@@ -60,13 +61,17 @@ def registered(kind: str, name: str) -> Callable[..., Any]:
     Raises ConfigError with the nearest name if there is none.
     """
     _check_kind(kind)
-    module, built_in = BUILT_IN[kind]
-    if name in built_in and name not in _components[kind]:
-        importlib.import_module(module)
+    if name in BUILT_IN[kind][1] and name not in _components[kind]:
+        owner(kind)
     if name not in _components[kind]:
         known = names(kind)
         raise ConfigError(f"{kind}: found {name!r}, expected one of {', '.join(known)}{did_you_mean(str(name), known)}")
     return _components[kind][name]
+
+
+def owner(kind: str) -> ModuleType:
+    """The module that registers the built-in names of a kind, imported with the first of them that is asked for."""
+    return importlib.import_module(BUILT_IN[kind][0])
 
 
 def names(kind: str) -> list[str]:

@@ -6,10 +6,16 @@ The dataclasses are the schema that a YAML file is checked against, that `docs/c
 
 from dataclasses import dataclass, field
 
+from recipe_lib.config import idle
 from recipe_lib.config.field import key
+from recipe_lib.config.recipe_facts import RecipeFacts
+from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, DpoConfig, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
+from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
 
 __all__ = [
+    "LINEARS",
+    "PEFT_NAMES",
     "CheckpointConfig",
     "DataConfig",
     "DpoConfig",
@@ -18,7 +24,7 @@ __all__ = [
     "LogConfig",
     "LoraConfig",
     "LoraFinetuneConfig",
-    "LrScheduleConfig",
+    "LrSchedulerConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -37,223 +43,53 @@ class OptimizerConfig:
     name: str = key("adamw", "The optimizer.", kind="optimizer.name")
     lr: float = key(2e-5, "Peak learning rate.", above=0)
     weight_decay: float = key(0.0, "Decoupled weight decay, applied to every parameter.", minimum=0)
-    betas: list[float] = key([0.9, 0.95], "AdamW's two decay rates.", minimum=0, below=1, length=2)
-    eps: float = key(1e-8, "AdamW's epsilon.", above=0)
-    momentum: float | None = key(None, "Momentum; null: for sgd 0, for muon 0.95.", minimum=0, below=1)
+    betas: list[float] = key(
+        [0.9, 0.95], "AdamW's two decay rates.", minimum=0, below=1, length=2, needs="optimizer.name != sgd"
+    )
+    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs="optimizer.name != sgd")
+    momentum: float | None = key(
+        None, "Momentum; null: for sgd 0, for muon 0.95.", minimum=0, below=1, needs="optimizer.name != adamw"
+    )
     implementation: str = key(
         "auto",
         "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused where "
         "torch has such a kernel and it is right (for SGD neither with FSDP nor in bf16 on a CPU), else foreach.",
         choices=("auto", "fused", "foreach", "single"),
+        needs=idle.steps_with_torch,
     )
     state_bits: int | None = key(
         None,
         "Bits of each number of AdamW's states; 8 and 4: in blocks with a scale each; null: those of dtype.",
         choices=(4, 8, 16, 32),
+        needs="optimizer.name != sgd",
     )
     master_weights: bool = key(
-        False, "Also keep the weights in fp32, which the steps add up in; dtype=bf16 is what is computed with."
+        False,
+        "Also keep the weights in fp32, which the steps add up in; dtype=bf16 is what is computed with.",
+        needs=("optimizer.name != sgd", idle.trains_bf16),
     )
     stochastic_rounding: bool = key(
-        False, "Round a step's bf16 weights up or down at random, so that steps smaller than a bit add up."
+        False,
+        "Round a step's bf16 weights up or down at random, so that steps smaller than a bit add up.",
+        needs=("optimizer.name != sgd", idle.trains_bf16),
     )
 
 
 @dataclass
-class LrScheduleConfig:
+class LrSchedulerConfig:
     """The learning rate over the steps."""
 
-    kind: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
+    type: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0)
-    final_share: float = key(
-        0.0, "Share of optimizer.lr that the rate falls to, one step after the last.", minimum=0, maximum=1
+    warmup_ratio: float | None = key(
+        None, "In place of warmup_steps: the share of all optimizer steps, rounded up.", minimum=0, maximum=1
     )
-
-
-@dataclass
-class ParallelConfig:
-    """How the ranks divide the work."""
-
-    strategy: str = key(
-        "fsdp",
-        "`fsdp`: shards, gathered layer by layer; `ddp`: every data rank has all weights, and trained gradients are "
-        "summed once a step; `auto`: what `tune run` plans to be faster and to fit.",
-        choices=("fsdp", "ddp", "auto"),
-    )
-    data_shard: int = key(
-        -1,
-        "Ranks that share one copy of parameters, gradients and states; -1: all that are left.",
-        minimum=1,
-        most=2**16,
-        also=(-1,),
-    )
-    data_replicate: int = key(1, "Copies of the sharded model (HSDP).", minimum=1, most=2**16)
-    tensor: int = key(
-        1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1, most=2**16
-    )
-    tensor_recompute_gather: str = key(
-        "auto",
-        "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
-        choices=("auto", "true", "false"),
-    )
-    tensor_copy_kv_heads: bool = key(
-        False, "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs."
-    )
-    pipeline: int = key(
-        1, "Ranks, one behind the other, that the layers are divided among (pipeline).", minimum=1, most=2**12
-    )
-    pipeline_schedule: str = key(
-        "1f1b",
-        "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with `zero` or `v` in "
-        "their names put off weight gradients to when a rank would wait.",
-        choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
-    )
-    pipeline_microbatches: int | None = key(
-        None,
-        "Micro-batches that the batch_size x gradient_accumulation_steps rows of a data rank go through the pipeline "
-        "in; null: gradient_accumulation_steps.",
-        minimum=1,
-        most=2**16,
-    )
-    pipeline_stages_per_rank: int = key(
-        2,
-        "Stages on each rank of an interleaved schedule; `zbv` and `dualpipev` have 2, the others 1.",
-        minimum=2,
-        most=2**10,
-    )
-    pipeline_put_off: int | None = key(
-        None,
-        "Most micro-batches of a rank (each of its stages counted) that wait for their weight gradients at a time, in "
-        "schedules that put these off; fewer take less memory, the bubble is longer; null: as the schedule has it.",
-        minimum=1,
-    )
-    pipeline_split: str | list[int] = key(
-        "time",
-        "Layers of each stage: even in `time`, or in `memory` of parameters and states, embedding and head counted; "
-        "or a list, one number a stage.",
-        choices=("time", "memory"),
-        minimum=1,
-    )
-    wrapping: str | list[str] = key(
-        "auto",
-        "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
-        "if either is larger than a layer, else layers); or a list of module-name patterns.",
-        choices=("auto", "layers", "memory_efficient"),
-    )
-    reshard_after_forward: bool = key(True, "Free a unit's gathered parameters after its forward; false: keep them.")
-    reduce_dtype: str | None = key(
-        None, "Gradients are summed over ranks in it; null: their own.", choices=("fp32", "bf16")
-    )
-    heartbeat_timeout_seconds: float = key(
-        60.0,
-        "Seconds that a rank waits in a step for one that does not answer or stands still: then all ranks end, with a "
-        "line that names it, and exit code 7. Loading, validation and saving may take longer.",
-        minimum=1.0,
-    )
-
-
-@dataclass
-class MemoryConfig:
-    """Levers that trade time for memory."""
-
-    activation_checkpointing: str = key(
-        "none",
-        "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul; "
-        "`budget`: keep what saves the most time, up to activation_budget.",
-        choices=("none", "full", "selective", "budget"),
-    )
-    activation_budget: float | None = key(
-        None, "GiB on a rank that the layers may keep for backward; of checkpointing `budget`.", above=0, most=2**20
-    )
-    activation_offload: bool = key(
-        False, "Keep what the layers keep for backward in pinned host memory; copied beside the computation."
-    )
-    activation_offload_ahead: int = key(
-        1,
-        "Layers whose kept tensors are back on the device, or still on their way out, beside the present one's.",
-        minimum=1,
-        most=2**12,
-    )
-    mlp_chunks: int = key(
-        1,
-        "Pieces of a row's tokens that an MLP computes one after the other, again in backward.",
-        minimum=1,
-        most=2**16,
-    )
-    optimizer_in_backward: bool = key(
-        False, "Step each parameter when its gradient is there, and free that; needs clip_grad_norm=null."
-    )
-    optimizer_offload: bool = key(
-        False, "Keep optimizer states in pinned host memory; each parameter's visit the device for its step."
-    )
-    host_memory: float | None = key(
-        None,
-        "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
-        above=0,
-        most=2**20,
-    )
-    cpu_offload: bool = key(False, "Keep sharded parameters, gradients and optimizer states in host memory.")
-    loss_chunks: int = key(8, "Pieces the loss is computed in; more: less memory for logits.", minimum=1, most=2**16)
-    loss_kernel: str = key(
-        "chunked",
-        "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
-        "has one; `liger`: Liger's kernel (extra `liger`).",
-        choices=("chunked", "torch", "liger"),
-    )
-
-
-@dataclass
-class LoraConfig:
-    """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
-
-    rank: int = key(16, "Rank of the two matrices.", minimum=1, most=2**16)
-    alpha: float = key(32.0, "The product is multiplied by alpha / rank.", above=0)
-    dropout: float = key(0.0, "Share of the adapter's inputs set to zero in training.", minimum=0, below=1)
-    targets: list[str] = key(
-        ["q", "k", "v", "o", "gate", "up", "down"],
-        "What gets an adapter; `all-linear`: every linear of the layers.",
-        choices=("q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "all-linear"),
-    )
-    modules: list[str] = key(
-        [], "Of a model that is not native: ends of the names of linears that get an adapter, as `c_attn`; []: all."
-    )
-    rslora: bool = key(False, "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).")
-    dora: bool = key(False, "Also train the length of each output's weights (DoRA, arXiv 2402.09353).")
-    quantize: str = key(
-        "none",
-        "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
-        choices=("none", "nf4", "int8"),
-    )
-    dtype: str | None = key(None, "Type of the adapters' weights; null: dtype.", choices=("fp32", "bf16"))
-    adapter: str | None = key(None, "Folder of a PEFT adapter to go on training; null: a new one.", path=True)
-    merge: bool = key(False, "At the end also write the model with the adapter merged in, as output_dir/model.")
-
-    def __post_init__(self) -> None:
-        """`all-linear` is a word for seven others."""
-        if "all-linear" in self.targets:
-            linears = ["q", "k", "v", "o", "gate", "up", "down"]
-            self.targets = linears + [name for name in self.targets if name in ("embedding", "head")]
-
-
-@dataclass
-class DpoConfig:
-    """Preference optimisation on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290)."""
-
-    loss: str = key(
-        "sigmoid",
-        "`sigmoid`: DPO; `cdpo`: with dpo.label_smoothing; `ipo` (arXiv 2310.12036); `simpo`: mean log-probabilities, "
-        "no reference (arXiv 2405.14734).",
-        choices=("sigmoid", "cdpo", "ipo", "simpo"),
-    )
-    beta: float = key(0.1, "How strongly the model is held to the reference (simpo: scale of the reward).", above=0)
-    label_smoothing: float = key(0.0, "cdpo: share of pairs taken to be the wrong way round.", minimum=0, below=0.5)
-    margin: float = key(0.5, "simpo: least difference of rewards (gamma).", minimum=0)
-    reference_free: bool = key(False, "sigmoid, cdpo, ipo: take a reference that finds both answers equally likely.")
-    train: str = key(
-        "lora",
-        "`lora`: adapters, the reference is the model without them; `full`: every parameter, the "
-        "reference is a frozen second copy.",
-        choices=("lora", "full"),
+    min_lr_ratio: float = key(
+        0.0,
+        "Share of optimizer.lr that the rate falls to, one step after the last.",
+        minimum=0,
+        maximum=1,
+        needs="lr_scheduler.type != constant",
     )
 
 
@@ -261,8 +97,8 @@ class DpoConfig:
 class CheckpointConfig:
     """What is saved, and when."""
 
-    save_every_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
-    keep: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
+    save_every_n_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
+    keep_last_n: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
     save_model: bool = key(True, "Write the trained model as a Hugging Face folder at the end.")
     max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0, most=2**20)
     extra_parameters: str = key(
@@ -277,7 +113,7 @@ class CheckpointConfig:
 class LogConfig:
     """What is shown and recorded."""
 
-    every_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
+    every_n_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
     progress: str = key(
         "auto",
         "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.",
@@ -292,7 +128,7 @@ class LogConfig:
 
 
 @dataclass
-class FullFinetuneConfig:
+class FullFinetuneConfig(RecipeFacts):
     """Config of `full_finetune_distributed`."""
 
     recipe: str = key("full_finetune_distributed", "The recipe this config is for.")
@@ -301,7 +137,7 @@ class FullFinetuneConfig:
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -318,10 +154,10 @@ class FullFinetuneConfig:
     epochs: int = key(1, "Passes over the rows.", minimum=1, most=10**6)
     max_steps: int | None = key(None, "Stop after this many optimizer steps.", minimum=1)
     max_seq_len: int = key(2048, "Longest row, tokens.", minimum=1, most=2**24)
-    loss: str = key("cross_entropy", "The loss.", kind="loss")
+    loss: str = key("cross_entropy", "The loss.", kind="loss", needs=idle.sums_over_tokens)
     clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
     output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.", path=True)
-    overwrite: bool = key(
+    overwrite_output_dir: bool = key(
         False, "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays."
     )
     resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)
@@ -341,6 +177,11 @@ class LoraFinetuneConfig(FullFinetuneConfig):
     recipe: str = key("lora_finetune_distributed", "The recipe this config is for.")
     lora: LoraConfig = field(default_factory=LoraConfig)
 
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As everywhere."""
+        return self.lora
+
 
 @dataclass
 class DpoFinetuneConfig(LoraFinetuneConfig):
@@ -348,3 +189,28 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
 
     recipe: str = key("dpo_distributed", "The recipe this config is for.")
     dpo: DpoConfig = field(default_factory=DpoConfig)
+
+    @property
+    def sequences_per_item(self) -> int:
+        """A chosen answer and a rejected one."""
+        return 2
+
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As `dpo.trainable` says."""
+        return self.lora if self.dpo.trainable == "adapters" else None
+
+    @property
+    def adapters_instead(self) -> dict[str, str]:
+        """As everywhere."""
+        return {"dpo.trainable": "adapters"}
+
+    @property
+    def runs_reference(self) -> bool:
+        """As the loss needs one."""
+        return self.dpo.needs_reference
+
+    @property
+    def sums_losses(self) -> bool:
+        """Log-probabilities of tokens."""
+        return False

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from recipe_lib.config import idle
 from recipe_lib.config.field import key
 
 
@@ -11,9 +12,9 @@ class ModelConfig:
 
     path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
     preset: str | None = key(
-        None, "Architecture to initialise at random: a shipped name, or a config.json of yours.", path=True
+        None, "Architecture to initialize at random: a shipped name, or a config.json of yours.", path=True
     )
-    source: str = key(
+    implementation: str = key(
         "native",
         "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
         "`transformers`); or what a plugin registered.",
@@ -43,7 +44,7 @@ class SourceConfig:
     format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
     split: str | None = key(None, "Like data.split; null: the same.")
     columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.")
-    max_rows: int | None = key(None, "Use only its first rows.", minimum=1)
+    max_samples: int | None = key(None, "Use only its first rows.", minimum=1)
 
 
 @dataclass
@@ -58,12 +59,13 @@ class DataConfig:
     )
     sources: list[SourceConfig] = key([], "Several sources with weights, in place of data.source.")
     format: str = key("alpaca", "How a row is read.", kind="data.format")
-    split: str = key("train", "Split of a hub dataset.")
+    split: str = key("train", "Split of a hub dataset.", needs=idle.reads_hub)
     columns: dict[str, str] = key({}, "The format's column name -> the name it has in your file.")
     template: str = key(
         "auto",
         "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
         choices=("auto", "chat", "plain"),
+        needs=idle.has_turns,
     )
     train_on: str | list[str] = key(
         "assistant",
@@ -71,6 +73,7 @@ class DataConfig:
         "message's own `train: false` takes it out.",
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
+        needs=idle.chooses_labels,
     )
     history: str = key(
         "auto",
@@ -78,14 +81,11 @@ class DataConfig:
         "that do not fit into one sequence get their own, rendered as when generating; `split`: each answer gets its "
         "own; `refuse`: such a row is a bad one.",
         choices=("auto", "split", "refuse"),
+        needs=(idle.has_earlier_answers, "data.train_on != all"),
     )
-    trained_share: str = key(
-        "check",
-        "`check`: a run in which no token or every token is trained stops; `any`: it does not.",
-        choices=("check", "any"),
-    )
+    check_label_mask: bool = key(True, "Stop a run in which no token or every token is a label; false: do not.")
     packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
-    pad_to_multiple: int = key(
+    pad_to_multiple_of: int = key(
         1, "Row lengths are rounded up to a multiple of it, with padding; at most max_seq_len.", minimum=1
     )
     shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
@@ -93,24 +93,30 @@ class DataConfig:
         True,
         "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
     )
-    max_rows: int | None = key(None, "Use only the first rows of the source.", minimum=1)
-    max_row_mib: float = key(
+    max_samples: int | None = key(None, "Use only the first rows of the source.", minimum=1)
+    max_sample_mib: float = key(
         16.0,
-        "Largest row as it is in its file, MiB; a larger one cannot be read (bad_rows).",
+        "Largest row as it is in its file, MiB; a larger one cannot be read (on_invalid).",
         above=0,
         most=4096,
     )
-    bad_rows: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
-    long_rows: str = key("truncate", "What a row over max_seq_len tokens does.", choices=("truncate", "skip", "error"))
-    workers: int | None = key(
-        None, "Processes per machine that tokenise; null: one for each CPU core.", minimum=1, most=2**10
+    on_invalid: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
+    truncation: str = key(
+        "truncate",
+        "What a row over max_seq_len tokens does.",
+        choices=("truncate", "drop", "error"),
+        needs=idle.has_long_rows,
     )
-    loader_workers: int = key(
-        0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8
+    num_proc: int | None = key(
+        None, "Processes per machine that tokenize; null: one for each CPU core.", minimum=1, most=2**10
     )
-    cache: bool = key(True, "Keep tokenised rows on disk for the next start and for the other ranks of the machine.")
+    num_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8)
+    cache: bool = key(True, "Keep tokenized rows on disk for the next start and for the other ranks of the machine.")
     cache_dir: str | None = key(
-        None, "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.", path=True
+        None,
+        "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.",
+        path=True,
+        needs="data.cache",
     )
 
 
@@ -121,7 +127,11 @@ class ValidationConfig:
     source: str | None = key(
         None, "Like data.source; the other data.* keys apply to it as well. null: no validation.", path=True
     )
-    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
-    every_steps: int | None = key(None, "Steps between validations; null: at the end of each epoch.", minimum=1)
-    max_rows: int | None = key(None, "Use only the first rows.", minimum=1)
-    batch_size: int | None = key(None, "Rows per rank in a validation batch; null: batch_size.", minimum=1, most=2**20)
+    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format", needs="validation.source")
+    every_n_steps: int | None = key(
+        None, "Steps between validations; null: at the end of each epoch.", minimum=1, needs="validation.source"
+    )
+    max_samples: int | None = key(None, "Use only the first rows.", minimum=1, needs="validation.source")
+    batch_size: int | None = key(
+        None, "Rows per rank in a validation batch; null: batch_size.", minimum=1, most=2**20, needs="validation.source"
+    )

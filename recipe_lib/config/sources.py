@@ -23,7 +23,7 @@ def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
         format=cfg.format if source.format is None else source.format,
         split=cfg.split if source.split is None else source.split,
         columns=dict(columns),
-        max_rows=cfg.max_rows if source.max_rows is None else source.max_rows,
+        max_samples=cfg.max_samples if source.max_samples is None else source.max_samples,
     )
 
 

@@ -11,9 +11,9 @@ def nearest(found: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -
     """The member of `valid` that is most like `found`, upper and lower case alike; None if none is close."""
     from difflib import get_close_matches  # 6 ms, and only a faulty config needs it
 
-    spelt = {name.lower(): name for name in valid}
-    close = get_close_matches(found.lower()[:200], list(spelt), n=1, cutoff=cutoff)
-    return spelt[close[0]] if close else None
+    spelled = {name.lower(): name for name in valid}
+    close = get_close_matches(found.lower()[:200], list(spelled), n=1, cutoff=cutoff)
+    return spelled[close[0]] if close else None
 
 
 def did_you_mean(found: str, valid: Iterable[str]) -> str:

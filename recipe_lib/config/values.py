@@ -115,7 +115,7 @@ def _to_int(node: Node, key: Key) -> int:
 
 
 def _to_float(node: Node, key: Key) -> float:
-    # `1e-5` is text to YAML 1.1, and people have learnt to quote it: with or without quotes it is the number.
+    # `1e-5` is text to YAML 1.1, and people have learned to quote it: with or without quotes it is the number.
     if _NOT_FINITE.fullmatch(node.text):
         raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
     if not _NUMBER.fullmatch(node.text) or len(node.text) > 400:
@@ -328,8 +328,7 @@ def is_null(node: Node) -> bool:
 
 
 def _refuse_interpolation(node: Node) -> None:
-    if "${" in node.text:
-        raise MismatchError(f"found {quote(node.text)}; interpolation is refused, write the value itself")
+    """`${...}` stands for values (`recipe_lib.config.interpolation`), not for names."""
     for item in node.items:
         _refuse_interpolation(item)
     for name, (_, value) in node.entries.items():

@@ -1,4 +1,4 @@
-"""Tokenised rows on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
+"""Tokenized rows on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
 
 A folder `<cache>/<key>` holds the arrays of `recipe_lib.data.store` and `manifest.json`: their SHA-256 and the report.
 It is written under another name, synced and renamed, so that it is complete or not there. Who makes it holds the lock
@@ -70,7 +70,7 @@ def load_or_make(root: Path, key: str, make: Make) -> Stored | None:
         return _read(root / key) or _made_under_lock(root, key, make)
     except _Unusable as unusable:
         get_logger().info(
-            "warning: data.cache_dir: tokenised rows cannot be kept in %s (%s); they are kept in memory", root, unusable
+            "warning: data.cache_dir: tokenized rows cannot be kept in %s (%s); they are kept in memory", root, unusable
         )
         return None
 
@@ -160,7 +160,7 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         fault = f"{MANIFEST} cannot be read"
     if say:
-        get_logger().info("data: %s: found a damaged cache (%s); tokenising anew", folder, fault)
+        get_logger().info("data: %s: found a damaged cache (%s); tokenizing anew", folder, fault)
     return None
 
 

@@ -1,4 +1,4 @@
-"""The name of tokenised rows: whatever could change one of them changes the name."""
+"""The name of tokenized rows: whatever could change one of them changes the name."""
 
 import hashlib
 import inspect

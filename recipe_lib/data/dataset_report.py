@@ -96,12 +96,12 @@ class DataReport:
         for part in self.parts or [self]:
             fault = part.share_fault()
             if fault:
-                raise DataError(f"{part.source}: {fault}, or set data.trained_share to any if it is meant")
+                raise DataError(f"{part.source}: {fault}, or set data.check_label_mask to false if it is meant")
 
     def share_fault(self) -> str | None:
         """What is wrong with the share of trained tokens of one source; None: nothing.
 
-        Texts are learnt as a whole, and so is everything where `data.train_on` is all. A row's first token is never
+        Texts are learned as a whole, and so is everything where `data.train_on` is all. A row's first token is never
         trained, because nothing stands before it; it is a prompt only if it was meant to be one.
         """
         tokens, trained = self.tokens - self.text_tokens, self.trained_tokens - self.text_tokens

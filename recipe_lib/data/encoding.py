@@ -1,4 +1,4 @@
-"""Rows of a file to tokens and labels, a run of rows at a time: what a tokenising process does."""
+"""Rows of a file to tokens and labels, a run of rows at a time: what a tokenizing process does."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -128,8 +128,8 @@ class SourceEncoder:
         return renamed
 
     def _bad(self, report: DataReport, place: str, fault: RowFault) -> None:
-        if self.cfg.bad_rows == "error":
-            raise DataError(f"{place}: {fault}; correct the row, or set data.bad_rows to skip") from None
+        if self.cfg.on_invalid == "error":
+            raise DataError(f"{place}: {fault}; correct the row, or set data.on_invalid to skip") from None
         report.bad_rows[fault.cause] += 1
         report.first_bad.setdefault(fault.cause, f"{place}: {fault}")
 
@@ -184,18 +184,18 @@ class SourceEncoder:
         longest = max(len(encoded.ids) for encoded in rows)
         if longest <= room:
             return rows
-        policy = self.cfg.long_rows
+        policy = self.cfg.truncation
         if policy == "error":
             raise DataError(
                 f"{place}: found {longest - 1} tokens, expected at most max_seq_len={self.max_seq_len}; "
-                "raise max_seq_len, or set data.long_rows to truncate or skip"
+                "raise max_seq_len, or set data.truncation to truncate or drop"
             )
         cut = tuple(encoded.cut(room) for encoded in rows)
         lost = any(not any(encoded.trained) for encoded in cut) or (len(cut) == 2 and cut[0].ids == cut[1].ids)
-        kept = () if policy == "skip" or lost else cut
+        kept = () if policy == "drop" or lost else cut
         answers = sum(sum(encoded.trained) for encoded in rows)
         report.truncated_rows += policy == "truncate"
-        report.skipped_long_rows += policy == "skip"
+        report.skipped_long_rows += policy == "drop"
         report.emptied_rows += policy == "truncate" and lost
         report.long_answer_tokens += answers
         report.lost_answer_tokens += answers - sum(sum(encoded.trained) for encoded in kept)

@@ -13,7 +13,7 @@ import numpy as np
 from recipe_lib.data.row_files import LocalFile, Located, empty, not_utf8, opened, parse_row
 from recipe_lib.errors import DataError
 
-PIECE = 2**20  # bytes that are read at a time
+READ_BYTES = 2**20  # bytes that are read at a time
 # A fault so near to the end of the window may be only that the window ends there (in a word or in an escape).
 UNSURE = 16
 
@@ -188,7 +188,7 @@ class _Scanner:
 
     def grow(self) -> None:
         """Lets go of what is passed and reads on, as much as there is already or more."""
-        block = self.file.read(max(PIECE, len(self.text) - self.at))
+        block = self.file.read(max(READ_BYTES, len(self.text) - self.at))
         try:
             more = self.letters.decode(block, final=not block)
         except UnicodeDecodeError as error:

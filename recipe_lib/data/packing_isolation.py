@@ -44,7 +44,7 @@ def check_documents_apart(model: nn.Module, vocab_size: int, device: torch.devic
     remedy = "set data.packing to false, and report it with your versions of torch and driver"
     if leak > torch.finfo(dtype).eps / 8:
         raise SetupError(
-            f"data.packing: {where} a document's logits moved by {leak:.2%} when its neighbour in the row was changed, "
+            f"data.packing: {where} a document's logits moved by {leak:.2%} when its neighbor in the row was changed, "
             f"expected 0%: packed documents see each other; {remedy}"
         )
     largest = _LARGEST_DIFFERENCE.get(dtype, 0.01)
@@ -56,7 +56,7 @@ def check_documents_apart(model: nn.Module, vocab_size: int, device: torch.devic
 
 
 def _measure(model: nn.Module, vocab_size: int, device: torch.device) -> tuple[float, float, torch.dtype]:
-    """How far logits move with a neighbour, how far they are from those of documents alone (each relative, the largest
+    """How far logits move with a neighbor, how far they are from those of documents alone (each relative, the largest
     of all ranks), and their dtype."""
     first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)
     for row, (length, _) in enumerate(_LENGTHS):

@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
 # A file of repeated values unpacks to thousands of times its size. Text is packed to a third or a tenth.
 MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
-LARGEST_ROW = GIB  # that the average row of a group may unpack to
+MAX_ROW_BYTES = GIB  # that the average row of a group may unpack to
 ROWS_PER_BYTE = 1000  # of the file
 MAGIC = b"PAR1"  # at both ends of the file
 
@@ -78,10 +78,11 @@ class ParquetRows(LocalFile):
                 own = column.total_uncompressed_size
                 once = _dictionary_bytes(content, column) if column.has_dictionary_page else 0
                 row += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
-        if row > LARGEST_ROW:
+        if row > MAX_ROW_BYTES:
             raise DataError(
-                f"{self.place}: a row may unpack to {format_bytes(row)}, expected at most {format_bytes(LARGEST_ROW)}; "
-                "write the file again with smaller row groups, or take it from a source you trust"
+                f"{self.place}: a row may unpack to {format_bytes(row)}, expected at most "
+                f"{format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or take it from a "
+                "source you trust"
             )
         return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(row, 1))))
 

@@ -46,8 +46,8 @@ class RowFile(ABC):
         """The fault of a row of so many bytes."""
         return RowFault(
             "too large",
-            f"found a row of {format_bytes(size)}, expected at most data.max_row_mib={self.row_limit / MIB:g}; "
-            "divide the text, or raise data.max_row_mib (a row takes about 80 times its size in memory)",
+            f"found a row of {format_bytes(size)}, expected at most data.max_sample_mib={self.row_limit / MIB:g}; "
+            "divide the text, or raise data.max_sample_mib (a row takes about 80 times its size in memory)",
         )
 
     @abstractmethod

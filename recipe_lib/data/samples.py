@@ -27,7 +27,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Document:
-    """Text that is learnt as a whole."""
+    """Text that is learned as a whole."""
 
     text: str
 
@@ -58,7 +58,7 @@ class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned i
 Wanted = tuple[int, bool, tuple[tuple[int, str], ...]]
 
 
-class TurnEnd(Protocol):
+class AnswerEnd(Protocol):
     """closing: what the template writes behind the end of an answer that comes last, and no model is asked for.
     next_turn: the special token of the next turn that ends an answer, where the template ends it with nothing."""
 
@@ -98,7 +98,7 @@ class TextTokenizer(Protocol):
         """Ids that end an answer."""
 
     @property
-    def turn_end(self) -> "TurnEnd":
+    def turn_end(self) -> "AnswerEnd":
         """How the chat template ends an answer."""
 
     def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:

@@ -12,7 +12,7 @@ from recipe_lib.data.samples import TextTokenizer
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one kind, as text."""
+    """Neighboring tokens of one kind, as text."""
 
     text: str
     trained: bool

@@ -1,4 +1,4 @@
-"""From a config to a dataset: tokenises its sources in parallel, or maps what the cache has of them."""
+"""From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.data.sources import RowFile, open_sources
 from recipe_lib.data.store import ArrayWriter
 from recipe_lib.data.templates import Encoder
-from recipe_lib.data.workers import Progress, in_order, worker_count
+from recipe_lib.data.workers import WorkProgress, in_order, worker_count
 from recipe_lib.errors import DataError
 from recipe_lib.units import MIB
 
@@ -38,15 +38,15 @@ def build_dataset(
     *,
     source: str | None = None,
     format: str | None = None,
-    max_rows: int | None = None,
+    max_samples: int | None = None,
 ) -> Dataset:
-    """All rows of all sources, tokenised; out of the cache if they are there.
+    """All rows of all sources, tokenized; out of the cache if they are there.
 
-    source, format: in place of those in `cfg` (for validation; then `max_rows` holds, not `cfg.max_rows`).
+    source, format: in place of those in `cfg` (for validation; then `max_samples` holds, not `cfg.max_samples`).
     Raises DataError: nothing there, a bad or too long row where those are errors, no row that trains anything, or a
     source of which no token or every token is trained.
     """
-    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_rows))
+    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_samples))
     dataset = _prepared.pop(build.name, None)
     return build.dataset() if dataset is None else dataset
 
@@ -62,12 +62,12 @@ def build_validation_dataset(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) 
         cfg.max_seq_len,
         source=validation.source,
         format=validation.format,
-        max_rows=validation.max_rows,
+        max_samples=validation.max_samples,
     )
 
 
 def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> None:
-    """Tokenises training and validation rows with `data.workers` processes, or finds them in the cache.
+    """Tokenizes training and validation rows with `data.num_proc` processes, or finds them in the cache.
 
     To be called before there is a process group or a device context: it forks, and nobody waits for it in a collective.
     On a machine with several ranks one of them does the work and the others map its files. What it has made is taken
@@ -78,18 +78,20 @@ def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> 
     tokenizer, validation = load(), cfg.validation
     wanted = [_sources(cfg.data, None, None, None)]
     if validation.source is not None:
-        wanted.append(_sources(cfg.data, validation.source, validation.format, validation.max_rows))
+        wanted.append(_sources(cfg.data, validation.source, validation.format, validation.max_samples))
     for sources in wanted:
         build = _Build(cfg.data, tokenizer, cfg.max_seq_len, sources)
         _prepared[build.name] = build.dataset()
 
 
-def _sources(cfg: DataConfig, source: str | None, format: str | None, max_rows: int | None) -> dict[str, SourceConfig]:
-    """The sources with nothing left null but max_rows, by the section of the config that they are from.
+def _sources(
+    cfg: DataConfig, source: str | None, format: str | None, max_samples: int | None
+) -> dict[str, SourceConfig]:
+    """The sources with nothing left null but max_samples, by the section of the config that they are from.
 
     Raises DataError."""
     if source is not None:
-        return {"data": SourceConfig(source, 1.0, format or cfg.format, cfg.split, dict(cfg.columns), max_rows)}
+        return {"data": SourceConfig(source, 1.0, format or cfg.format, cfg.split, dict(cfg.columns), max_samples)}
     sources = resolved_sources(cfg)
     if not sources:
         raise DataError("data.source: is not set; set it to a file or folder of rows, or to hub:OWNER/NAME")
@@ -111,7 +113,7 @@ class _Build:
         self.encoders = [
             SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
         ]
-        opened = [open_sources(source, int(cfg.max_row_mib * MIB)) for source in self.sources]
+        opened = [open_sources(source, int(cfg.max_sample_mib * MIB)) for source in self.sources]
         self.files: list[RowFile] = [file for files in opened for file in files]
         self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
         wanted = {section: asdict(source) for section, source in sources.items()}
@@ -127,7 +129,7 @@ class _Build:
         if stored is None:
             stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
         arrays, report = stored.arrays, stored.report
-        if self.cfg.trained_share == "check":
+        if self.cfg.check_label_mask:
             report.check_share()
         return Dataset(
             arrays["ids"],
@@ -151,24 +153,24 @@ class _Build:
             "train_on": cfg.train_on,
             "add_bos": self.add_bos,
             "max_seq_len": self.max_seq_len,
-            "max_rows": [source.max_rows for source in self.sources],
-            "bad_rows": cfg.bad_rows,
-            "long_rows": cfg.long_rows,
+            "max_samples": [source.max_samples for source in self.sources],
+            "on_invalid": cfg.on_invalid,
+            "truncation": cfg.truncation,
             "vocab_size": self.tokenizer.vocab_size,
         }
 
     def read_with(self) -> dict[str, Any]:
         """What the cache's files depend on: also what decides which rows can be read, and is not said of those."""
-        return self._decides() | {"max_row_mib": self.cfg.max_row_mib, "history": self.cfg.history}
+        return self._decides() | {"max_sample_mib": self.cfg.max_sample_mib, "history": self.cfg.history}
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
-        """Tokenises everything. Raises DataError: of several faults the first in the order of the rows."""
+        """Tokenizes everything. Raises DataError: of several faults the first in the order of the rows."""
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
         rows = sum((task.stop or 0) - task.start for task in tasks)
-        workers = min(worker_count(self.cfg.workers, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
+        workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
-            Progress("data: tokenising", rows, "rows") as progress,
+            WorkProgress("data: tokenizing", rows, "rows") as progress,
             closing(in_order(self._encode, tasks, workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):
@@ -192,7 +194,7 @@ class _Build:
     def _tasks(self) -> list[Task]:
         """All rows in order, in pieces that are the same for any number of workers."""
         tasks: list[Task] = []
-        left = [source.max_rows for source in self.sources]
+        left = [source.max_samples for source in self.sources]
         for number, file in enumerate(self.files):
             source = self.source_of_file[number]
             room = left[source]

@@ -31,7 +31,7 @@ _work: Callable[[Any], Any] | None = None  # in a worker: what it does
 
 
 def worker_count(wanted: int | None, shared_by: int = 1) -> int:
-    """Processes to work with; wanted: `data.workers`, per machine. shared_by: how many of us do the same work on it.
+    """Processes to work with; wanted: `data.num_proc`, per machine. shared_by: how many of us do the same work on it.
 
     One where a fork is no longer safe, since a process group or a device has threads that a fork does not have; and in
     a daemonic process, which may have no children.
@@ -64,7 +64,7 @@ def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: 
             yield done.popleft().result()
     except BrokenProcessPool:
         raise SetupError(
-            f"data.workers: one of {workers} processes that tokenise was killed (out of memory?); lower data.workers"
+            f"data.num_proc: one of {workers} processes that tokenize was killed (out of memory?); lower data.num_proc"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -105,10 +105,10 @@ def _device_in_use() -> bool:
     return module is not None and bool(module.is_initialized())
 
 
-class Progress:
+class WorkProgress:
     """Shows how far work has come: a bar on a terminal, else a line now and then; only on rank 0, if it takes long.
 
-    with Progress("data: tokenising", total, "rows") as progress:
+    with WorkProgress("data: tokenizing", total, "rows") as progress:
         progress.advance(100)
     """
 
@@ -121,7 +121,7 @@ class Progress:
         self._shown = os.environ.get("RANK", "0") == "0"
         self._bar: Any = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "WorkProgress":
         return self
 
     def __exit__(self, *_exception: Any) -> None:
@@ -144,11 +144,10 @@ class Progress:
     def _show_bar(self, speed: str) -> None:
         if self._bar is None:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.add_task(self._what, total=self._total)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=self._done, description=f"{self._what}, {speed}")

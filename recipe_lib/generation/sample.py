@@ -16,7 +16,7 @@ def next_probabilities(
     """Probabilities `[b, v]` (fp32) that the next token is drawn from, given logits `[b, v]`.
 
     temperature (> 0) divides the logits. top_k then keeps the k likeliest tokens; top_p keeps, of those and by their
-    renormalised probabilities, the fewest likeliest whose sum reaches p (arXiv 1904.09751), at least one.
+    renormalized probabilities, the fewest likeliest whose sum reaches p (arXiv 1904.09751), at least one.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature}: probabilities need one above 0")

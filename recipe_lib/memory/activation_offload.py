@@ -49,14 +49,15 @@ def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.de
     modules = dict(model.named_modules())
     names = layer_names(model)
     # In a pipeline other micro-batches come between the last layer's forward and its backward.
-    resident = 0 if hasattr(model, "pipeline") else memory.activation_offload_ahead
+    resident = 0 if hasattr(model, "pipeline") else memory.activation_offload_prefetch_layers
     if resident >= len(names):
         raise ConfigError(
-            f"memory.activation_offload_ahead: found {resident} for a model of {len(names)} layers, of which so many "
+            f"memory.activation_offload_prefetch_layers: found {resident} for a model of {len(names)} layers, of "
+            "which so many "
             f"at the end are not sent, expected fewer than {len(names)}; set it lower, or remove "
             "memory.activation_offload"
         )
-    window = Window(device, memory.activation_offload_ahead, len(names) - resident)
+    window = Window(device, memory.activation_offload_prefetch_layers, len(names) - resident)
     for number, name in enumerate(names):
         modules[name].forward = _sent(modules[name], number, window)
     model.activation_window = window  # type: ignore[assignment]

@@ -46,7 +46,7 @@ class LayerCost:
 
 
 @dataclass
-class Choice:
+class BudgetChoice:
     """kept: by layer, the operators that it keeps; None: everything, it is not checkpointed. bytes: at once, at most.
     seconds: of recomputation in a micro-batch, by the roofline; full: if only inputs were kept."""
 
@@ -72,7 +72,7 @@ class Choice:
 Moments = Sequence[dict[int, int]]  # what may be there at once: by stage, the micro-batches that its layers keep
 
 
-def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Choice:
+def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> BudgetChoice:
     """What each layer keeps, under `budget` GiB at every moment.
 
     Raises ConfigError for a budget that the layers' inputs alone do not fit in.
@@ -81,11 +81,12 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Choi
     least = room.after(_inputs(layers))
     if least > room.budget:
         raise ConfigError(
-            f"memory.activation_budget: found {budget:g} GiB, expected at least {least / GIB:.3g}, which the layers' "
+            f"memory.activation_budget_gib: found {budget:g} GiB, expected at least {least / GIB:.3g}, which the "
+            "layers' "
             "inputs take (checkpointing `full`); raise it, or make batch_size or max_seq_len smaller"
         )
     room.take(_inputs(layers))
-    choice = Choice(full=sum(layer.other + sum(one.seconds for one in layer.operators) for layer in layers))
+    choice = BudgetChoice(full=sum(layer.other + sum(one.seconds for one in layer.operators) for layer in layers))
     choice.seconds = choice.full
     taken: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
     for layer, one in _by_worth(layers):

@@ -4,7 +4,7 @@ For a layer of a Llama-like decoder it keeps, beside the log-sum-exp of attentio
 
     none       every intermediate result that some gradient needs
     selective  2 d + h e + k e + f: its input, and what attention, the key, output and up projections gave
-    budget     between full and none, layer by layer, what saves most time under `memory.activation_budget`
+    budget     between full and none, layer by layer, what saves most time under `memory.activation_budget_gib`
     full       d: its input
 """
 
@@ -28,7 +28,7 @@ from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
-from recipe_lib.memory.budget import Choice, Chosen, choose
+from recipe_lib.memory.budget import BudgetChoice, Chosen, choose
 from recipe_lib.memory.layer_costs import layer_costs
 from recipe_lib.memory.mlp_tiles import computes_pieces
 from recipe_lib.models.find_layers import layer_names
@@ -44,8 +44,8 @@ def apply_activation_checkpointing(
 
     mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also keeps the outputs of
     attention, of its own sums over ranks and of every second matmul, so that about half is computed again. `budget`:
-    what `memory.activation_budget` of `cfg` has room for, for micro-batches of its longest rows; `device` is the one
-    that layers will run on. `none`: nothing changes. Layers are the elements of the model's module lists. A layer's
+    what `memory.activation_budget_gib` of `cfg` has room for, for micro-batches of its longest rows; `device` is the
+    one that layers will run on. `none`: nothing changes. Layers are the elements of the model's module lists. A layer's
     forward is wrapped, the module is not: parameter names stay as they are. Random numbers (dropout) come out the same
     the second time.
 
@@ -79,17 +79,17 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return run
 
 
-def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> Choice:
+def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> BudgetChoice:
     """What each layer of this rank keeps under the config's budget."""
-    assert cfg.memory.activation_budget is not None
+    assert cfg.memory.activation_budget_gib is not None
     rows, count = micro_batches(cfg)
-    rows *= 2 if hasattr(cfg, "dpo") else 1  # a chosen answer and a rejected one
-    multiple = lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor)
+    rows *= cfg.sequences_per_item
+    multiple = lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor)
     length = -(-cfg.max_seq_len // multiple) * multiple
     costs = layer_costs(model, rows, length, cfg.parallel.tensor, kernels_of(device))
     pipeline = getattr(model, "pipeline", None)
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)  # type: ignore[operator]
-    return choose(costs, cfg.memory.activation_budget, moments)
+    return choose(costs, cfg.memory.activation_budget_gib, moments)
 
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -34,13 +34,13 @@ def check_needs(needs: Mapping[str, int], allowed: float | None, ranks: int, fre
         return
     room, what = free
     if allowed is not None and allowed * GIB < room:
-        room, what = int(allowed * GIB), "allowed by memory.host_memory"
+        room, what = int(allowed * GIB), "allowed by memory.host_memory_limit_gib"
     if total <= room:
         return
     keys = [key for key, size in needs.items() if size]
     parts = ", ".join(f"memory.{key} {format_bytes(needs[key])}" for key in keys)
     rank = f"{ranks} ranks" if ranks > 1 else "one rank"
-    more = "raise memory.host_memory" if "allowed" in what else "use a machine with more"
+    more = "raise memory.host_memory_limit_gib" if "allowed" in what else "use a machine with more"
     remedies = [_REMEDIES[key] for key in keys if key in _REMEDIES]
     raise SetupError(
         f"host memory: found {format_bytes(room)} {what}, expected {format_bytes(total)} for {rank} on this machine "

@@ -1,4 +1,4 @@
-"""Which kernel computes the summed loss of the output head: `memory.loss_kernel`."""
+"""Whether the kernel of `memory.loss_kernel` can compute the summed loss of a model's output head."""
 
 import torch
 from torch import nn
@@ -7,14 +7,13 @@ from recipe_lib.config.local_files import no_liger
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import OutputHead
 from recipe_lib.ops.device import holds_values, kernels_of
-from recipe_lib.ops.loss_kernels import KERNELS, has_liger, has_torch_kernel
+from recipe_lib.ops.loss_kernels import has_liger, has_torch_kernel
 
 
-def choose_loss_kernel(model: nn.Module, kernel: str, device: torch.device) -> None:
-    """Lets the output head compute its loss by another kernel, in place; `chunked`: nothing changes.
+def check_loss_kernel(model: nn.Module, kernel: str, device: torch.device) -> None:
+    """Raises ConfigError where this torch, this machine or the model does not have what the kernel takes.
 
-    device: the one that the head will run on. Raises ConfigError where this torch, this machine or the model does not
-    have what the kernel takes.
+    device: the one that the head will run on. `chunked` runs everywhere.
     """
     if kernel == "chunked":
         return
@@ -32,7 +31,6 @@ def choose_loss_kernel(model: nn.Module, kernel: str, device: torch.device) -> N
         return
     if type(head) is not OutputHead:
         raise _error(kernel, f"for an output head of class {type(head).__name__}")
-    head.summed_loss = KERNELS[kernel]
 
 
 def _error(kernel: str, why: str, others: str = "chunked") -> ConfigError:

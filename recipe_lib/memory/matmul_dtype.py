@@ -7,7 +7,7 @@ are being multiplied, one byte an element.
 
 INT8 runs on any device, fast on GPUs from Ampere on; FP8 takes a GPU of compute capability 8.9. Rounding reads each
 operand twice, which long micro-batches make up for and short ones do not: `tune plan` shows it. Neither has run on a
-GPU here.
+GPU here. Why the linears are not torchao's stands, with figures, in `recipe_lib.ops.low_precision`.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.layers import AdaptedLinear
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.low_precision import KINDS, scaled_linear
@@ -31,7 +31,7 @@ def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.
 
     Names and types of parameters stay, so that checkpoints are those of any other run. Called behind the adapters and
     before layers are checkpointed and compiled. device: that the model is for. Raises ConfigError for FP8 where
-    `device` (None: this machine's GPU) does not multiply it, for weights that are quantised, and where there is no
+    `device` (None: this machine's GPU) does not multiply it, for weights that are quantized, and where there is no
     linear to change.
     """
     if matmul_dtype is None:
@@ -46,10 +46,10 @@ def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.
     for name, module in modules.items():
         if not name.startswith(inside):
             continue
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantizedLinear):
             raise ConfigError(
                 f"matmul_dtype: found {matmul_dtype} for weights that are kept in {module.kind}, expected weights in "
-                "dtype; set lora.quantize=none, or remove matmul_dtype"
+                "dtype; set lora.quantize_base=none, or remove matmul_dtype"
             )
         if type(module) is AdaptedLinear:
             module.frozen_forward = MethodType(_of(matmul_dtype), module)  # type: ignore[method-assign]

@@ -36,7 +36,7 @@ def chunk_mlps(model: nn.Module, chunks: int) -> None:
     mlps = [module for module in model.modules() if isinstance(module, MLP)]
     if not mlps and not hasattr(model, "pipeline"):  # a stage may have no layers
         raise ConfigError(
-            f"memory.mlp_chunks: found {chunks} for a model without MLPs of ours, expected 1; remove memory.mlp_chunks"
+            f"memory.mlp_tiles: found {chunks} for a model without MLPs of ours, expected 1; remove memory.mlp_tiles"
         )
     for mlp in mlps:
         forward = cast(MethodType, mlp.forward).__func__

@@ -35,8 +35,8 @@ def levers(cfg: FullFinetuneConfig) -> list[str]:
         found.append(f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2")
     if memory.activation_checkpointing != "full":
         found.append("memory.activation_checkpointing=full")
-    if cfg.parallel.wrapping == "layers":
-        found.append("parallel.wrapping=memory_efficient")
+    if cfg.parallel.fsdp_wrap_policy == "layers":
+        found.append("parallel.fsdp_wrap_policy=memory_efficient")
     if cfg.dtype != "bf16":
         found.append("dtype=bf16")
     if memory.loss_chunks < 32:
@@ -58,6 +58,6 @@ def _pipeline_levers(cfg: FullFinetuneConfig) -> list[str]:
         found.append(f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}")
     if cfg.parallel.pipeline_schedule == "gpipe":
         found.append("parallel.pipeline_schedule=1f1b")
-    if cfg.parallel.pipeline_split == "time":
-        found.append("parallel.pipeline_split=memory")
+    if cfg.parallel.pipeline_balance == "compute" and cfg.parallel.pipeline_layers_per_stage is None:
+        found.append("parallel.pipeline_balance=memory")
     return found

@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.models.spec import DecoderSpec, preset_config, preset_names, read_config, spec_from_config
+from recipe_lib.models.families import read_spec, spec_from_config
+from recipe_lib.models.spec import DecoderSpec, preset_config, preset_names, read_config
 
 if TYPE_CHECKING:
     from recipe_lib.models.decoder import Decoder
@@ -19,6 +20,7 @@ __all__ = [
     "preset_config",
     "preset_names",
     "read_config",
+    "read_spec",
     "spec_from_config",
 ]
 

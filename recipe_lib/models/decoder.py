@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from recipe_lib.models.kv_cache import KVCache
 from recipe_lib.models.spec import DecoderSpec, RopeSpec
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
-from recipe_lib.ops.cross_entropy import linear_cross_entropy
-from recipe_lib.ops.loss_kernels import SummedLoss
+from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
-from recipe_lib.ops.token_log_probs import token_log_probs
 
 Rotation = tuple[Tensor, Tensor]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -209,33 +207,17 @@ def _squash(logits: Tensor, cap: float) -> Tensor:
 class OutputHead(nn.Module):
     """Hidden states `[b, s, d]` to logits `[b, s, v]`, or straight to the summed loss, without logits of all tokens."""
 
-    summed_loss: SummedLoss = staticmethod(linear_cross_entropy)  # or another of `ops.loss_kernels.KERNELS`
-
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width))
         self.softcap = spec.logit_softcap
         self.finish = nn.Identity() if spec.logit_softcap is None else partial(_squash, cap=spec.logit_softcap)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None = None,
-        chunks: int = 1,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-        per_token: bool = False,
-    ) -> Tensor:
-        """Logits, or with labels `[b, s]` the sum of token losses in `chunks` pieces (`loss`: a custom one).
-
-        per_token: not the sum, but the log-probability of each label `[b, s]`.
-        """
+    def forward(self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None) -> Tensor:
+        """Logits, or with labels `[b, s]` what `head_loss` makes of them; None: the sum of token losses."""
         if labels is None:
             return self.finish(F.linear(hidden, self.weight))
-        if per_token:
-            return token_log_probs(hidden, self.weight, labels, chunks=chunks, softcap=self.softcap)
-        return self.summed_loss(
-            hidden.flatten(0, 1), self.weight, labels.flatten(), chunks=chunks, softcap=self.softcap, loss=loss
-        )
+        return run_head_loss(head_loss, hidden, self.weight, labels, softcap=self.softcap)
 
 
 class Decoder(nn.Module):
@@ -263,18 +245,16 @@ class Decoder(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         attention: AttentionInfo | None = None,
+        *,
         labels: Tensor | None = None,
-        loss_chunks: int = 1,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        head_loss: HeadLoss | None = None,
         cache: KVCache | None = None,
-        per_token: bool = False,
     ) -> Tensor:
-        """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, the fp32 (fp64) sum of token losses.
+        """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, what `head_loss` makes of them.
 
         positions: `[b, s]`; None: 0, 1, ... in each row, behind what the cache holds. attention: the documents of each
         row; None: one. labels: `labels[b, i]` is the token that follows `tokens[b, i]`; -100 counts nothing.
-        loss_chunks: pieces that the loss is computed in. loss: `fn(logits [m, v], labels [m]) -> sum` in place of
-        cross-entropy. cache: keys and values of earlier tokens; this call's are added to it. per_token: with labels,
-        the log-probability of each `[b, s]` in place of the sum, 0 where it counts nothing.
+        head_loss: `fn(hidden, weight, labels)`, see `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token
+        losses. cache: keys and values of earlier tokens; this call's are added to it.
         """
-        return self.lm_head(self.model(tokens, positions, attention, cache), labels, loss_chunks, loss, per_token)
+        return self.lm_head(self.model(tokens, positions, attention, cache), labels=labels, head_loss=head_loss)

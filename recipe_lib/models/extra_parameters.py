@@ -77,7 +77,7 @@ def check_extra(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> None:
-    """Starts the extra tensors of a materialised model, but for those that are loaded, by their modules' own methods.
+    """Starts the extra tensors of a materialized model, but for those that are loaded, by their modules' own methods.
 
     In fp32, whatever the model's type; numbers follow from (seed, the module's name). A module around others runs after
     them, as a constructor does. Buffers that were computed when their module was made, not on the meta device, keep

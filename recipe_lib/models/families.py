@@ -6,10 +6,12 @@ What a family's real files leave out is filled in from its row of `DEFAULTS`, so
 from collections.abc import Mapping
 from typing import Any
 
+from recipe_lib.config.registry import owner
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.rope_config import is_positive, read_rope
 from recipe_lib.models.sizes import check_sizes
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 _COMMON: dict[str, Any] = {
     "num_key_value_heads": None,  # as many as heads
@@ -116,12 +118,27 @@ class Fields:
         return None if self.config.get(key) is None else self.number(key)
 
 
-def read_spec(config: Mapping[str, Any], where: str) -> DecoderSpec:
-    """See `recipe_lib.models.spec.spec_from_config`."""
-    refuse_quantised(config, where)
+def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> ModelSpec:
+    """The spec of a `config.json` for one implementation of models, `native` or a name that is registered.
+
+    where: as for `spec_from_config`. Raises what that does, or the `read_spec` of the other implementations.
+    """
+    if implementation == "native":
+        return spec_from_config(config, where)
+    spec: ExternalSpec = owner("model").read_spec(config, where, implementation)
+    return spec
+
+
+def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
+    """The spec of a Hugging Face `config.json`.
+
+    where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
+    quantized weights, and keys that are missing or make no sense.
+    """
+    refuse_quantized(config, where)
     check_sizes(config, where)
     config = text_config(config)
-    refuse_quantised(config, where)
+    refuse_quantized(config, where)
     family = _family(config, where)
     fields = Fields(DEFAULTS[family] | dict(config), where)
     common = _common_shape(fields, family)
@@ -144,8 +161,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return outer | dict(config["text_config"]) | own
 
 
-def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError when the weights are stored in a quantised form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
+def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError when the weights are stored in a quantized form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
     for key in ("quantization_config", "compression_config", "quantization"):
         found = config.get(key)
         if not found:
@@ -154,7 +171,7 @@ def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
         if method is None:
             method = "MLX" if key == "quantization" else "unknown method"
         raise CheckpointError(
-            f"{where}: config.json: {key}: the weights are quantised ({method}); expected fp32, bf16 or fp16 weights; "
+            f"{where}: config.json: {key}: the weights are quantized ({method}); expected fp32, bf16 or fp16 weights; "
             "download the checkpoint that this one was made from"
         )
 
@@ -168,7 +185,7 @@ def _family(config: Mapping[str, Any], where: str) -> str:
         kind = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):
-            remedy = "; to train it in transformers' own class, set model.source=transformers"
+            remedy = "; to train it in transformers' own class, set model.implementation=transformers"
         raise CheckpointError(
             f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
             f"model of type {', '.join(sorted(DEFAULTS))}{remedy}"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.extra_parameters import extra_tensors, note_own_tensors, reset_extra
-from recipe_lib.models.foreign import ForeignSpec
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.ops.dtensor_shards import own_parts
 
@@ -20,13 +20,11 @@ _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
 def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     """The decoder with parameters of `dtype` on the meta device: shapes, no bytes.
 
-    A foreign model is a module of its own class that is called as a decoder is; see `build_foreign`. What is added to
-    it later is extra: see `recipe_lib.models.extra_parameters`.
+    An external model is a module of its own class that is called as a decoder is. What is added to it later is extra:
+    see `recipe_lib.models.extra_parameters`.
     """
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import build_foreign
-
-        model = cast(Decoder, build_foreign(spec, dtype))
+    if isinstance(spec, ExternalSpec):
+        model = cast(Decoder, spec.build(dtype))
     else:
         with torch.device("meta"):
             model = Decoder(spec).to(dtype)
@@ -62,19 +60,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
-    """Fills materialised parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
+    """Fills materialized parameters in place: normal with `spec.init_std`; norms neutral, biases 0.
 
     A parameter's values follow from (seed, its name, its full shape) alone. Each rank draws only the blocks of rows
     that its shard overlaps and keeps its part of them; nothing is communicated, and no more than a block is held.
-    A quantised weight is made of the values that it would have had. A foreign model's vectors and numbers are what its
-    own class begins with; extra parameters start as `reset_extra` says.
+    A quantized weight is made of the values that it would have had. An external model's vectors and numbers are what
+    its own class begins with; extra parameters start as `reset_extra` says.
     """
     reset_extra(model, seed)
-    vectors: dict[str, Tensor] = {}
-    if isinstance(spec, ForeignSpec):
-        from recipe_lib.models.foreign_build import first_vectors
-
-        vectors = first_vectors(spec, seed)
+    vectors = spec.first_vectors(seed) if isinstance(spec, ExternalSpec) else {}
     stored = stored_weights(model)
     for name, module in stored.items():
         _fill_stored(module, f"{seed}/{name}", spec.init_std)

@@ -11,7 +11,7 @@ from recipe_lib.models.spec import RopeSpec
 if TYPE_CHECKING:
     from recipe_lib.models.families import Fields
 
-KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def is_positive(value: Any) -> bool:
@@ -45,9 +45,10 @@ def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float,
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
         kind = "longrope"  # what Phi 3's first files called it
-    if kind not in KINDS:
+    if kind not in ROPE_TYPES:
         raise CheckpointError(
-            f"{fields.where}: config.json: {key}: type {kind!r} is not supported; expected one of {', '.join(KINDS)}"
+            f"{fields.where}: config.json: {key}: type {kind!r} is not supported; expected one of "
+            f"{', '.join(ROPE_TYPES)}"
         )
     numbers = _Numbers(fields, key, given)
     base = numbers.optional("rope_theta") or base

@@ -21,7 +21,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_ex
 _POSITIONS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", "max_window_layers")
 
 # Key of config.json -> the most it may say.
-LARGEST: dict[str, int] = {
+MAX_SIZES: dict[str, int] = {
     **dict.fromkeys(_WIDTHS, WIDTH),
     **dict.fromkeys(_INNER, 2**24),
     **dict.fromkeys(_HEADS, 2**16),
@@ -45,7 +45,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
 
 
 def _faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]:
-    for key, most in LARGEST.items():
+    for key, most in MAX_SIZES.items():
         value = config.get(key)
         if isinstance(value, (int, float)) and value > most:
             yield f"{where}: config.json: {prefix}{key}: found {str(value)[:40]}, expected at most {most}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.other_formats import other_weights
 from recipe_lib.reading import read_json
 
@@ -65,18 +65,7 @@ class DecoderSpec:
     init_std: float  # standard deviation of random weights
 
 
-ModelSpec = DecoderSpec | ForeignSpec
-
-
-def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
-    """The spec of a Hugging Face `config.json`.
-
-    where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
-    quantised weights, and keys that are missing or make no sense.
-    """
-    from recipe_lib.models.families import read_spec  # here, because families.py takes the dataclasses from this file
-
-    return read_spec(config, where)
+ModelSpec = DecoderSpec | ExternalSpec
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -101,7 +90,7 @@ def _no_config(file: Path) -> str:
     folder = file.parent
     if (folder / "adapter_config.json").is_file():
         return (
-            f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter to it and "
+            f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter_path to it and "
             "model.path to the model that it was trained beside"
         )
     found = None

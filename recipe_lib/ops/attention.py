@@ -68,7 +68,7 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
         documents[row] = torch.repeat_interleave(torch.arange(len(padded), dtype=torch.int32), sizes)
         boundaries += (sizes.cumsum(0) + row * row_length).tolist()
         longest = max(longest, *padded)
-    # A multiple of 128, because compiled code is specialised for this number.
+    # A multiple of 128, because compiled code is specialized for this number.
     return AttentionInfo(documents, torch.tensor(boundaries, dtype=torch.int32), -(-longest // 128) * 128)
 
 

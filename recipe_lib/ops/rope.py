@@ -1,7 +1,7 @@
 """Rotary position embedding (arXiv 2104.09864): channels i and i + e/2 of a head turn by position x frequency i.
 
 Frequencies are made anew in each forward, on the device and in fp32, from plain numbers: a buffer would not survive
-materialising a model from the meta device, and the few vectors of length e/2 cost nothing.
+materializing a model from the meta device, and the few vectors of length e/2 cost nothing.
 """
 
 import math
@@ -82,7 +82,7 @@ def longrope_frequencies(
 ) -> Tensor:
     """LongRoPE (arXiv 2402.13753): one divisor per pair; `long_factor` once any position is beyond the original ones.
 
-    The choice is made on the device, from the positions: no synchronisation, nothing that depends on data in Python.
+    The choice is made on the device, from the positions: no synchronization, nothing that depends on data in Python.
     """
     is_long = positions.max() >= original_positions
     factors = torch.tensor((short_factor, long_factor), dtype=torch.float32, device=positions.device)

@@ -1,6 +1,6 @@
 """The log-probability of every label, computed in chunks of rows so that the logits of all rows never exist.
 
-A loss over whole answers, as in preference optimisation, needs the log-probability of each token before it knows their
+A loss over whole answers, as in preference optimization, needs the log-probability of each token before it knows their
 gradients, so that these cannot be made in the forward pass as `recipe_lib.ops.cross_entropy` does. Here the backward
 pass makes the logits of a chunk a second time: one matmul more, and what is kept in between is the hidden states, one
 number for each row, and nothing of size `[n, v]`.

@@ -6,6 +6,7 @@ visit the device for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients t
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch.optim import Optimizer
 
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.models.decoder import Decoder, OutputHead
-from recipe_lib.ops.cross_entropy import cross_entropy_by_rows, linear_cross_entropy
 from recipe_lib.ops.device import has_host
+from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss
 from recipe_lib.ops.row_gradients import RowGradients, embedding_by_rows
 from recipe_lib.optim.clipping import EarlierNorms
-from recipe_lib.optim.offloaded_states import StateVisits
+from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.row_steps import RowSteps, step_only
 
 
@@ -41,7 +42,7 @@ def arrange_steps(
     Returns the norms of gradients that are gone when `clip_grad_norm` is called, for that; None without the lever.
     """
     by_rows = RowSteps(optimizer)
-    visits = StateVisits(optimizer, device) if memory.optimizer_offload and has_host(device) else None
+    visits = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
     optimizer.steps_in_backward = memory.optimizer_in_backward  # type: ignore[attr-defined]
     if not memory.optimizer_in_backward:
         return None
@@ -66,7 +67,7 @@ def arrange_steps(
     chosen = _made_at_once(optimizer, model)
     for parameter in chosen:
         parameter.register_post_accumulate_grad_hook(step)
-    _make_by_rows(model, chosen, visits or by_rows, norms)
+    _make_by_rows(model, chosen, visits or by_rows, norms, memory)
     return norms
 
 
@@ -91,7 +92,11 @@ def _made_at_once(optimizer: Optimizer, model: nn.Module) -> Sequence[nn.Paramet
 
 
 def _make_by_rows(
-    model: nn.Module, chosen: Sequence[nn.Parameter], steps: StateVisits | RowSteps, norms: EarlierNorms
+    model: nn.Module,
+    chosen: Sequence[nn.Parameter],
+    steps: OffloadedStates | RowSteps,
+    norms: EarlierNorms,
+    memory: MemoryConfig,
 ) -> None:
     """Backward makes the gradients of embedding and output projection by rows, where these are plain and large."""
     if not isinstance(model, Decoder):
@@ -114,24 +119,24 @@ def _make_by_rows(
     embedding, head = model.model.embed_tokens, model.lm_head
     if type(embedding) is nn.Embedding and (rows := rows_of(embedding.weight)) is not None:
         embedding.forward = partial(_embed, embedding, rows)  # type: ignore[method-assign]
-    if type(head) is OutputHead and head.summed_loss is linear_cross_entropy:
-        if (rows := rows_of(head.weight)) is not None:
-            head.summed_loss = partial(cross_entropy_by_rows, rows=rows)
-            head.forward = partial(_project, head.forward, rows)  # type: ignore[method-assign]
+    if type(head) is OutputHead and memory.loss_kernel == "chunked" and (rows := rows_of(head.weight)) is not None:
+        head.forward = partial(_project, head.forward, rows)  # type: ignore[method-assign]
 
 
 def _project(
     forward: Callable[..., Tensor],
     rows: RowGradients,
     hidden: Tensor,
+    *,
     labels: Tensor | None = None,
-    chunks: int = 1,
-    loss: Any = None,
-    per_token: bool = False,
+    head_loss: HeadLoss | None = None,
 ) -> Tensor:
-    """The head's forward, of which logits and log-probabilities of tokens are uses without pieces."""
-    found = forward(hidden, labels, chunks, loss, per_token)
-    if (labels is None or per_token) and found.requires_grad:
+    """The head's forward, of which only our own cross-entropy gives the weight's gradient by rows."""
+    head_loss = head_loss or CrossEntropy()
+    if labels is not None and isinstance(head_loss, CrossEntropy):
+        return forward(hidden, labels=labels, head_loss=replace(head_loss, rows=rows))
+    found = forward(hidden, labels=labels, head_loss=head_loss)
+    if found.requires_grad:
         rows.note_whole(found)
     return found
 

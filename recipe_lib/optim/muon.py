@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, Part, SteppedInPieces, Trained, step_adamw
+from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, ChunkedOptimizer, StateChunk, Trained, step_adamw
 from recipe_lib.optim.state_layout import Numbers, pieces, wide
 
 MOMENTUM = 0.95  # where the config has none
@@ -29,7 +29,7 @@ _RMS = 0.2
 _IN_A_LAYER = re.compile(r"\.\d+\.")  # one of a list of modules
 
 
-def is_orthogonalised(parameter: Tensor, name: str) -> bool:
+def is_orthogonalized(parameter: Tensor, name: str) -> bool:
     """Whether Muon's rule is for a parameter: a matrix of a layer, an adapter's two among them.
 
     Not embedding and output head, nor their adapters, nor anything that is no matrix.
@@ -39,10 +39,10 @@ def is_orthogonalised(parameter: Tensor, name: str) -> bool:
 
 def states_of(parameter: Tensor, name: str) -> tuple[str, ...]:
     """The names of the states that are kept of a parameter."""
-    return ("momentum_buffer",) if is_orthogonalised(parameter, name) else ADAMW_STATES
+    return ("momentum_buffer",) if is_orthogonalized(parameter, name) else ADAMW_STATES
 
 
-class Muon(SteppedInPieces):
+class Muon(ChunkedOptimizer):
     """Muon's rule for matrices of layers, AdamW's for the others. `momentum` None: 0.95. A step is a collective."""
 
     def __init__(self, params: Trained, cfg: OptimizerConfig):
@@ -57,7 +57,7 @@ class Muon(SteppedInPieces):
 
     def is_elementwise(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter may be stepped by rows: not one that is made orthogonal, which takes it whole."""
-        return not is_orthogonalised(parameter, self.names.get(parameter, ""))
+        return not is_orthogonalized(parameter, self.names.get(parameter, ""))
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -93,7 +93,7 @@ class Muon(SteppedInPieces):
                 part.put(rows, weights)
                 del weights
 
-    def _momentum(self, part: Part, group: dict[str, Any], matrix: nn.Parameter) -> Tensor:
+    def _momentum(self, part: StateChunk, group: dict[str, Any], matrix: nn.Parameter) -> Tensor:
         """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the computing device."""
         found = torch.empty(part.weights.shape, dtype=torch.bfloat16, device=self.device)
         momentum, dtype = group["momentum"], wide(matrix.dtype)

@@ -16,7 +16,7 @@ _SMALL = 1024  # bytes: step counters and the like stay where the optimizer put 
 Visit = tuple[nn.Parameter, int]  # a parameter, and which piece of it
 
 
-class StateVisits:
+class OffloadedStates:
     """Takes over `optimizer.step`: the states of a piece come before its step, beside the step of the one before, and
     go back after it. A piece is a parameter, or, of a large one that can be stepped by rows, a run of rows.
 

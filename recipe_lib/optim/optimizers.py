@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, SteppedInPieces, Trained
+from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, ChunkedOptimizer, Trained
 from recipe_lib.optim.muon import Muon, momentum_of
 from recipe_lib.optim.muon import states_of as muon_states
 from recipe_lib.optim.state_layout import stored_sizes
@@ -61,7 +61,7 @@ def adamw(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, b
     """
     beta1, beta2 = cfg.betas
     if isinstance(params, Trained) and _has_own_step(cfg, params):
-        return SteppedInPieces(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
+        return ChunkedOptimizer(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
     return torch.optim.AdamW(
         params or _NOTHING, lr=cfg.lr, betas=(beta1, beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, **kernels
     )
@@ -103,7 +103,7 @@ def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
     """Puts the config's numbers in every group, over those that a saved state has brought back.
 
     The learning rate is set before every step. Of an optimizer that a plugin registered nothing is touched: what its
-    groups hold may be what it has learnt.
+    groups hold may be what it has learned.
     """
     shared = {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     numbers: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipe_lib.optim.low_bit_adamw import SteppedInPieces
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
 from recipe_lib.optim.state_layout import laid_out, local_of
 
-PIECE_BYTES = 64 * 2**20  # of a piece's states, or of its gradient where that is more
+CHUNK_BYTES = 64 * 2**20  # of a piece's states, or of its gradient where that is more
 _ELEMENTWISE = {torch.optim.AdamW: 2, torch.optim.SGD: 1}  # of the parameter's type: states, at most
 
 
@@ -55,11 +55,11 @@ class RowSteps:
         self._counts: dict[str, Any] = {}  # and the like, behind the last piece
 
     def pieces(self, parameter: nn.Parameter) -> list[slice]:
-        """Runs of rows of this rank's part, of at most PIECE_BYTES of states (a row, if that has more) and nearly
+        """Runs of rows of this rank's part, of at most CHUNK_BYTES of states (a row, if that has more) and nearly
         equal; none where the parameter can only be stepped whole, or is no larger than a piece."""
         if parameter not in self._pieces:
             local = local_of(parameter)
-            count = min(-(-_bytes(self.optimizer, parameter) // PIECE_BYTES), len(local) if local.dim() > 1 else 1)
+            count = min(-(-_bytes(self.optimizer, parameter) // CHUNK_BYTES), len(local) if local.dim() > 1 else 1)
             ends = [len(local) * end // count for end in range(count + 1)] if count > 1 else []
             self._pieces[parameter] = [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
         return self._pieces[parameter]
@@ -126,6 +126,6 @@ def _own(value: Any) -> Any:
 def _bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
     """Bytes of a parameter's states, and at least its own, on this rank; 0 if it can only be stepped whole."""
     own = local_of(parameter).numel() * parameter.element_size()
-    if isinstance(optimizer, SteppedInPieces):
+    if isinstance(optimizer, ChunkedOptimizer):
         return max(own, optimizer.bytes_of(parameter)) if optimizer.is_elementwise(parameter) else 0
     return own * _ELEMENTWISE.get(type(optimizer), 0)

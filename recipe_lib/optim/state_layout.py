@@ -18,15 +18,15 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.low_bit import BLOCKS, Code, make_code
 
-PIECE = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
-LEAST = 4096  # elements of a parameter whose states are kept in blocks
-SHORTEST = 16  # numbers of a block: with fewer the scales would weigh as much as the codes
+CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
+MIN_BLOCKWISE_ELEMENTS = 4096  # elements of a parameter whose states are kept in blocks
+MIN_BLOCK_SIZE = 16  # numbers of a block: with fewer the scales would weigh as much as the codes
 MASTER = "master"
 _FLOATS = {16: torch.bfloat16, 32: torch.float32}
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """One tensor of a state: type, and numbers for each `per` of the parameter's last dimension."""
 
     dtype: torch.dtype
@@ -45,12 +45,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def bits_of(parameter: Tensor, bits: int | None) -> int | None:
     """The bits in which a parameter's states are kept; None: those of its own dtype.
 
-    8 and 4 are for matrices (two dimensions or more) of at least `LEAST` elements whose rows are whole blocks of at
-    least `SHORTEST`; all others, together a small part of a model, have 32.
+    8 and 4 are for matrices (two dimensions or more) of at least `MIN_BLOCKWISE_ELEMENTS` elements whose rows are
+    whole blocks of at least `MIN_BLOCK_SIZE`; all others, together a small part of a model, have 32.
     """
     if bits not in BLOCKS:
         return bits
-    fits = parameter.dim() >= 2 and parameter.numel() >= LEAST and block_of(parameter, bits) >= SHORTEST
+    fits = (
+        parameter.dim() >= 2
+        and parameter.numel() >= MIN_BLOCKWISE_ELEMENTS
+        and block_of(parameter, bits) >= MIN_BLOCK_SIZE
+    )
     return bits if fits else 32
 
 
@@ -59,18 +63,18 @@ def block_of(parameter: Tensor, bits: int) -> int:
     return math.gcd(parameter.shape[-1], BLOCKS[bits])
 
 
-def layouts(parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool) -> dict[str, Layout]:
+def layouts(parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool) -> dict[str, StateLayout]:
     """The tensors that keep the states `names` of a parameter, and its master weights, by their keys."""
     kept = bits_of(parameter, bits)
-    found: dict[str, Layout] = {}
+    found: dict[str, StateLayout] = {}
     for name in names:
         if kept in BLOCKS:
-            found[f"{name}_codes"] = Layout(torch.uint8, 8 // kept)
-            found[f"{name}_scales"] = Layout(torch.float32, block_of(parameter, kept))
+            found[f"{name}_codes"] = StateLayout(torch.uint8, 8 // kept)
+            found[f"{name}_scales"] = StateLayout(torch.float32, block_of(parameter, kept))
         else:
-            found[name] = Layout(parameter.dtype if kept is None else _FLOATS[kept])
+            found[name] = StateLayout(parameter.dtype if kept is None else _FLOATS[kept])
     if master:
-        found[MASTER] = Layout(torch.float32)
+        found[MASTER] = StateLayout(torch.float32)
     return found
 
 
@@ -81,7 +85,7 @@ def stored_sizes(parameter: Tensor, names: tuple[str, ...], cfg: OptimizerConfig
     return [layout.bytes_of(elements) for layout in found.values()]
 
 
-def new_tensor(parameter: Tensor, layout: Layout) -> Tensor:
+def new_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
     """Zeros that lie on the ranks, and on the device, as the parameter does."""
     local = local_of(parameter)
     if layout.per == 1 and not isinstance(parameter, DTensor):
@@ -96,14 +100,14 @@ def laid_out(parameter: Tensor, local: Tensor, per: int) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     # Not DTensor.from_local, which would take what is on the host to the mesh's device.
-    whole = _shape(tuple(parameter.shape), Layout(local.dtype, per))
+    whole = _shape(tuple(parameter.shape), StateLayout(local.dtype, per))
     strides = tuple(math.prod(whole[at + 1 :]) for at in range(len(whole)))
     meta = TensorMeta(torch.Size(whole), strides, local.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
-def _shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+def _shape(shape: tuple[int, ...], layout: StateLayout) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // layout.per) if layout.per > 1 else shape
 
 
@@ -128,7 +132,7 @@ def pieces(local: Tensor) -> Iterator[slice]:
     """Runs of rows of a rank's part, of at most PIECE elements (one row, if that is longer)."""
     if not local.numel():
         return
-    rows = max(1, PIECE * len(local) // local.numel())
+    rows = max(1, CHUNK_ELEMENTS * len(local) // local.numel())
     for start in range(0, len(local), rows):
         yield slice(start, min(start + rows, len(local)))
 

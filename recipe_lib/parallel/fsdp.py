@@ -28,6 +28,7 @@ from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.uninitialized import note_unwritten
 from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.parallel.ddp import Replicas, is_replicated
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, resolve_wrapping
 from recipe_lib.parallel.world import World
@@ -53,7 +54,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
             f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
             "that divides it; call split_pipeline(model, cfg, world) behind build_meta, or set parallel.pipeline=1"
         )
-    units = resolve_wrapping(model, parallel.wrapping)
+    units = resolve_wrapping(model, parallel.fsdp_wrap_policy)
     if world.data_ranks == 1 and not memory.cpu_offload:
         return []
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
@@ -95,7 +96,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
-    """Gives a meta model uninitialised memory on `device`; with `memory.cpu_offload` its parameters on the host.
+    """Gives a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters on the host.
 
     Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them, those of modules that
     a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values would
@@ -154,11 +155,10 @@ def _is_head(module: nn.Module) -> bool:
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """For a sum of losses the head makes its gradients in its forward, and its weight is not gathered for backward.
 
-    It is for logits, and for the log-probabilities of single tokens.
+    It is for logits, for the log-probabilities of single tokens, and for a head_loss that is not ours.
     """
-    labels = kwargs.get("labels", args[1] if len(args) > 1 else None)
-    per_token = kwargs.get("per_token", args[4] if len(args) > 4 else False)
-    unit.set_unshard_in_backward(labels is None or per_token)
+    made = kwargs.get("labels") is not None and makes_gradients_in_forward(kwargs.get("head_loss"))
+    unit.set_unshard_in_backward(not made)
 
 
 def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:

@@ -47,7 +47,8 @@ def resolve_wrapping(model: nn.Module, wrapping: str | Iterable[str]) -> list[Un
     if isinstance(wrapping, str):
         if wrapping not in POLICIES:
             raise ConfigError(
-                f"parallel.wrapping: found {quote(wrapping)}, expected {', '.join(POLICIES)} or a list of module-name "
+                f"parallel.fsdp_wrap_policy: found {quote(wrapping)}, expected {', '.join(POLICIES)} or a list of "
+                "module-name "
                 f"patterns such as [model.layers.*]{did_you_mean(wrapping, POLICIES)}"
             )
         return _units_of_policy(model, wrapping)
@@ -96,7 +97,8 @@ def _units_of_policy(model: nn.Module, policy: str) -> list[Unit]:
     layers = layer_names(model)
     if not layers:
         raise ConfigError(
-            f"parallel.wrapping: found {policy}, but the model has no list of layers; name its units by patterns, "
+            f"parallel.fsdp_wrap_policy: found {policy}, but the model has no list of layers; name its units by "
+            "patterns, "
             f"such as [{_templates(model)[0]}]"
         )
     matrices = [] if policy == "layers" else _matrices_outside(model, layers)
@@ -126,7 +128,7 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
     """Names of the modules that the patterns match, in module order."""
     if not patterns:
         raise ConfigError(
-            "parallel.wrapping: found an empty list, expected patterns such as [model.layers.*], or one of "
+            "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as [model.layers.*], or one of "
             + ", ".join(POLICIES)
         )
     modules = {name: module for name, module in model.named_modules() if name}
@@ -142,7 +144,7 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
             listed = any(_is_container(modules[name]) for name in names)
             kind = "lists of modules, which do not run by themselves" if listed else "modules without parameters"
             raise ConfigError(
-                f"parallel.wrapping: pattern {quote(str(pattern))} matches only {kind}; use one of "
+                f"parallel.fsdp_wrap_policy: pattern {quote(str(pattern))} matches only {kind}; use one of "
                 + ", ".join(_templates(model))
             )
         matched.update(usable)
@@ -160,7 +162,7 @@ def _matches_nothing(pattern: str, model: nn.Module) -> str:
     best = nearest(pattern, templates)
     existing = ([best] if best else []) + [name for name in templates if name != best]
     return (
-        f"parallel.wrapping: pattern {quote(pattern)} matches no module; "
+        f"parallel.fsdp_wrap_policy: pattern {quote(pattern)} matches no module; "
         f"{'nearest' if best else 'there are'}: {', '.join(existing[:5])}"
     )
 

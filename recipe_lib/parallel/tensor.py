@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
 from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.models.decoder import (
     ACTIVATIONS,
@@ -34,15 +34,13 @@ from recipe_lib.models.decoder import (
     OutputHead,
     SandwichLayer,
 )
-from recipe_lib.models.foreign import ForeignSpec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.cross_entropy import Loss, linear_cross_entropy
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gather, gather_linears, scatter
+from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
-from recipe_lib.ops.token_log_probs import token_log_probs
-from recipe_lib.parallel.automatic import shard_foreign
 from recipe_lib.parallel.ddp import sum_gradients_of_replicas
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
@@ -70,18 +68,18 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     if world.tensor is None:
         return
     refuse_for_tensor(model)
-    if isinstance(model.spec, ForeignSpec):
-        shard_foreign(model, parallel, world)
+    if isinstance(model.spec, ExternalSpec):
+        model.spec.shard_tensors(model, parallel, world)
         return
     spec, group = model.spec, world.tensor
-    quantised = [module.kind for module in model.modules() if isinstance(module, QuantisedLinear)]
-    check_tensor(spec, parallel, min(quantised, default="none"))
+    quantized = [module.kind for module in model.modules() if isinstance(module, QuantizedLinear)]
+    check_tensor(spec, parallel, min(quantized, default="none"))
     copied = spec.num_kv_heads % group.size != 0
-    recompute = parallel.tensor_recompute_gather
+    recompute = parallel.tensor_regather_in_backward
     keep = memory.activation_checkpointing != "none" if recompute == "auto" else recompute == "false"
     sharing = _Sharing(group, keep, group.rank * spec.num_kv_heads // group.size if copied else None)
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantizedLinear):
             head = sharing.kv_head if name.endswith(("k_proj", "v_proj")) else None
             _take_part(module, group, name.endswith(ROW), head, spec.head_width)
     model.tensor_gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
@@ -155,8 +153,8 @@ def sum_replicated_gradients(model: nn.Module, world: World) -> None:
             gradient.copy_(total.view_as(gradient))
 
 
-def _take_part(linear: QuantisedLinear, group: Group, by_columns: bool, kv_head: int | None, head_width: int) -> None:
-    """Tells a quantised linear which part of its weight this rank computes with."""
+def _take_part(linear: QuantizedLinear, group: Group, by_columns: bool, kv_head: int | None, head_width: int) -> None:
+    """Tells a quantized linear which part of its weight this rank computes with."""
     whole_rows, whole_columns = (0, linear.out_features), (0, linear.in_features)
     if kv_head is not None:
         linear.take_part((kv_head * head_width, (kv_head + 1) * head_width), whole_columns)
@@ -184,7 +182,7 @@ def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...
 
 
 def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
-    """How a parameter lies on the group, by the matrix that it belongs to. kind: of a quantised linear."""
+    """How a parameter lies on the group, by the matrix that it belongs to. kind: of a quantized linear."""
     pieces = name.split(".")
     matrix = next((piece for piece in pieces if piece in (*COLUMN, *ROW, "embed_tokens", "lm_head")), None)
     if matrix is None or matrix in copied:
@@ -246,7 +244,7 @@ def _attention(
 def _mlp(module: MLP, sharing: _Sharing, activation: str, hidden: Tensor, norm: Norm) -> Tensor:
     gate, up = _columns([module.gate_proj, module.up_proj], hidden, norm, sharing)
     down, group = module.down_proj, sharing.group
-    if isinstance(down, QuantisedLinear):
+    if isinstance(down, QuantizedLinear):
         plain = scatter(down.product(gated(gate, up, activation)), group)
     else:
         plain = scatter(gated_linear(gate, up, local(down.weight), activation), group)
@@ -265,7 +263,7 @@ def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, 
     """Normed tokens through linears that are cut by rows: `[N, o / t]` each. head_width: of copied kv heads."""
     group, shard = sharing.group, norm(hidden)
     cut = [_own_rows(linear, sharing, head_width) for linear in linears]
-    if not any(_is_adapted(linear) or isinstance(linear, QuantisedLinear) for linear in linears):
+    if not any(_is_adapted(linear) or isinstance(linear, QuantizedLinear) for linear in linears):
         kind = "offset" if norm.norm is offset_rms_norm else "rms"
         normed = NormedFrom(hidden.detach(), local(norm.weight).detach(), norm.eps, kind)
         weights = [rows(linear.weight) for linear, rows in zip(linears, cut, strict=True)]
@@ -285,8 +283,8 @@ def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, 
 
 def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
     """Inputs `[N, i / t]` through a linear that is cut by columns, summed over the group: `[n, d]`."""
-    quantised = isinstance(linear, QuantisedLinear)
-    plain = scatter(linear.product(inputs) if quantised else linear_of(inputs, local(linear.weight)), group)
+    quantized = isinstance(linear, QuantizedLinear)
+    plain = scatter(linear.product(inputs) if quantized else linear_of(inputs, local(linear.weight)), group)
     plain = plain if linear.bias is None else plain + local(linear.bias)
     return _widened(linear, plain, scatter(_narrowed(linear, inputs), group)) if _is_adapted(linear) else plain
 
@@ -294,8 +292,8 @@ def _row(linear: Any, inputs: Tensor, group: Group) -> Tensor:
 def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tensor | None], Any]:
     """What takes a rank's rows of a parameter: its part, or, of kv heads that all ranks have, the one it computes."""
     head = sharing.kv_head
-    quantised = isinstance(linear, QuantisedLinear)
-    held = linear.rows_held() if quantised else local(linear.weight).shape[0]
+    quantized = isinstance(linear, QuantizedLinear)
+    held = linear.rows_held() if quantized else local(linear.weight).shape[0]
     if head is None or held != linear.out_features:
         return local
     rows = slice(head * head_width, (head + 1) * head_width)
@@ -308,7 +306,7 @@ def _frozen_parts(linears: list[Any], whole: Tensor, cut: list[Callable[[Tensor 
 
 def _frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
     """All tokens through a linear that is cut by rows, without its adapter."""
-    if isinstance(linear, QuantisedLinear):
+    if isinstance(linear, QuantizedLinear):
         return linear.product(whole, rows(linear.bias))
     return F.linear(whole, rows(linear.weight), rows(linear.bias))
 
@@ -349,21 +347,16 @@ def _head(
     head: OutputHead,
     group: Group,
     hidden: Tensor,
+    *,
     labels: Tensor | None = None,
-    chunks: int = 1,
-    loss: Loss | None = None,
-    per_token: bool = False,
+    head_loss: HeadLoss | None = None,
 ) -> Tensor:
     """As `OutputHead.forward`, of `[n, d]`. Without labels all ranks get all logits `[N, v]`: for short texts."""
     weight = local(head.weight)
     if labels is None:
         logits = F.linear(gather(hidden, group), weight)
         return head.finish(gather(logits.t(), group).t())
-    if per_token:
-        return token_log_probs(hidden, weight, labels, chunks=chunks, softcap=head.softcap, group=group)
-    return linear_cross_entropy(
-        hidden, weight, labels.flatten(), chunks=chunks, softcap=head.softcap, loss=loss, group=group
-    )
+    return run_head_loss(head_loss, hidden, weight, labels, softcap=head.softcap, group=group)
 
 
 def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,6 +1,6 @@
 """Which sizes of a tensor-parallel group can share a model, told from its shape alone."""
 
-from recipe_lib.adapters.quantised import can_cut, can_quantise
+from recipe_lib.adapters.quantized import can_cut, can_quantize
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec
@@ -13,7 +13,7 @@ ROW = ("o_proj", "down_proj")
 def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:
     """Refuses a model that `parallel.tensor` ranks cannot share: ConfigError, a line a number, with legal sizes.
 
-    quantize: `lora.quantize`, whose blocks are not cut.
+    quantize: `lora.quantize_base`, whose blocks are not cut.
     """
     size = parallel.tensor
     counts = {
@@ -21,7 +21,7 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         "MLP channels": spec.mlp_width,
         "tokens of the vocabulary": spec.vocab_size,
     }
-    copies = parallel.tensor_copy_kv_heads
+    copies = parallel.tensor_replicate_kv_heads
     if not _copied(spec, copies, size):
         counts["key and value heads"] = spec.num_kv_heads
     legal = [
@@ -38,24 +38,25 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         if count % size
     ]
     if not copies and spec.num_kv_heads % size and _copied(spec, True, size) and spec.num_heads % size == 0:
-        faults[-1] += "; parallel.tensor_copy_kv_heads=true gives every rank their weights"
+        faults[-1] += "; parallel.tensor_replicate_kv_heads=true gives every rank their weights"
     uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(
-            f"parallel.tensor={size}: lora.quantize={quantize} keeps blocks of 64 numbers whole, which the parts of "
-            f"{' and '.join(uncuttable)} are no multiple of; {sizes}; or set lora.quantize=int8"
+            f"parallel.tensor={size}: lora.quantize_base={quantize} keeps blocks of 64 numbers whole, which the "
+            "parts of "
+            f"{' and '.join(uncuttable)} are no multiple of; {sizes}; or set lora.quantize_base=int8"
         )
     if faults:
         raise ConfigError(*faults)
 
 
 def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
-    """Whether all of `size` ranks have all kv heads, of which each needs one, if `parallel.tensor_copy_kv_heads`."""
+    """Whether all `size` ranks have all kv heads, of which each needs one (`parallel.tensor_replicate_kv_heads`)."""
     return copies and size % spec.num_kv_heads == 0
 
 
 def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> list[str]:
-    """The linears of a layer whose quantised weight `size` ranks cannot cut."""
+    """The linears of a layer whose quantized weight `size` ranks cannot cut."""
     if quantize == "none" or size == 1:
         return []
     heads = spec.num_heads * spec.head_width
@@ -67,7 +68,7 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
         out_features = spec.width if matrix in ROW else outputs.get(matrix, spec.mlp_width)
         in_features = inputs.get(matrix, spec.width)
         parts = spec.num_kv_heads if _copied(spec, copies, size) and matrix in ("k_proj", "v_proj") else size
-        if can_quantise(in_features, out_features, quantize) and not can_cut(
+        if can_quantize(in_features, out_features, quantize) and not can_cut(
             in_features, out_features, quantize, parts, by_columns=matrix in ROW
         ):
             found.append(matrix)

@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipe_lib import errors
-from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
 from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, outlast_heartbeat, start_heartbeat
 from recipe_lib.parallel.hang_detection.peers import PeerFailedError, node_name
 
-# Outermost first: neighbours share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
-MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
 _STORE_SECONDS = 5
 _PRINTING_SECONDS = 0.5
 
@@ -35,7 +33,7 @@ class WorldConfig(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class PipelineRank:
     """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all processes."""
 
     rank: int
@@ -62,7 +60,7 @@ class World:
     data_rank: int
     data_ranks: int
     tensor: Group | None = None
-    pipeline: Place | None = None
+    pipeline: PipelineRank | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
@@ -81,7 +79,7 @@ class World:
 
     def _other_groups(self) -> dist.ProcessGroup:
         """The ranks that have this one's place in other tensor-parallel groups."""
-        return self.mesh[MESH_DIMS[:3]]._flatten("data").get_group()
+        return _flat_without_tensor(self.mesh).get_group()
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on any; over the host's group. A collective."""
@@ -194,22 +192,31 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
 def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int, heartbeat: Heartbeat) -> World:
     """The world on the process group that is there."""
     device_type = _device_type(cfg.device)
-    mesh = init_device_mesh(device_type, mesh_shape(cfg.parallel, size), mesh_dim_names=MESH_DIMS)
+    shape = tuple(mesh_shape(cfg.parallel, size).values())
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
     device = torch.device(device_type, local_rank) if device_type != "cpu" else torch.device("cpu")
     return replace(world_of(mesh, rank, size, local_rank, device), heartbeat=heartbeat)
 
 
 def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device) -> World:
     """The world of a mesh with the dimensions `MESH_DIMS`."""
-    tensors, stages = mesh["tensor"].size(), mesh["pipeline"].size()
+    sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
+    mine = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
     group, place = None, None
-    if tensors > 1:
-        group = Group(mesh.get_group("tensor").group_name, tensors, rank % tensors)
-        mesh[MESH_DIMS[:3]]._flatten("data")  # by all ranks, before one of them needs it
-    step = size // stages  # ranks between a stage and the next
-    if stages > 1:
-        place = Place(rank // step, stages, tuple(rank % step + number * step for number in range(stages)))
-    return World(rank, size, local_rank, device, mesh, rank % step // tensors, step // tensors, group, place)
+    if sizes["tensor"] > 1:
+        group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
+        _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
+    if sizes["pipeline"] > 1:
+        place = PipelineRank(mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist()))
+    data_rank, data_ranks = 0, 1
+    for name in DATA_DIMS:
+        data_rank, data_ranks = data_rank * sizes[name] + mine[name], data_ranks * sizes[name]
+    return World(rank, size, local_rank, device, mesh, data_rank, data_ranks, group, place)
+
+
+def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
+    """All dimensions but `tensor` as one."""
+    return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
 
 
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
@@ -219,10 +226,10 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
     pipeline have none of their own: they exchange by twos, and sum over all ranks.
     """
     shape = mesh_shape(parallel, size)
-    groups = [ranks for ranks in shape[1:] if ranks > 1]
+    groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
     if parallel.pipeline == 1 and len(groups) < 2:
         return groups
-    together = parallel.tensor > 1 and (parallel.pipeline > 1 or shape[1] > 1 < shape[2])
+    together = parallel.tensor > 1 and (parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS))
     return [*groups, *([size // parallel.tensor] if together else []), size]
 
 

@@ -110,7 +110,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
         pipeline=pipeline.plan if pipeline else None,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
-        not_modelled=_not_modelled(cfg, hardware, settings.ranks, found.trace),
+        not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
         estimate=estimate,
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
@@ -281,7 +281,7 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
     kernels = "a CPU's" if like_cpu else "flash attention (documents of packed rows: varlen flash), fused RMSNorm"
     if attention_backend(settings.hardware.architecture) == "cudnn":
         kernels += "; for rows that are not packed torch may take cuDNN's attention here, whose scratch is its own"
-    multiple = cfg.data.pad_to_multiple
+    multiple = cfg.data.pad_to_multiple_of
     padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
     lines = [
         f"rows of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), batch_size {cfg.batch_size}, "
@@ -310,23 +310,24 @@ def _host_taken(settings: PlanSettings, trace: Trace) -> tuple[int, int]:
 
 def _host_suffices(cfg: Any, settings: PlanSettings, trace: Trace) -> bool:
     """Whether what the ranks of a machine keep on the host is what the config allows them, if it says so."""
-    allowed = cfg.memory.host_memory
+    allowed = cfg.memory.host_memory_limit_gib
     return allowed is None or _host_taken(settings, trace)[1] <= allowed * GIB
 
 
 def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
     """The same in words."""
-    if cfg.memory.host_memory is None:
+    if cfg.memory.host_memory_limit_gib is None:
         return []
     ranks, most = _host_taken(settings, trace)
     verdict = "enough" if _host_suffices(cfg, settings, trace) else "too little, a run is refused"
     return [
-        f"{HOST_ALLOWS} {cfg.memory.host_memory:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which "
+        f"{HOST_ALLOWS} {cfg.memory.host_memory_limit_gib:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a "
+        "machine, which "
         f"take {format_bytes(most)}: {verdict}"
     ]
 
 
-def _not_modelled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
+def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
     lines = ["memory of kernels compiled by torch.compile, and CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
@@ -339,6 +340,6 @@ def _not_modelled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> lis
         lines.append(
             "copies between host and device: that ranks of a machine may share its links and host memory's rate"
         )
-    if getattr(getattr(cfg, "lora", None), "merge", False):
-        lines.append("lora.merge: the merged model is written layer by layer after training")
+    if cfg.trained_adapters is not None and cfg.trained_adapters.merge_on_save:
+        lines.append("lora.merge_on_save: the merged model is written layer by layer after training")
     return lines

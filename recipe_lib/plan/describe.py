@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, SCHEMA_VERSION, Plan
-from recipe_lib.plan.trace import KINDS, PARTS
+from recipe_lib.plan.trace import PARTS, STORAGE_KINDS
 
 
 def _listed(words: tuple[str, ...]) -> str:
@@ -29,7 +29,7 @@ Sizes are bytes, times seconds.
 | text | is one of |
 |---|---|
 | a verdict | {_listed((FITS, RISKY, DOES_NOT_FIT))} |
-| a kind of memory | {_listed(KINDS)} |
+| a kind of memory | {_listed(STORAGE_KINDS)} |
 | a part of a step | {_listed(PARTS)} |
 """
 

@@ -57,7 +57,7 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
         layers,
         advice,
         _list("Assumed", plan.assumptions),
-        _list("Not modelled", plan.not_modelled),
+        _list("Not modeled", plan.not_modeled),
     ]
     return PAGE.substitute(
         title=escape(f"{plan.config}: {plan.verdict}"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from recipe_lib.plan.result import ActionSpan, PipelinePlan, StagePlan
 from recipe_lib.plan.tables import duration
 
-# By kind: what it is, the colour.
+# By kind: what it is, the color.
 _KINDS = {
     "F": ("forward", "k0"),
     "B": ("backward", "k5"),

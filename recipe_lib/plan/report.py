@@ -61,7 +61,7 @@ def render(plan: Plan, *, depth: int = 2, width: int | None = None, color: bool 
     if plan.time is not None:
         lines += [*_heading("time of a step"), *_pairs(time_lines(plan), columns)]
     lines += _advice_lines(advice_table(plan), columns)
-    for title, sentences in (("assumed", plan.assumptions), ("not modelled", plan.not_modelled)):
+    for title, sentences in (("assumed", plan.assumptions), ("not modeled", plan.not_modeled)):
         if sentences:
             lines += [*_heading(title), *(line for sentence in sentences for line in _bullet(sentence, columns))]
     lines += [("", ""), ("soft", version_line(plan))]

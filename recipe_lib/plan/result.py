@@ -257,7 +257,7 @@ class Plan:
     verdict: `fits`, `risky` or `does not fit`. margin: usable memory left at the heaviest rank, bytes; negative: short
     of. rank_plans: of the ranks traced. outside: memory that torch does not hand out. layers: of the model.
     communication: of a steady step, the heaviest rank. time: None where it was not planned. pipeline: None without one.
-    advice: levers, each tried alone. assumptions, not_modelled: one sentence each. versions: program to version.
+    advice: levers, each tried alone. assumptions, not_modeled: one sentence each. versions: program to version.
     estimate: why the figures are not those of all micro-batches and steps; empty where they are.
     seconds: of CPU time that planning took; in no file, so that a plan is the same bytes every time.
     """
@@ -280,7 +280,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
     advice: list[Advice] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
-    not_modelled: list[str] = field(default_factory=list)
+    not_modeled: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     estimate: str = ""
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from recipe_lib.plan.result import Plan
 from recipe_lib.plan.tables import Unit, hundredths, unit_of, where_of, written
-from recipe_lib.plan.trace import ALLOC, FREE, KINDS, PHASE, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
 
 MOST_POINTS = 2000
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 340, 80, 12, 44, 12
@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 340, 80, 12, 44, 12
 
 @dataclass
 class Point:
-    """at: allocations and frees before it. total: bytes alive on the device. kinds: of them, as `KINDS` are ordered."""
+    """at: allocations and frees before it. total: bytes alive on the device. kinds: of them, as in STORAGE_KINDS."""
 
     at: int
     total: int
@@ -24,14 +24,14 @@ class Point:
 def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
     """At most `most` points of the trace, and at which event each phase begins.
 
-    Where there are more events, neighbouring ones of a phase make a group that keeps its highest and its lowest
+    Where there are more events, neighboring ones of a phase make a group that keeps its highest and its lowest
     point, so that no phase loses its peak. A phase that comes again counts on.
     """
     events = sum(1 for kind, number in trace.events if kind in (ALLOC, FREE) and trace.storages[number].device)
     phases = max(1, sum(1 for kind, _ in trace.events if kind == PHASE))
     size = 1 if events <= most else math.ceil(events / max(1, most // 2 - phases - 1))
-    place = {kind: at for at, kind in enumerate(KINDS)}
-    alive, total, at = [0] * len(KINDS), 0, 0
+    place = {kind: at for at, kind in enumerate(STORAGE_KINDS)}
+    alive, total, at = [0] * len(STORAGE_KINDS), 0, 0
     begins: dict[str, int] = {}
     found: list[Point] = []
     group: list[Point] = []  # the lowest and the highest so far
@@ -43,7 +43,7 @@ def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str
         elif kind in (ALLOC, FREE) and trace.storages[number].device:
             storage = trace.storages[number]
             change = storage.bytes if kind == ALLOC else -storage.bytes
-            alive[place.get(storage.kind, len(KINDS) - 1)] += change
+            alive[place.get(storage.kind, len(STORAGE_KINDS) - 1)] += change
             total, at, inside = total + change, at + 1, inside + 1
             if not group:
                 group = [Point(at, total, tuple(alive))] * 2
@@ -87,11 +87,11 @@ def draw_timeline(plan: Plan, trace: Trace) -> str:
         label = f"{value / unit[0]:g} {unit[1]}"
         parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
     # The highest sum first, each lower one over it: what stays to be seen of an area is its own kind.
-    for place in reversed(range(len(KINDS))):
+    for place in reversed(range(len(STORAGE_KINDS))):
         if any(point.kinds[place] for point in shown):
             steps = "".join(f"H{x(point.at):.1f}V{y(sum(point.kinds[: place + 1])):.1f}" for point in shown)
             path = f"M{x(0):.1f},{y(0):.1f}{steps}V{y(0):.1f}Z"
-            parts.append(f'<path class="k{place}" d="{path}"><title>{KINDS[place]}</title></path>')
+            parts.append(f'<path class="k{place}" d="{path}"><title>{STORAGE_KINDS[place]}</title></path>')
     parts += _phase_marks([(phase, x(at)) for phase, at in begins.items()])
     if limit:
         parts.append(
@@ -127,12 +127,12 @@ def _phase_marks(begins: list[tuple[str, float]]) -> list[str]:
 
 
 def _keys(highest: Point, unit: Unit) -> str:
-    """Colour, name and bytes at the highest point of each kind."""
+    """Color, name and bytes at the highest point of each kind."""
     items = []
     for place, num_bytes in enumerate(highest.kinds):
         if num_bytes:
             square = f'<svg viewBox="0 0 10 10"><rect class="k{place}" width="10" height="10" rx="2"/></svg>'
-            items.append(f"<li>{square}{KINDS[place]} {written(hundredths(num_bytes, unit), unit)}</li>")
+            items.append(f"<li>{square}{STORAGE_KINDS[place]} {written(hundredths(num_bytes, unit), unit)}</li>")
     return f'<ul class="keys">{"".join(items)}</ul>'
 
 

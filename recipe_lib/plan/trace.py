@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 # Kinds of memory, in the order in which a report shows them.
-KINDS = (
+STORAGE_KINDS = (
     "parameters",  # this rank's shards, frozen ones too, and a model's buffers
     "gradients",  # this rank's shards of them, or whole ones where nothing is sharded
     "optimizer",  # states of the optimizer

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from recipe_lib.plan.result import Alive, RankPlan
-from recipe_lib.plan.trace import KINDS
+from recipe_lib.plan.trace import STORAGE_KINDS
 
 # (path below the node, bytes, storages)
 _Entry = tuple[tuple[str, ...], int, int]
@@ -24,12 +24,12 @@ class Node:
 
 
 def alive_tree(rank: RankPlan) -> Node:
-    """The tree of one rank's largest active peak; its kinds are in the order of `KINDS`.
+    """The tree of one rank's largest active peak; its kinds are in the order of `STORAGE_KINDS`.
 
     Storages are as large as they were asked for; what the allocator's blocks take beyond them is a branch of its own,
     so that the sum is the peak.
     """
-    entries: dict[str, list[_Entry]] = {kind: [] for kind in KINDS}
+    entries: dict[str, list[_Entry]] = {kind: [] for kind in STORAGE_KINDS}
     for alive in rank.alive:
         entries.setdefault(alive.kind, []).append((_path(alive), alive.bytes, alive.count))
     kinds = [_node(kind, inside, join=False) for kind, inside in entries.items() if inside]

@@ -3,7 +3,7 @@
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.units import format_bytes
 
-HOST_ALLOWS = "memory.host_memory allows"  # how an assumption begins that says whether it is enough
+HOST_ALLOWS = "memory.host_memory_limit_gib allows"  # how an assumption begins that says whether it is enough
 
 
 def reason_text(plan: Plan) -> str:

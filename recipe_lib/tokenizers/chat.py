@@ -27,8 +27,8 @@ from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
 from recipe_lib.tokenizers.template_process import Options, Wanted
 
-SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
-LARGEST_ANSWER = 1 << 31  # bytes; what the process may answer is far below, by its own limits
+TIMEOUT_SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
+MAX_ANSWER_BYTES = 1 << 31  # bytes; what the process may answer is far below, by its own limits
 
 START_SECONDS = 60.0  # that the process may take to start, on a machine with better things to do
 _TOO_LONG = "was stopped: it took more than {:g} s"
@@ -73,14 +73,14 @@ class _TemplateProcess:
             self._input.flush()
             return json.loads(self._line(time.monotonic() + seconds))
         except TimeoutError:  # it watches the time itself, so it does not even do that
-            raise _Stopped(_TOO_LONG.format(SECONDS)) from None
+            raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS)) from None
         except (OSError, ValueError):
             raise _Stopped(self._why()) from None
 
     def _line(self, deadline: float) -> bytes:
         """The bytes up to the next line end. Raises TimeoutError; ValueError: it ended, or wrote too many bytes."""
         parts, length = [], 0
-        while length < LARGEST_ANSWER:
+        while length < MAX_ANSWER_BYTES:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
             part = os.read(self._output.fileno(), 1 << 20)
@@ -99,7 +99,7 @@ class _TemplateProcess:
             self._child.kill()
             code = self._child.wait()
         if code in (-signal.SIGALRM, -signal.SIGPROF):
-            return _TOO_LONG.format(SECONDS)
+            return _TOO_LONG.format(TIMEOUT_SECONDS)
         how = f"signal {-code}" if code < 0 else f"code {code}"
         return f"was stopped: its process ended with {how} (it may use {template_process.MEMORY >> 20} MiB)"
 
@@ -130,7 +130,7 @@ class _Keeper:
                 if self._process is None:
                     self._process = _TemplateProcess()
                 if template["name"] not in self._process.known:
-                    fault = self._process.ask(template, START_SECONDS + SECONDS)
+                    fault = self._process.ask(template, START_SECONDS + TIMEOUT_SECONDS)
                     if fault is not None:
                         return fault
                     self._process.known.add(template["name"])
@@ -167,7 +167,7 @@ class ChatTemplate:
         self.source, self.place = source, place
         tokens = {role: text for role, text in special_tokens.items() if text is not None}
         name = hashlib.sha256(json.dumps([source, tokens], sort_keys=True).encode()).hexdigest()
-        self._template = {"name": name, "source": source, "tokens": tokens, "seconds": SECONDS}
+        self._template = {"name": name, "source": source, "tokens": tokens, "seconds": TIMEOUT_SECONDS}
         fault = self._ask(None, 0)
         if fault is not None:
             raise DataError(f"{place}: {fault}")
@@ -191,8 +191,8 @@ class ChatTemplate:
         around what `{% generation %}` holds; `variables`, more that the template sees. Where the template objects,
         what it said. Raises DataError: the template took too long or had to be stopped."""
         request = {"name": self._template["name"], "messages": list(messages), "wanted": list(wanted)}
-        limits = {"tools": tools, "options": options, "seconds": SECONDS}
-        pairs = self._ask(request | limits, (1 + len(wanted)) * SECONDS)
+        limits = {"tools": tools, "options": options, "seconds": TIMEOUT_SECONDS}
+        pairs = self._ask(request | limits, (1 + len(wanted)) * TIMEOUT_SECONDS)
         return [DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs]
 
     def _ask(self, request: Mapping[str, Any] | None, seconds: float) -> Any:

@@ -9,7 +9,7 @@ from recipe_lib import reading
 from recipe_lib.config.local_files import no_template
 from recipe_lib.errors import DataError
 
-LARGEST_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
+MAX_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
 TEMPLATE_LIMIT = 2**24  # bytes; the longest template in use has some 20 KB
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -43,7 +43,7 @@ class AddedToken:
 
 def is_id(number: Any) -> bool:
     """Whether a value out of JSON can be a token's id."""
-    return type(number) is int and 0 <= number < LARGEST_VOCABULARY
+    return type(number) is int and 0 <= number < MAX_VOCABULARY
 
 
 @dataclass
@@ -108,7 +108,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str | None:
-    """A token is spelt as a string, or as an object with `content`."""
+    """A token is spelled as a string, or as an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 

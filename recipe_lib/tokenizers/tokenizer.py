@@ -10,7 +10,7 @@ from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.chat import ChatTemplate
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
 from recipe_lib.tokenizers.turn_end import TurnEnd, find_turn_end
-from recipe_lib.tokenizers.vocabulary import Place, Vocabulary, alternation
+from recipe_lib.tokenizers.vocabulary import TextPosition, Vocabulary, alternation
 
 KEPT_TEXTS, KEPT_LENGTH = 256, 16_384  # texts whose ids are remembered, and how many letters they have at most
 
@@ -112,7 +112,7 @@ class Tokenizer:
         after special tokens were looked for; who writes it into one of them keeps that one from being found."""
         found: list[list[int]] = []
         splitter = self._split_special if allow_special else self._split_ordinary
-        place, strip_next = Place.START, False
+        place, strip_next = TextPosition.START, False
         for piece in pieces:
             ids: list[int] = []
             for text, token in _split(piece, splitter):
@@ -123,14 +123,14 @@ class Tokenizer:
                 text = text.replace(literal, "") if literal else text
                 if text:
                     ids += self._encode(text, place) if len(text) <= KEPT_LENGTH else self._encode_text(text, place)
-                    place, strip_next = Place.INSIDE, False
+                    place, strip_next = TextPosition.INSIDE, False
                 if token is not None:
                     ids.append(token.id)
-                    place, strip_next = Place.AFTER_SPECIAL, token.rstrip
+                    place, strip_next = TextPosition.AFTER_SPECIAL, token.rstrip
             found.append(ids)
         return found
 
-    def _encode_text(self, text: str, place: Place) -> tuple[int, ...]:
+    def _encode_text(self, text: str, place: TextPosition) -> tuple[int, ...]:
         return tuple(self._vocabulary.encode(text, place))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:

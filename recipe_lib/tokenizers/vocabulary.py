@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers.special_tokens import LARGEST_VOCABULARY, AddedToken
+from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
 
-class Place(Enum):
+class TextPosition(Enum):
     """Where a piece of ordinary text stands; some vocabularies put a space before the first word of a text."""
 
     START = "start of the text"
@@ -36,7 +36,7 @@ class Vocabulary(Protocol):
     bos_id: int | None  # what the file itself says
     eos_id: int | None
 
-    def encode(self, text: str, place: Place) -> list[int]:
+    def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text."""
 
     def token_bytes(self, token: int) -> bytes:
@@ -84,15 +84,15 @@ class SentencePieceVocabulary:
         self._breakable = alternation(greedy)
         self._bytes = [self._piece_bytes(i) for i in range(self.size)]
 
-    def encode(self, text: str, place: Place) -> list[int]:
+    def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text."""
         ids: list[int] = []
         for part in _broken(text, self._breakable):
-            if place is Place.START or (place is Place.AFTER_SPECIAL and self.eats_space_after_special):
+            if place is TextPosition.START or (place is TextPosition.AFTER_SPECIAL and self.eats_space_after_special):
                 ids += self._first.encode(part)
             else:
                 ids += self._inner.encode(re.sub(" {2,}", " ", part) if self._collapses_spaces else part)
-            place = Place.INSIDE
+            place = TextPosition.INSIDE
         return ids
 
     def token_bytes(self, token: int) -> bytes:
@@ -144,7 +144,7 @@ class TiktokenVocabulary:
             "llama3", pat_str=self.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
 
-    def encode(self, text: str, place: Place) -> list[int]:
+    def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text."""
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
         return [i for a, b in zip(cuts, cuts[1:], strict=False) for i in self._encoding.encode_ordinary(text[a:b])]
@@ -191,9 +191,9 @@ class JsonVocabulary:
         self._inner = self._variant(content, keep_always=False)
         pieces = content["model"]["vocab"]
         self.size = max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
-        if self.size > LARGEST_VOCABULARY:
+        if self.size > MAX_VOCABULARY:
             raise DataError(
-                f"{path}: found the id {self.size - 1}, expected ids below {LARGEST_VOCABULARY}; copy the file again"
+                f"{path}: found the id {self.size - 1}, expected ids below {MAX_VOCABULARY}; copy the file again"
             )
         self.eats_first_space = _eats_first_space(content.get("decoder"))
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
@@ -201,9 +201,13 @@ class JsonVocabulary:
             self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
         self._to_bytes = _bytes_of_pieces(content.get("decoder"))
 
-    def encode(self, text: str, place: Place) -> list[int]:
+    def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text; added tokens that are not special are found in it."""
-        chosen = {Place.START: self._first, Place.AFTER_SPECIAL: self._after_special, Place.INSIDE: self._inner}[place]
+        chosen = {
+            TextPosition.START: self._first,
+            TextPosition.AFTER_SPECIAL: self._after_special,
+            TextPosition.INSIDE: self._inner,
+        }[place]
         with _no_panic(self._path):
             return chosen.encode(text, add_special_tokens=False).ids
 

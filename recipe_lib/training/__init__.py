@@ -8,7 +8,7 @@ from recipe_lib.training.derived_numbers import derived_numbers
 from recipe_lib.training.export_model import export_trained_adapter, export_trained_model
 from recipe_lib.training.host_memory import check_host_memory
 from recipe_lib.training.loop import Step, TrainingLoop
-from recipe_lib.training.losses import build_loss
+from recipe_lib.training.losses import build_head_loss
 from recipe_lib.training.micro_batches import backward_each, result_of_each, sum_gradients
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ModelSource, check_sharing, find_model
@@ -24,7 +24,7 @@ __all__ = [
     "TrainingLoop",
     "arrange_steps",
     "backward_each",
-    "build_loss",
+    "build_head_loss",
     "build_optimizer",
     "check_host_memory",
     "check_output",

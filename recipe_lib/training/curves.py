@@ -19,7 +19,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Mark:
-    """One or several neighbouring points, drawn as one: their mean, and the range they cover."""
+    """One or several neighboring points, drawn as one: their mean, and the range they cover."""
 
     step: int
     mean: float

@@ -7,8 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.pipeline import micro_batches, stage_count
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.optim.lr_scheduler import warmup_steps
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.units import format_bytes, format_count
@@ -93,22 +94,23 @@ def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
 
 
 def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
-    schedule = cfg.lr_schedule
-    start = f"warm-up over {schedule.warmup_steps} steps to " if schedule.warmup_steps else ""
-    after = steps - schedule.warmup_steps
+    schedule = cfg.lr_scheduler
+    warmup = warmup_steps(schedule, steps)
+    start = f"warm-up over {warmup} steps to " if warmup else ""
+    after = steps - warmup
     if after <= 0:
         reached = "reached at the last step" if after == 0 else f"not reached: the run has {steps} steps"
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
-    if schedule.kind == "constant":
+    if schedule.type == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
-    final = schedule.final_share * cfg.optimizer.lr
-    return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.kind} over {after} steps towards {final:.2e}"
+    final = schedule.min_lr_ratio * cfg.optimizer.lr
+    return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.type} over {after} steps towards {final:.2e}"
 
 
 def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
-    stored = stored_weights(model)  # quantised: fewer, packed numbers stand for the weights
+    stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
     plain = (parameter for name, parameter in model.named_parameters() if name.rpartition("_")[0] not in stored)
     count = sum(parameter.numel() for parameter in plain)
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
@@ -122,7 +124,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     freed = ""
     if cfg.memory.optimizer_in_backward:
         tokens = micro_batches(cfg)[0] * cfg.max_seq_len
-        if isinstance(cfg, DpoFinetuneConfig):  # whose head makes log-probabilities of tokens, and its gradient whole
+        if not cfg.sums_losses:  # the gradient of the head's weight is whole then
             tokens = sys.maxsize
         sizes = (sum(_gradient_at_once(one, tokens) for one in together) for together in _reduced_together(model))
         gradients, freed = max(sizes, default=0), " at a time"

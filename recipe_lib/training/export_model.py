@@ -44,7 +44,7 @@ def export_trained_model(
 def export_trained_adapter(
     cfg: LoraFinetuneConfig, model: nn.Module, source: ModelSource, data: TrainingData, world: "World"
 ) -> None:
-    """Writes output_dir/adapter in PEFT's layout; with lora.merge also the merged model, output_dir/model. Collective.
+    """Writes output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged. Collective.
 
     The model is merged from the checkpoint's files: weights of a random start (model.preset) are in none.
     """
@@ -65,13 +65,13 @@ def export_trained_adapter(
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
-    if cfg.lora.merge and source.folder is not None:
+    if cfg.lora.merge_on_save and source.folder is not None:
         merged = Path(cfg.output_dir) / MODEL_FOLDER
         merge_adapter(
             source.folder,
             folder,
             merged,
-            quantize=cfg.lora.quantize,
+            quantize=cfg.lora.quantize_base,
             dtype=DTYPES[cfg.dtype],
             ranks=world,
             tokenizer_folder=data.tokenizer_path,

@@ -14,7 +14,7 @@ from recipe_lib.parallel import World
 
 
 def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, beside: nn.Module | None = None) -> None:
-    """SetupError where what all ranks of this machine keep on the host is more than `memory.host_memory`, or is free.
+    """SetupError where all ranks of this machine keep more on the host than `memory.host_memory_limit_gib`, or is free.
 
     Call it when the model is sharded and has no memory yet. Parameters, gradients and states are judged at once;
     activations when the first layer of the first micro-batch has run, by what it kept, for all layers that are sent,
@@ -25,7 +25,7 @@ def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, b
         return
     needs, free = offloaded_bytes(model, cfg, beside), free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_needs(needs, cfg.memory.host_memory, ranks, free)
+    check_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
     window: Window | None = getattr(model, "activation_window", None)
     if window is not None:
         calls = calls_at_once(model, cfg, window)
@@ -35,7 +35,7 @@ def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, b
             kept = calls * num_bytes
             if 0 < tokens < longest:
                 kept = kept * longest // tokens
-            check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory, ranks, free)
+            check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free)
 
         window.judge_first(judge)
 
@@ -72,6 +72,6 @@ def calls_at_once(model: nn.Module, cfg: FullFinetuneConfig, window: Window) -> 
 
 def longest_tokens(model: nn.Module, cfg: FullFinetuneConfig) -> int:
     """Tokens that a layer of this rank is given in the longest micro-batch."""
-    rows = micro_batches(cfg)[0] * (2 if hasattr(cfg, "dpo") else 1)  # a chosen answer and a rejected one
+    rows = micro_batches(cfg)[0] * cfg.sequences_per_item
     shared = cfg.parallel.tensor if hasattr(model, "tensor_gradients") else 1
     return rows * cfg.max_seq_len // shared

@@ -92,11 +92,13 @@ class TrainingLoop:
         """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step."""
         source, first = self._data.batches(self.step), True
         while self.step < self.total_steps:
-            self._world.heartbeat.enter(f"step {self.step + 1}", beats.FIRST_STEP if first else beats.STEP)
+            self._world.heartbeat.enter(
+                f"step {self.step + 1}", beats.FIRST_STEP_SECONDS if first else beats.STEP_SECONDS
+            )
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
-            self._lr = learning_rate(self._cfg.lr_schedule, self._cfg.optimizer.lr, self.step, self.total_steps)
+            self._lr = learning_rate(self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps)
             set_learning_rate(self._optimizer, self._lr)
             batches = next(source)
             if first:
@@ -109,7 +111,7 @@ class TrainingLoop:
     def finish(self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]) -> None:
         """Records a step, then validates and saves where that is due.
 
-        validate: gives the numbers of a validation: at each `validation.every_steps`-th step, else at the end of each
+        validate: gives the numbers of a validation: at each `validation.every_n_steps`-th step, else at the end of each
         epoch, and after the last. Raises DivergedError if loss or gradient are not finite, or what would be saved or
         exported; StoppedAndSaved once any rank was told to stop.
         """
@@ -120,7 +122,7 @@ class TrainingLoop:
             self._log.validation({"step": self.step} | dict(validate()))
             heartbeat.enter(f"end of step {self.step}")
         stopped = self._stop.agreed(self._world)
-        is_last, every = self.step == self.total_steps, self._cfg.checkpoint.save_every_steps
+        is_last, every = self.step == self.total_steps, self._cfg.checkpoint.save_every_n_steps
         saves = stopped or (every is not None and (self.step % every == 0 or is_last))
         if saves or is_last:
             self._check_weights()
@@ -157,7 +159,8 @@ class TrainingLoop:
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
-                "step %d: the gradient is exactly 0, so nothing is learnt; look for damaged weights, or a frozen model",
+                "step %d: the gradient is exactly 0, so nothing is learned; look for damaged weights, or a frozen "
+                "model",
                 self.step,
             )
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
@@ -186,6 +189,6 @@ class TrainingLoop:
     def _validation_is_due(self) -> bool:
         if self._cfg.validation.source is None:
             return False
-        every = self._cfg.validation.every_steps
+        every = self._cfg.validation.every_n_steps
         due = self.step % every == 0 if every else self._data.plan.locate(self.step)[1] == 0
         return due or self.step == self.total_steps

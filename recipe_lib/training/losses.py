@@ -1,12 +1,16 @@
-"""Losses by registered name. The built-in one is `recipe_lib.ops.cross_entropy`; a plugin registers its own."""
+"""What the output head computes: the loss that a config names, in the pieces and by the kernel that it names.
+
+The built-in loss is `recipe_lib.ops.cross_entropy`; a plugin registers its own, `fn(logits [m, v], labels [m]) -> sum`.
+"""
 
 from recipe_lib.config.registry import registered
-from recipe_lib.ops.cross_entropy import Loss
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.ops.head_losses import CrossEntropy
 
 
-def build_loss(name: str) -> Loss:
-    """The loss registered as `name`: `fn(logits [m, v], labels [m]) -> summed scalar` over one chunk of m tokens.
+def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
+    """The sum of token losses of `loss`, as `memory.loss_chunks` and `memory.loss_kernel` have it.
 
-    ConfigError with the nearest name if there is none.
+    ConfigError with the nearest name if no loss of that name is registered.
     """
-    return registered("loss", name)
+    return CrossEntropy(cfg.memory.loss_chunks, registered("loss", cfg.loss), cfg.memory.loss_kernel)

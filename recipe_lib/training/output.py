@@ -60,7 +60,7 @@ def check_output(cfg: FullFinetuneConfig) -> None:
 
 
 def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
-    foreign = previous_run.first_foreign(folder, replaced=cfg.overwrite)
+    foreign = previous_run.first_foreign(folder, replaced=cfg.overwrite_output_dir)
     if foreign is not None:
         raise ConfigError(
             f"output_dir: {foreign} is not, or no longer, what a run wrote, and would be replaced; move it away, or "
@@ -106,7 +106,7 @@ def _lock(folder: Path, kind: int) -> int | None:
 def open_output(cfg: FullFinetuneConfig) -> None:
     """Makes the folder, clears what killed runs left, and writes config.yaml. On one rank. ConfigError, StorageError.
 
-    The run that `overwrite` replaces stays, out of the way, until `previous_run.drop_earlier`.
+    The run that `overwrite_output_dir` replaces stays, out of the way, until `previous_run.drop_earlier`.
     """
     folder = Path(cfg.output_dir)
     with files.storage_faults():
@@ -114,9 +114,11 @@ def open_output(cfg: FullFinetuneConfig) -> None:
         _check_ours(cfg, folder)  # again, now that nobody else is in the folder
         previous_run.remove_leftovers(folder)
         previous_run.begin_record(folder)
-        if cfg.overwrite:
+        if cfg.overwrite_output_dir:
             previous_run.keep_earlier(folder)
-        text = to_yaml(dataclasses.replace(cfg, overwrite=False, resume=None))  # those are of this start only
+        text = to_yaml(
+            dataclasses.replace(cfg, overwrite_output_dir=False, resume=None)
+        )  # those are of this start only
         files.replace_text(folder / CONFIG_FILE, text)
 
 

@@ -3,10 +3,10 @@
 With w and l for the chosen and the rejected answer, p the model and q the reference:
 
     reward r = beta * (log p - log q)                        of a whole answer: the sum over its trained tokens
-    sigmoid    -log sigmoid(r_w - r_l)                       DPO, arXiv 2305.18290
-    cdpo       -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w), with e = label_smoothing
+    sigmoid    -log sigmoid(r_w - r_l)                       DPO, arXiv 2305.18290; with label_smoothing e (cDPO):
+               -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w)
     ipo        ((r_w - r_l) / beta - 1 / (2 beta))^2         arXiv 2310.12036; with means over tokens in place of sums
-    simpo      -log sigmoid(r_w - r_l - margin)              arXiv 2405.14734; with means, and q = 1
+    simpo      -log sigmoid(r_w - r_l - gamma)               arXiv 2405.14734; with means, and q = 1
 
 Sums are made in fp64: an answer's log-probability is in the hundreds, and what counts are differences of such.
 """
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 
 _MEANS = ("ipo", "simpo")  # losses of the mean over an answer's tokens
 NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
-
-
-def needs_reference(cfg: DpoConfig) -> bool:
-    """Whether the loss compares with a reference model."""
-    return cfg.loss != "simpo" and not cfg.reference_free
 
 
 def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
@@ -77,8 +72,8 @@ def _pair_losses(margin: Tensor, cfg: DpoConfig) -> Tensor:
     if cfg.loss == "ipo":
         return (margin / cfg.beta - 1 / (2 * cfg.beta)).square()
     if cfg.loss == "simpo":
-        return -F.logsigmoid(margin - cfg.margin)
-    wrong = cfg.label_smoothing if cfg.loss == "cdpo" else 0.0
+        return -F.logsigmoid(margin - cfg.simpo_gamma)
+    wrong = cfg.label_smoothing
     return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
@@ -93,7 +88,7 @@ def preference_metrics(means: Tensor) -> dict[str, Tensor]:
 
 def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
     """One line for the log: what the model is compared with. reference: a second model, if there is one."""
-    if not needs_reference(cfg):
+    if not cfg.needs_reference:
         return f"reference: none, dpo.{'loss=simpo' if cfg.loss == 'simpo' else 'reference_free=true'}"
     if reference is None:
         return "reference: the model without its adapters"
@@ -102,13 +97,13 @@ def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
 
 def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | None) -> None:
     """SetupError if the model without its adapters is to be the reference, and more of it is trained than those."""
-    if reference is not None or not needs_reference(cfg):
+    if reference is not None or not cfg.needs_reference:
         return
     moving = [name for name, value in model.named_parameters() if value.requires_grad and not is_adapter(name)]
     if moving:
         raise SetupError(
             f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the model without its "
-            "adapters, would change with it; freeze it, or set dpo.train=full or dpo.reference_free=true"
+            "adapters, would change with it; freeze it, or set dpo.trainable=all or dpo.reference_free=true"
         )
 
 

@@ -1,4 +1,4 @@
-"""The run that `overwrite=true` replaces: what of it is known as a run's, where it is until then, and when it goes.
+"""The run that `overwrite_output_dir=true` replaces: its known files, where they are until then, when they go.
 
     output_dir/model/ adapter/   stay, until the new ones are whole and are exchanged with them
                earlier/          its states, config.yaml, metrics.jsonl, summary.json, report.html and trackers/
@@ -18,7 +18,7 @@ from recipe_lib import files
 from recipe_lib.checkpoint.run_files import (
     RECORD,
     Listing,
-    Record,
+    OutputRecord,
     foreign_file,
     foreign_states,
     free_names,
@@ -50,7 +50,7 @@ _CONFIG_KEYS = {
     "dtype",
     "batch_size",
     "output_dir",
-    "overwrite",
+    "overwrite_output_dir",
     "resume",
 }
 
@@ -146,7 +146,7 @@ def begin_record(root: Path) -> None:
     found = record.folders if record else {name: _listings_without_record(root, name) for name in PUBLISHED}
     there = {name: listings for name, listings in found.items() if listings and (root / name).exists()}
     if record is None or there != record.folders:
-        write_record(root, replace(record or Record(), folders=there))
+        write_record(root, replace(record or OutputRecord(), folders=there))
 
 
 def note_trackers(root: Path) -> None:
@@ -168,7 +168,7 @@ def remove_leftovers(root: Path) -> None:
 
 def keep_earlier(root: Path) -> None:
     """Makes room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
-    record = read_record(root) or Record()
+    record = read_record(root) or OutputRecord()
     there = [name for name in PUBLISHED if (root / name).exists()]
     has_states = any((root / STATE_FOLDER).glob("step_*"))
     record.earlier = there
@@ -188,10 +188,12 @@ def keep_earlier(root: Path) -> None:
         files.remove_file(root / name)
     places = [str(root / name) for name in (*record.earlier, *record.kept)]
     if places:
-        get_logger().info("overwrite: the earlier run stays until this one's model is complete: %s", ", ".join(places))
+        get_logger().info(
+            "overwrite_output_dir: the earlier run stays until this one's model is complete: %s", ", ".join(places)
+        )
 
 
-def _folder_for(root: Path, record: Record) -> Path:
+def _folder_for(root: Path, record: OutputRecord) -> Path:
     """A new folder; or the last one, if a process ended while it moved this run there."""
     last = root / (record.kept[-1] if record.kept else EARLIER_FOLDER)
     free = not any((last / name).exists() and (root / name).exists() for name in (STATE_FOLDER, TRACKERS_FOLDER))
@@ -257,5 +259,5 @@ def say_kept(root: Path) -> None:
     places = [str(root / name) for name in (*record.earlier, *record.kept)] if record else []
     if places:
         get_logger().info(
-            "overwrite: this run has written no model; the earlier run is still there: %s", ", ".join(places)
+            "overwrite_output_dir: this run has written no model; the earlier run is still there: %s", ", ".join(places)
         )

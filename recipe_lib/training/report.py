@@ -1,6 +1,6 @@
 """report.html: what a run did, on one page that needs neither network nor script.
 
-Curves are SVG drawn here; colours follow the reader's light or dark setting.
+Curves are SVG drawn here; colors follow the reader's light or dark setting.
 """
 
 import html

@@ -7,9 +7,8 @@ from typing import Any
 from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import downloaded_model
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, ModelConfig
-from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
-from recipe_lib.models.foreign import foreign_spec
+from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
+from recipe_lib.models import build_meta, preset_config, read_config, read_spec, spec_from_config
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.pipeline.balance import split_layers
@@ -29,17 +28,12 @@ class ModelSource:
 def find_model(cfg: ModelConfig) -> ModelSource:
     """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all weights are checked.
 
-    Raises CheckpointError; for a model that is not native also what `foreign_spec` raises.
+    Raises CheckpointError; for a model that is not native also SetupError and ConfigError.
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
     config = read_config(folder) if folder else preset_config(name)
-    where = str(folder or name)
-    spec: ModelSpec
-    if cfg.source == "native":
-        spec = spec_from_config(config, where)
-    else:
-        spec = foreign_spec(config, where, cfg.source)
+    spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
         check_weights(spec, folder)
     return ModelSource(name, folder, config, spec)
@@ -47,13 +41,14 @@ def find_model(cfg: ModelConfig) -> ModelSource:
 
 def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     """Refuses a model that the ranks of `parallel.tensor` cannot share, or whose layers are too few for the stages of
-    `parallel.pipeline` or others than `parallel.pipeline_split` lists, and adapters that it would not have where the
+    `parallel.pipeline` or others than `parallel.pipeline_balance` lists, and adapters that it would not have where the
     config says. Raises ConfigError, with what fits."""
-    if isinstance(cfg, LoraFinetuneConfig) and (not isinstance(cfg, DpoFinetuneConfig) or cfg.dpo.train == "lora"):
+    adapters = cfg.trained_adapters
+    if adapters is not None:
         dtype = DTYPES[cfg.dtype]
-        add_adapters(build_meta(spec, dtype), cfg.lora, dtype)
+        add_adapters(build_meta(spec, dtype), adapters, dtype)
     if isinstance(spec, DecoderSpec):
-        quantize = cfg.lora.quantize if isinstance(cfg, LoraFinetuneConfig) else "none"
+        quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)
         if cfg.parallel.pipeline > 1:
             split_layers(spec, cfg)
@@ -61,7 +56,7 @@ def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
 
 def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:
     """As `check_sharing`, if the model's config.json is on this machine's disk; no weight is looked at."""
-    if cfg.model.source != "native":
+    if cfg.model.implementation != "native":
         return
     named = Path(cfg.model.path).expanduser() if cfg.model.path else None
     folder = named if named is None or named.is_dir() else downloaded_model(str(cfg.model.path))

@@ -60,4 +60,6 @@ def save_run(
 ) -> Path:
     """Saves output_dir/state/step_N: what is trained, the optimizer, and where in the data we are. Collective."""
     extra = {"step": step, **data.identity()}
-    return save_state(Path(cfg.output_dir) / STATE_FOLDER, step, model, optimizer, extra, world, cfg.checkpoint.keep)
+    return save_state(
+        Path(cfg.output_dir) / STATE_FOLDER, step, model, optimizer, extra, world, cfg.checkpoint.keep_last_n
+    )

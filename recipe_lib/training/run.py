@@ -43,7 +43,7 @@ class Recipe(Protocol):
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Runs a recipe: one process, or under torchrun every rank.
 
-    Rows are tokenised before there is a process group, so that no rank waits for them in a collective. What is wrong
+    Rows are tokenized before there is a process group, so that no rank waits for them in a collective. What is wrong
     with config, model or data is told once: where the ranks agree on it, or else as the heartbeat has it, by which what
     one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with
     what its memory held before. Raises UserError and StoppedAndSaved.
@@ -51,7 +51,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     prepare(cfg)
     with start_world(cfg) as world:
         heartbeat = world.heartbeat
-        set_seeds(cfg.seed, world, alike=cfg.model.source != "native")
+        set_seeds(cfg.seed, world, alike=cfg.model.implementation != "native")
         heartbeat.enter("setting up")
         check_same_config(cfg, world)
         recipe: Recipe = world.agree(recipe_class, cfg, world)

@@ -38,7 +38,7 @@ class TrainingData:
     """
 
     def __init__(self, cfg: FullFinetuneConfig, source: ModelSource, world: "World") -> None:
-        """Tokenises, or maps what is tokenised already. Raises DataError."""
+        """Tokenizes, or maps what is tokenized already. Raises DataError."""
         self._cfg, self._world = cfg, world
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
@@ -82,8 +82,8 @@ class TrainingData:
             batch_size=rows,
             accumulation=count,
             pad_id=self.tokenizer.pad_id,
-            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
-            workers=cfg.data.loader_workers,
+            multiple=lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor),
+            workers=cfg.data.num_workers,
             device=world.device,
         )
 
@@ -98,7 +98,7 @@ class TrainingData:
             world.data_ranks,
             cfg.validation.batch_size or cfg.batch_size,
             self.tokenizer.pad_id,
-            multiple=lcm(cfg.data.pad_to_multiple, cfg.parallel.tensor),
+            multiple=lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         ):
             yield batches.to(world.device)
@@ -109,7 +109,7 @@ class TrainingData:
 
 
 def prepare(cfg: FullFinetuneConfig) -> None:
-    """Tokenises into the cache, in parallel: called before ranks wait for each other in a process group.
+    """Tokenizes into the cache, in parallel: called before ranks wait for each other in a process group.
 
     With several ranks, what is wrong with config, model or data is left to be found again and told once, when they
     agree on it.

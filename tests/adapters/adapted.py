@@ -14,6 +14,7 @@ from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from tests.parallel.small_models import ROWS, small_batch
 
@@ -67,4 +68,4 @@ def mean_loss(model: Decoder, world: World, part: int = 0, parts: int = 1) -> Te
     rows = ROWS // (world.size * parts)
     first = (world.rank * parts + part) * rows
     mine = slice(first, first + rows)
-    return model(tokens[mine], labels=labels[mine], loss_chunks=3) / (labels != -100).sum()
+    return model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()

@@ -16,12 +16,12 @@ from tests.adapters.adapted import EVERYWHERE, move_adapters
 
 # Kinds of adapters that PEFT and we must agree on: what differs from `config`.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lora": {"targets": ["q", "v"]},
+    "lora": {"target_modules": ["q", "v"]},
     "rslora": {"rslora": True, "rank": 3, "alpha": 5.0},
     "dora": {"dora": True},
-    "embedding": {"targets": ["embedding"]},
-    "head": {"targets": ["head"]},
-    "everywhere": {"targets": EVERYWHERE, "dora": True},
+    "embedding": {"target_modules": ["embedding"]},
+    "head": {"target_modules": ["head"]},
+    "everywhere": {"target_modules": EVERYWHERE, "dora": True},
 }
 
 

@@ -24,6 +24,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder, ScaledEmbedding
+from recipe_lib.ops.head_losses import CrossEntropy
 from tests.adapters.adapted import EVERYWHERE, LINEARS, move_adapters
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_batch, small_spec
@@ -45,7 +46,7 @@ def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
     before = {name: parameter.shape for name, parameter in build_meta(spec, torch.float32).named_parameters()}
     model = build_meta(spec, torch.float32)
     assert not has_adapters(model)
-    add_adapters(model, LoraConfig(rank=rank, targets=EVERYWHERE, dora=True), torch.float32)
+    add_adapters(model, LoraConfig(rank=rank, target_modules=EVERYWHERE, dora=True), torch.float32)
     assert has_adapters(model)
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert {name: parameter.shape for name, parameter in frozen.items()} == before
@@ -75,9 +76,9 @@ def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
 
 @pytest.mark.parametrize("targets", [["q"], ["k", "down"], ["embedding"], ["head"]])
 def test_only_the_targets_are_trained(targets: list[str]) -> None:
-    model = made(small_spec(layers=2), LoraConfig(rank=2, targets=targets))
+    model = made(small_spec(layers=2), LoraConfig(rank=2, target_modules=targets))
     tokens, labels = small_batch()
-    model(tokens, labels=labels, loss_chunks=3).backward()
+    model(tokens, labels=labels, head_loss=CrossEntropy(3)).backward()
     words = {"embedding": "embed_tokens", "head": "lm_head"}
     for name, parameter in model.named_parameters():
         wanted = "lora_" in name and any(words.get(target, f"{target}_proj") in name for target in targets)
@@ -87,7 +88,7 @@ def test_only_the_targets_are_trained(targets: list[str]) -> None:
 
 def test_beginnings_are_those_of_peft_and_follow_the_seed() -> None:
     spec = small_spec()
-    cfg = LoraConfig(rank=16, targets=EVERYWHERE)
+    cfg = LoraConfig(rank=16, target_modules=EVERYWHERE)
     model, again, other = (build_meta(spec, torch.float32) for _ in range(3))
     for copy, seed in ((model, 1), (again, 1), (other, 2)):
         add_adapters(copy, cfg, torch.float32)
@@ -154,7 +155,7 @@ def pair_with_peft(
 def test_a_linear_gives_what_pefts_gives(
     base: torch.dtype, adapter: torch.dtype, tolerance: float, dora: bool, dropout: float, bias: bool
 ) -> None:
-    cfg = LoraConfig(rank=6, alpha=9, dora=dora, dropout=dropout, targets=["q"])
+    cfg = LoraConfig(rank=6, alpha=9, dora=dora, dropout=dropout, target_modules=["q"])
     ours, theirs = pair_with_peft(cfg, base, adapter, bias)
     assert {parameter.dtype for parameter in adapter_parameters(ours).values()} == {adapter}
     found: list[list[Tensor]] = []
@@ -197,7 +198,7 @@ def test_an_embedding_equals_the_matrix_with_the_adapter_in_it(dora: bool, scale
 
 
 def test_norms_in_pieces_equal_norms_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(small_spec(), LoraConfig(rank=3, dora=True, targets=EVERYWHERE))
+    model = made(small_spec(), LoraConfig(rank=3, dora=True, target_modules=EVERYWHERE))
     modules = [module for module in model.modules() if isinstance(module, layers.AdaptedModule)]
     at_once = [module.weight_norms() for module in modules]
     monkeypatch.setattr(layers, "_NORM_ELEMENTS", 5 * WIDTH)
@@ -221,7 +222,7 @@ def kept_for_backward(model: nn.Module, *args: Any) -> Iterator[Tensor]:
 
 
 def test_wider_adapters_keep_no_wider_copy_of_their_input() -> None:
-    cfg = LoraConfig(rank=2, targets=LINEARS, dtype="fp32")
+    cfg = LoraConfig(rank=2, target_modules=LINEARS, dtype="fp32")
     linear = AdaptedLinear(nn.Linear(64, 64, dtype=torch.bfloat16), adapter_settings(cfg, torch.bfloat16))
     linear.to_empty(device="cpu")
     hidden = torch.randn(100, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -233,12 +234,14 @@ def test_wider_adapters_keep_no_wider_copy_of_their_input() -> None:
 def test_the_loss_of_an_adapted_head_makes_no_logits_of_all_tokens(dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, chunks, rows = 4096, 8, 64
     monkeypatch.setattr(layers, "_NORM_ELEMENTS", rows * WIDTH)
-    model = made(small_spec(vocabulary=vocabulary), LoraConfig(rank=2, targets=["head"], dora=dora), torch.float32)
+    model = made(
+        small_spec(vocabulary=vocabulary), LoraConfig(rank=2, target_modules=["head"], dora=dora), torch.float32
+    )
     tokens, labels = small_batch()
     logits = tokens.numel() * vocabulary * 4
     adapter = sum(parameter.nbytes for parameter in adapter_parameters(model).values())
     with LiveBytes() as live:
-        model(tokens, labels=labels, loss_chunks=chunks).backward()
+        model(tokens, labels=labels, head_loss=CrossEntropy(chunks)).backward()
     norms = 2 * rows * WIDTH * 4 if dora else 0  # pieces of B A and of W + scaling * B A
     assert logits // chunks < live.peak < 5 * logits // chunks + 3 * adapter + norms < logits
 
@@ -247,13 +250,16 @@ def test_without_adapters_it_is_the_frozen_model_also_after_an_error() -> None:
     spec = small_spec(tied=True)
     plain = build_meta(spec, torch.float64).to_empty(device="cpu")
     init_weights(plain, 3, spec)
-    model = made(spec, LoraConfig(rank=3, targets=EVERYWHERE, dora=True))
+    model = made(spec, LoraConfig(rank=3, target_modules=EVERYWHERE, dora=True))
     tokens, labels = small_batch()
     adapted = model(tokens)
     assert (adapted - plain(tokens)).abs().max() > 0.1
     with pytest.raises(ZeroDivisionError), adapters_off(model):
         assert torch.equal(model(tokens), plain(tokens))
-        assert torch.equal(model(tokens, labels=labels, loss_chunks=2), plain(tokens, labels=labels, loss_chunks=2))
+        assert torch.equal(
+            model(tokens, labels=labels, head_loss=CrossEntropy(2)),
+            plain(tokens, labels=labels, head_loss=CrossEntropy(2)),
+        )
         assert not torch.is_grad_enabled()
         raise ZeroDivisionError
     assert torch.equal(model(tokens), adapted) and torch.is_grad_enabled()
@@ -261,16 +267,16 @@ def test_without_adapters_it_is_the_frozen_model_also_after_an_error() -> None:
 
 def test_evaluation_drops_nothing() -> None:
     spec = small_spec()
-    dropping = made(spec, LoraConfig(rank=3, targets=EVERYWHERE, dropout=0.5))
-    sure = made(spec, LoraConfig(rank=3, targets=EVERYWHERE))
+    dropping = made(spec, LoraConfig(rank=3, target_modules=EVERYWHERE, dropout=0.5))
+    sure = made(spec, LoraConfig(rank=3, target_modules=EVERYWHERE))
     tokens, labels = small_batch()
     wanted = sure(tokens, labels=labels)
-    assert abs(float((dropping.train()(tokens, labels=labels, loss_chunks=3) - wanted).detach())) > 1
-    assert abs(float((dropping.eval()(tokens, labels=labels, loss_chunks=3) - wanted).detach())) < 1e-9
+    assert abs(float((dropping.train()(tokens, labels=labels, head_loss=CrossEntropy(3)) - wanted).detach())) > 1
+    assert abs(float((dropping.eval()(tokens, labels=labels, head_loss=CrossEntropy(3)) - wanted).detach())) < 1e-9
 
 
 def test_description() -> None:
-    cfg = LoraConfig(rank=2, targets=["q", "head"])
+    cfg = LoraConfig(rank=2, target_modules=["q", "head"])
     assert describe_adapters(made(small_spec(), cfg, torch.float32), cfg) == (
         "adapters: LoRA of rank 2 on q, head: 1,472 parameters trained, 5.75 KiB beside 236.88 KiB frozen"
     )
@@ -284,16 +290,18 @@ def replaced(model: Decoder, layers_of: range) -> Decoder:
 
 
 def test_a_target_that_some_layers_have_is_counted_and_one_that_none_has_refused() -> None:
-    spec, cfg = small_spec(layers=3), LoraConfig(rank=2, targets=["gate", "q"])
+    spec, cfg = small_spec(layers=3), LoraConfig(rank=2, target_modules=["gate", "q"])
     model = replaced(build_meta(spec, torch.float32), range(1, 3))
     add_adapters(model, cfg, torch.float32)
     assert describe_adapters(model, cfg).startswith("adapters: LoRA of rank 2 on q, gate (in 1 of 3 layers): ")
-    with pytest.raises(ConfigError, match=r"lora.targets: gate: no layer of the model has a linear mlp.gate_proj"):
+    with pytest.raises(
+        ConfigError, match=r"lora.target_modules: gate: no layer of the model has a linear mlp.gate_proj"
+    ):
         add_adapters(replaced(build_meta(spec, torch.float32), range(3)), cfg, torch.float32)
 
 
 def test_quantized_linears_are_counted_and_a_base_that_stays_as_it_is_refused() -> None:
-    cfg = LoraConfig(rank=2, targets=["q"], quantize="nf4")
+    cfg = LoraConfig(rank=2, target_modules=["q"], quantize_base="nf4")
     model = build_meta(small_spec(layers=2), torch.bfloat16)
     add_adapters(model, cfg, torch.bfloat16)
     assert describe_adapters(model, cfg).endswith(" frozen; 14 linears of the layers in nf4")
@@ -303,5 +311,5 @@ def test_quantized_linears_are_counted_and_a_base_that_stays_as_it_is_refused() 
             setattr(wide.get_submodule(f"model.layers.{layer}.mlp"), name, nn.Linear(333, 111, device="meta"))
     with pytest.raises(ConfigError) as caught:
         add_adapters(wide, cfg, torch.bfloat16)
-    assert str(caught.value).startswith("lora.quantize=nf4: mlp.down_proj, mlp.gate_proj, mlp.up_proj (")
-    assert "their matrices are no whole number of blocks of 64; set lora.quantize=none" in str(caught.value)
+    assert str(caught.value).startswith("lora.quantize_base=nf4: mlp.down_proj, mlp.gate_proj, mlp.up_proj (")
+    assert "their matrices are no whole number of blocks of 64; set lora.quantize_base=none" in str(caught.value)

@@ -31,7 +31,7 @@ FP32, BF16 = 4, 2
 
 def trained_elements(lora: LoraConfig) -> int:
     layer = RANK * SIDES + (OUTPUTS if lora.dora else 0)
-    outside = 2 * ONE_MATRIX + (WIDTH + VOCABULARY if lora.dora else 0) if "head" in lora.targets else 0
+    outside = 2 * ONE_MATRIX + (WIDTH + VOCABULARY if lora.dora else 0) if "head" in lora.target_modules else 0
     return LAYERS * layer + outside
 
 
@@ -39,15 +39,15 @@ def trained_elements(lora: LoraConfig) -> int:
 def test_parameters_gradients_and_states_of_a_rank() -> None:
     """A bf16 base and fp32 adapters: (2 F + 16 A) / ranks bytes for F frozen and A adapter elements, to the byte."""
     loras = [
-        LoraConfig(rank=RANK, targets=LINEARS, dtype="fp32"),
-        LoraConfig(rank=RANK, targets=EVERYWHERE, dtype="fp32", dora=True),
+        LoraConfig(rank=RANK, target_modules=LINEARS, dtype="fp32"),
+        LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32", dora=True),
     ]
 
     def work() -> list[list[int]]:
         found = []
         for lora in loras:
             memory = MemoryConfig(activation_checkpointing="full" if lora.dora else "none")
-            setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), memory, torch.bfloat16)
+            setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.bfloat16)
             with adapted(small_spec(), setting) as (model, world):
                 optimizer = build_optimizer(OptimizerConfig(), model.parameters(), world.device)
                 with GatheredPeak(model) as peak:
@@ -67,7 +67,7 @@ def test_parameters_gradients_and_states_of_a_rank() -> None:
         for lora, (held, unreduced) in zip(loras, found, strict=True):
             assert held == (BF16 * FROZEN + 4 * FP32 * trained_elements(lora)) // RANKS
             # Whole gradients that are not summed yet: those of one unit's adapters, never one of a frozen weight.
-            assert 0 < unreduced <= FP32 * (ONE_MATRIX + VOCABULARY if "head" in lora.targets else RANK * SIDES)
+            assert 0 < unreduced <= FP32 * (ONE_MATRIX + VOCABULARY if "head" in lora.target_modules else RANK * SIDES)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -75,8 +75,8 @@ def test_an_adapted_head_is_not_gathered_for_backward(tied: bool) -> None:
     """Neither is an adapted embedding: their backward passes need tokens, and what forward has made."""
 
     def work() -> list[list[str]]:
-        lora = LoraConfig(rank=RANK, targets=EVERYWHERE, dora=True)
-        with adapted(small_spec(tied=tied), Setting(lora, ParallelConfig(wrapping="memory_efficient"))) as (
+        lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dora=True)
+        with adapted(small_spec(tied=tied), Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"))) as (
             model,
             world,
         ):
@@ -117,7 +117,7 @@ def noted(unshard: Any, group: Any, name: str, seen: list[str]) -> Any:
 @pytest.mark.parametrize("wrapping", ["auto", "memory_efficient"])
 def test_units_hold_the_adapters_of_their_matrices(wrapping: str, tied: bool) -> None:
     model = build_meta(small_spec(tied=tied), torch.bfloat16)
-    add_adapters(model, LoraConfig(rank=RANK, targets=EVERYWHERE, dtype="fp32"), torch.bfloat16)
+    add_adapters(model, LoraConfig(rank=RANK, target_modules=EVERYWHERE, dtype="fp32"), torch.bfloat16)
     units = {unit.names: unit.bytes for unit in resolve_wrapping(model, wrapping)}
     matrix, adapter = BF16 * MATRIX, FP32 * ONE_MATRIX
     layers = {(f"model.layers.{index}",): BF16 * LAYER + FP32 * RANK * SIDES for index in range(LAYERS)}
@@ -129,9 +129,9 @@ def test_units_hold_the_adapters_of_their_matrices(wrapping: str, tied: bool) ->
 
 def test_a_step_moves_adapters_and_leaves_every_frozen_bit() -> None:
     def work() -> list[float]:
-        lora = LoraConfig(rank=RANK, targets=EVERYWHERE, dora=True)
+        lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dora=True)
         memory = MemoryConfig(activation_checkpointing="full", cpu_offload=True)
-        setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), memory, torch.float32)
+        setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, torch.float32)
         with adapted(small_spec(tied=True), setting) as (model, world):
             before = {name: local(parameter).clone() for name, parameter in model.named_parameters()}
             optimizer = build_optimizer(OptimizerConfig(lr=0.01), model.parameters(), world.device)

@@ -10,13 +10,14 @@ from recipe_lib.adapters import adapter_parameters, adapters_off, init_adapters,
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import TokenLogProbs
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss, move_adapters
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.gathered import gathered_bytes
 from tests.parallel.small_models import gradient_difference, gradients, small_batch, small_spec
 
-LORA = LoraConfig(rank=3, alpha=5, targets=["q", "v"])
-DORA = LoraConfig(rank=3, alpha=5, targets=EVERYWHERE, dora=True)
+LORA = LoraConfig(rank=3, alpha=5, target_modules=["q", "v"])
+DORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
 LAYERS = 2
 Reference = dict[tuple[bool, bool], tuple[float, dict[str, Tensor]]]
 
@@ -61,14 +62,17 @@ def worst_difference(tied: bool, setting: Setting, reference: Reference, steps: 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("lora", [LORA, pytest.param(DORA, marks=pytest.mark.slow)], ids=["lora", "dora"])
 def test_two_ranks_with_every_lever_equal_one_plain_model(tied: bool, lora: LoraConfig, expected: Reference) -> None:
-    efficient = ParallelConfig(wrapping="memory_efficient")
+    efficient = ParallelConfig(fsdp_wrap_policy="memory_efficient")
     levers = [
         (efficient, MemoryConfig(cpu_offload=True)),
         (efficient, MemoryConfig(activation_checkpointing="full")),
         (efficient, MemoryConfig(activation_checkpointing="selective")),
-        (ParallelConfig(wrapping="layers"), MemoryConfig()),
-        (ParallelConfig(wrapping="memory_efficient", reshard_after_forward=False), MemoryConfig()),
-        (ParallelConfig(wrapping="memory_efficient", data_replicate=2), MemoryConfig(activation_checkpointing="full")),
+        (ParallelConfig(fsdp_wrap_policy="layers"), MemoryConfig()),
+        (ParallelConfig(fsdp_wrap_policy="memory_efficient", reshard_after_forward=False), MemoryConfig()),
+        (
+            ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2),
+            MemoryConfig(activation_checkpointing="full"),
+        ),
     ]
     settings = [Setting(lora, parallel, memory) for parallel, memory in levers]
 
@@ -81,10 +85,10 @@ def test_two_ranks_with_every_lever_equal_one_plain_model(tied: bool, lora: Lora
 
 @pytest.mark.slow
 def test_compiled_checkpointed_and_sharded() -> None:
-    lora = LoraConfig(rank=3, alpha=5, targets=["q", "down"], dora=True)
+    lora = LoraConfig(rank=3, alpha=5, target_modules=["q", "down"], dora=True)
     reference = {(True, True): kept(small_spec(tied=True, layers=LAYERS), lora)}
     memory = MemoryConfig(activation_checkpointing="full")
-    setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), memory, compiler="aot_eager")
+    setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory, compiler="aot_eager")
     import_compiler()
     # Micro-batches of one size: that layers are compiled for others is tests/parallel/test_compile_lengths, test_dpo.
     for error in run_ranks(lambda: worst_difference(True, setting, reference, (2,)), 2):
@@ -93,7 +97,7 @@ def test_compiled_checkpointed_and_sharded() -> None:
 
 @pytest.mark.slow
 def test_hybrid_sharding_on_two_by_two_ranks(expected: Reference) -> None:
-    setting = Setting(DORA, ParallelConfig(wrapping="memory_efficient", data_replicate=2, data_shard=2))
+    setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2))
 
     for error in run_ranks(lambda: worst_difference(True, setting, expected), 4):
         assert error < 1e-11
@@ -111,7 +115,7 @@ def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
     def work(ranks: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for tied in (False, True):
-            parallel, memory = ParallelConfig(wrapping="memory_efficient"), MemoryConfig(cpu_offload=tied)
+            parallel, memory = ParallelConfig(fsdp_wrap_policy="memory_efficient"), MemoryConfig(cpu_offload=tied)
             with adapted(small_spec(tied=tied, layers=LAYERS), Setting(DORA, parallel, memory), moved=0) as (
                 model,
                 world,
@@ -129,7 +133,7 @@ def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
 
 
 def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -> None:
-    """What preference optimisation does: the frozen model without gradients, then the adapted one with them."""
+    """What preference optimization does: the frozen model without gradients, then the adapted one with them."""
 
     def work() -> list[float]:
         found = []
@@ -137,7 +141,7 @@ def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -
             spec = small_spec(tied=tied, layers=LAYERS)
             plain = build_meta(spec, torch.float64).to_empty(device="cpu")
             init_weights(plain, 3, spec)
-            setting = Setting(DORA, ParallelConfig(wrapping="memory_efficient"), memory)
+            setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"), memory)
             with adapted(spec, setting) as (model, world):
                 with adapters_off(model):
                     reference = mean_loss(model, world)
@@ -166,7 +170,9 @@ def test_logits_can_be_trained_on_too() -> None:
             return gradients(model)
 
     def work() -> list[dict[str, Tensor]]:
-        return [grads(Setting(DORA, ParallelConfig(wrapping="memory_efficient")), tied) for tied in (False, True)]
+        return [
+            grads(Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient")), tied) for tied in (False, True)
+        ]
 
     one = run_ranks(work, 1)[0]
     for found in run_ranks(work, 2):
@@ -177,15 +183,15 @@ def test_logits_can_be_trained_on_too() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_log_probabilities_of_tokens(tied: bool) -> None:
-    """Preference optimisation: an adapted head projects again in backward, with a weight that is gathered again."""
+    """Preference optimization: an adapted head projects again in backward, with a weight that is gathered again."""
     _, labels = small_batch()
-    setting = Setting(DORA, ParallelConfig(wrapping="memory_efficient"))
+    setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient"))
 
     def work() -> tuple[Tensor, dict[str, Tensor]]:
         with adapted(small_spec(tied=tied, layers=LAYERS), setting) as (model, world):
             rows = 8 // world.size
             mine = slice(world.rank * rows, (world.rank + 1) * rows)
-            found = model(small_batch()[0][mine], labels=labels[mine], loss_chunks=3, per_token=True)
+            found = model(small_batch()[0][mine], labels=labels[mine], head_loss=TokenLogProbs(3))
             found.square().sum().backward()
             return found.detach(), gradients(model)
 
@@ -198,10 +204,10 @@ def test_log_probabilities_of_tokens(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_dora_beside_quantised_weights(quantize: str) -> None:
-    """Lengths begin as those of the weights that are in use, the quantised ones; and two ranks equal one."""
-    lora = LoraConfig(rank=3, alpha=5, targets=["q", "down"], dora=True, quantize=quantize)
-    setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), dtype=torch.float32)
+def test_dora_beside_quantized_weights(quantize: str) -> None:
+    """Lengths begin as those of the weights that are in use, the quantized ones; and two ranks equal one."""
+    lora = LoraConfig(rank=3, alpha=5, target_modules=["q", "down"], dora=True, quantize_base=quantize)
+    setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
 
     def work() -> list[dict[str, Tensor]]:
         with adapted(small_spec(layers=LAYERS), setting, moved=0) as (model, world):
@@ -225,8 +231,8 @@ def test_dora_beside_quantised_weights(quantize: str) -> None:
 
 def test_fp32_adapters_over_a_bf16_base() -> None:
     """Two types in one unit; what is trained is summed in its own."""
-    lora = LoraConfig(rank=3, alpha=5, targets=EVERYWHERE, dora=True, dtype="fp32")
-    setting = Setting(lora, ParallelConfig(wrapping="memory_efficient"), dtype=torch.bfloat16)
+    lora = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True, dtype="fp32")
+    setting = Setting(lora, ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.bfloat16)
 
     def work() -> dict[str, Tensor]:
         with adapted(small_spec(tied=True), setting) as (model, world):

@@ -56,9 +56,9 @@ def test_merging_is_exact_in_fp64(variant: str, realdata: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_a_quantised_base_is_merged_as_it_was_trained(kind: str, family: str, tmp_path: Path) -> None:
+def test_a_quantized_base_is_merged_as_it_was_trained(kind: str, family: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "base", family)
-    cfg = config(quantize=kind, targets=["q", "v", "down"])
+    cfg = config(quantize_base=kind, target_modules=["q", "v", "down"])
     model = trained(folder, cfg, tmp_path / "adapter")
     out = merge(folder, tmp_path / "adapter", tmp_path / "model", quantize=kind)
     assert difference(model, theirs(out)) < 1e-5
@@ -81,7 +81,7 @@ def test_fused_adapters_merge_as_peft_merges_them(kind: dict, tmp_path: Path) ->
 def test_bf16_is_rounded_once(tmp_path: Path) -> None:
     """The sum is made in fp32; the trained model's own base is bf16."""
     folder = tiny_folder(tmp_path / "base", "llama")
-    trained(folder, config(targets=["q"]), tmp_path / "adapter")
+    trained(folder, config(target_modules=["q"]), tmp_path / "adapter")
     wide = load_file(
         merge(folder, tmp_path / "adapter", tmp_path / "wide", torch.bfloat16, out_dtype=torch.float32)
         / "model.safetensors"
@@ -93,7 +93,7 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     base, adapter = (
         load_file(folder / "model.safetensors")[name].bfloat16().double(),
-        ours(folder, config(targets=["q"])),
+        ours(folder, config(target_modules=["q"])),
     )
     module = adapter.model.layers[0].self_attn.q_proj
     exact = base + 2.0 * module.lora_B.weight.double() @ module.lora_A.weight.double()

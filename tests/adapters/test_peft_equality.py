@@ -15,6 +15,7 @@ from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import start_world
 from recipe_lib.training import clip_grad_norm
 from tests.selection import slow_except
@@ -23,14 +24,16 @@ STEPS, ROWS, LENGTH, LR, CLIP = 20, 3, 64, 5e-3, 1.0
 ADAM: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]
 CASES = {
-    "lora of q and v": LoraConfig(rank=8, alpha=16, targets=["q", "v"]),
-    "lora of all linears": LoraConfig(rank=8, alpha=16, targets=LINEARS),
-    "dora": LoraConfig(rank=8, alpha=16, targets=LINEARS, dora=True),
-    "rslora": LoraConfig(rank=4, alpha=3, targets=["q", "v"], rslora=True),
-    "lora of embedding and head, which are tied": LoraConfig(rank=4, alpha=8, targets=["q", "embedding", "head"]),
-    "dora of embedding and head": LoraConfig(rank=4, alpha=8, targets=["q", "embedding", "head"], dora=True),
-    "lora with dropout": LoraConfig(rank=8, alpha=16, targets=LINEARS, dropout=0.1),
-    "dora with dropout": LoraConfig(rank=8, alpha=16, targets=LINEARS, dora=True, dropout=0.1),
+    "lora of q and v": LoraConfig(rank=8, alpha=16, target_modules=["q", "v"]),
+    "lora of all linears": LoraConfig(rank=8, alpha=16, target_modules=LINEARS),
+    "dora": LoraConfig(rank=8, alpha=16, target_modules=LINEARS, dora=True),
+    "rslora": LoraConfig(rank=4, alpha=3, target_modules=["q", "v"], rslora=True),
+    "lora of embedding and head, which are tied": LoraConfig(
+        rank=4, alpha=8, target_modules=["q", "embedding", "head"]
+    ),
+    "dora of embedding and head": LoraConfig(rank=4, alpha=8, target_modules=["q", "embedding", "head"], dora=True),
+    "lora with dropout": LoraConfig(rank=8, alpha=16, target_modules=LINEARS, dropout=0.1),
+    "dora with dropout": LoraConfig(rank=8, alpha=16, target_modules=LINEARS, dora=True, dropout=0.1),
 }
 Losses = list[tuple[float, float]]
 
@@ -104,7 +107,7 @@ def train_ours(model: Decoder, cfg: LoraConfig, data: list[Tensor]) -> Losses:
         for step, tokens in enumerate(data):
             torch.manual_seed(step)
             labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
-            loss = model(tokens, labels=labels, loss_chunks=4) / (labels != -100).sum()
+            loss = model(tokens, labels=labels, head_loss=CrossEntropy(4)) / (labels != -100).sum()
             loss.backward()
             norm = clip_grad_norm(trained, CLIP, world)
             optimizer.step()

@@ -48,16 +48,16 @@ def test_ours_loads_in_peft_and_in_ours(variant: str, realdata: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("theirs", "mine"),
     [
-        ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}, {"targets": ["q", "v"]}),
+        ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}, {"target_modules": ["q", "v"]}),
         ({"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}, {"rslora": True}),
         ({"r": 4, "lora_alpha": 8, "target_modules": r".*\.(up|down)_proj", "use_dora": True},
-         {"targets": ["up", "down"], "dora": True}),
+         {"target_modules": ["up", "down"], "dora": True}),
         ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True},
-         {"targets": ["q", "embedding", "head"], "dora": True}),
+         {"target_modules": ["q", "embedding", "head"], "dora": True}),
         ({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2},
-          "alpha_pattern": {"layers.1.self_attn.q_proj": 3.0}}, {"targets": ["q", "k"]}),
+          "alpha_pattern": {"layers.1.self_attn.q_proj": 3.0}}, {"target_modules": ["q", "k"]}),
         ({"r": 2, "lora_alpha": 4, "target_modules": ["o_proj", "gate_proj"],
-          "rank_pattern": {"^model.layers.0.mlp.gate_proj": 4}}, {"targets": ["o", "gate"]}),
+          "rank_pattern": {"^model.layers.0.mlp.gate_proj": 4}}, {"target_modules": ["o", "gate"]}),
     ],
     ids=["lora", "all-linear", "pattern", "embedding", "smaller-ranks", "larger-rank"],
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_pefts_loads_in_ours(theirs: dict, mine: dict, realdata: Path, tmp_path:
 @pytest.mark.parametrize("targets", [LINEARS, ["q", "v", "up"], ["o"], ["k"]], ids=lambda targets: "-".join(targets))
 @pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
 def test_fused_projections_are_stacked_exactly(targets: list[str], kind: dict, phi: Path, tmp_path: Path) -> None:
-    cfg = config(targets=targets, **kind)
+    cfg = config(target_modules=targets, **kind)
     model = ours(phi, cfg)
     out = write(model, phi, cfg, tmp_path / "adapter")
     assert difference(model, with_peft(phi, out)) < 1e-5
@@ -89,7 +89,7 @@ def test_fused_projections_are_stacked_exactly(targets: list[str], kind: dict, p
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_pefts_fused_adapter_loads_in_ours(kind: dict, phi: Path, tmp_path: Path) -> None:
     model = save_with_peft(phi, tmp_path / "a", r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"], **kind)
-    cfg = config(targets=["q", "k", "v", "gate", "up"], dora=bool(kind))
+    cfg = config(target_modules=["q", "k", "v", "gate", "up"], dora=bool(kind))
     own = ours(phi, cfg, moved=0)
     check_adapter(tmp_path / "a", own.spec, cfg, phi)
     load_adapter(own, own.spec, tmp_path / "a")
@@ -97,7 +97,7 @@ def test_pefts_fused_adapter_loads_in_ours(kind: dict, phi: Path, tmp_path: Path
 
 
 def test_servers_see_one_scaling_and_room_for_the_largest_rank(phi: Path, tmp_path: Path) -> None:
-    cfg = config(targets=["q", "k", "v", "o", "up"])
+    cfg = config(target_modules=["q", "k", "v", "o", "up"])
     out = write(ours(phi, cfg), phi, cfg, tmp_path / "adapter")
     fields = json.loads((out / "adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"]) == (12, 24)
@@ -121,7 +121,7 @@ def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     settings = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
     outer = settings.to_dict() | {"architectures": ["Gemma3ForConditionalGeneration"]}
-    spec, cfg = spec_from_config(outer, "tiny"), config(targets=["q", "down"])
+    spec, cfg = spec_from_config(outer, "tiny"), config(target_modules=["q", "down"])
     with adapted(spec, Setting(cfg, dtype=torch.float32)) as (model, world):
         export_adapter(model, spec, cfg, tmp_path / "a", base="tiny", world=world, source_config=outer)
     fields = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -156,8 +156,8 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_two_ranks_write_and_read_what_one_does(dora: bool, tmp_path: Path) -> None:
-    spec, cfg = small_spec(), config(targets=EVERYWHERE, dora=dora, rank=3)
-    setting = Setting(cfg, parallel=ParallelConfig(wrapping="memory_efficient"), dtype=torch.float32)
+    spec, cfg = small_spec(), config(target_modules=EVERYWHERE, dora=dora, rank=3)
+    setting = Setting(cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)
 
     def export(out: Path) -> None:
         with adapted(spec, setting) as (model, world):

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent / "adapters"
 EXPORT = "tune export {case}/adapter --merge --base {case}/model --out {tmp}/out\n"
 TRAIN = (
     "tune run lora_finetune_distributed --config demo/lora model.path={case}/model "
-    "tokenizer.path=examples/demo/tokenizer validation.source=null data.max_rows=8 data.cache=false "
-    "lora.adapter={case}/adapter output_dir={tmp}/out lora.rank=2 lora.alpha=4 lora.targets=[q,v]\n"
+    "tokenizer.path=examples/demo/tokenizer validation.source=null data.max_samples=8 data.cache=false "
+    "lora.adapter_path={case}/adapter output_dir={tmp}/out lora.rank=2 lora.alpha=4 lora.target_modules=[q,v]\n"
 )
 SETTINGS: dict[str, Any] = {
     "peft_type": "LORA",

@@ -100,7 +100,7 @@ def several_faults(folder: Path) -> None:
     write(folder, weights)
 
 
-def quantised_tensors(folder: Path) -> None:
+def quantized_tensors(folder: Path) -> None:
     weights = tensors()
     for name in weights:
         if "mlp" in name:
@@ -108,7 +108,7 @@ def quantised_tensors(folder: Path) -> None:
     write(folder, weights)
 
 
-def quantised_config(folder: Path) -> None:
+def quantized_config(folder: Path) -> None:
     write(folder, tensors(), quantization_config={"quant_method": "gptq", "bits": 4})
 
 
@@ -196,7 +196,7 @@ def overlapping_tensors(folder: Path) -> None:
 
 
 CASES: list[Callable[[Path], None]] = [
-    missing_tensors, unknown_tensors, other_shape, several_faults, quantised_tensors, quantised_config,
+    missing_tensors, unknown_tensors, other_shape, several_faults, quantized_tensors, quantized_config,
     other_architecture, no_config, only_pickled_weights, only_gguf,
     only_consolidated_pth, only_consolidated_safetensors, parts_without_index, no_weights, missing_file, index_of_other_files,
     index_without_map, path_out_of_the_folder, cut_short, git_lfs_pointer, header_too_long, overlapping_tensors,

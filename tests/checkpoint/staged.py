@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.checkpoint.rank_agreement import Ranks
+from recipe_lib.checkpoint.rank_agreement import RankGroup
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
@@ -38,13 +38,13 @@ CONFIG: dict[str, Any] = {
 # By a name: how many ranks it takes, and the section `parallel`; further layers would be the last stage's.
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "stages": (2, {"pipeline": 2, "pipeline_split": [3, 1]}),
+    "stages": (2, {"pipeline": 2, "pipeline_layers_per_stage": [3, 1]}),
     "shards": (2, {}),
-    "folded": (2, {"pipeline": 2, "pipeline_split": [1, 1, 1, 1], "pipeline_schedule": "zbv"}),
-    "four stages": (4, {"pipeline": 4, "pipeline_split": [1, 1, 1, 1]}),
-    "stages of shards": (4, {"pipeline": 2, "pipeline_split": [1, 3]}),
-    "stages of copies": (4, {"pipeline": 2, "pipeline_split": [2, 2], "data_replicate": 2}),
-    "stages of tensors": (4, {"pipeline": 2, "pipeline_split": [2, 2], "tensor": 2}),
+    "folded": (2, {"pipeline": 2, "pipeline_layers_per_stage": [1, 1, 1, 1], "pipeline_schedule": "zbv"}),
+    "four stages": (4, {"pipeline": 4, "pipeline_layers_per_stage": [1, 1, 1, 1]}),
+    "stages of shards": (4, {"pipeline": 2, "pipeline_layers_per_stage": [1, 3]}),
+    "stages of copies": (4, {"pipeline": 2, "pipeline_layers_per_stage": [2, 2], "data_replicate": 2}),
+    "stages of tensors": (4, {"pipeline": 2, "pipeline_layers_per_stage": [2, 2], "tensor": 2}),
 }
 
 
@@ -65,9 +65,9 @@ def build(
 ) -> Decoder:
     """This rank's part of a model in fp32 with weights from the seed; None: NaN where it is trained."""
     parallel, memory = replace(cfg.parallel), MemoryConfig()
-    if isinstance(parallel.pipeline_split, list):
-        *others, _ = parallel.pipeline_split
-        parallel.pipeline_split = [*others, spec.num_layers - sum(others)]
+    if parallel.pipeline_layers_per_stage is not None:
+        *others, _ = parallel.pipeline_layers_per_stage
+        parallel.pipeline_layers_per_stage = [*others, spec.num_layers - sum(others)]
     model = build_meta(spec, torch.float32)
     split_pipeline(model, replace(cfg, parallel=parallel), world)
     if lora is not None:
@@ -114,7 +114,7 @@ def _normal(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return values.normal_(generator=generator)
 
 
-def held(model: Decoder, optimizer: torch.optim.Optimizer | None, world: Ranks) -> dict[str, str]:
+def held(model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGroup) -> dict[str, str]:
     """SHA-256 of every trained parameter and its states of the whole model, by name, in the file's order. Collective.
 
     Where several ranks hold the same, they have to hold it alike.

@@ -22,7 +22,7 @@ from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_batch, small_spec
 
 SPEC = small_spec()
-LORA = LoraConfig(rank=3, alpha=6.0, targets=["q", "up", "head"])
+LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["q", "up", "head"])
 
 
 def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
@@ -78,7 +78,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(memory_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved_by", "read_by"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("kind", [{}, {"quantize": "nf4"}], ids=["plain", "nf4"])
+@pytest.mark.parametrize("kind", [{}, {"quantize_base": "nf4"}], ids=["plain", "nf4"])
 def test_any_number_of_ranks_reads_it(saved_by: int, read_by: int, kind: dict, memory_path: Path) -> None:
     lora, setting = replace(LORA, **kind), {"dtype": torch.float32 if kind else torch.float64}
 
@@ -92,13 +92,13 @@ def test_any_number_of_ranks_reads_it(saved_by: int, read_by: int, kind: dict, m
 
 def test_the_mark_is_the_same_for_every_sharding() -> None:
     def mark(**parallel: Any) -> str | None:
-        setting = Setting(replace(LORA, targets=EVERYWHERE), ParallelConfig(**parallel))
+        setting = Setting(replace(LORA, target_modules=EVERYWHERE), ParallelConfig(**parallel))
         with adapted(SPEC, setting) as (model, world):
             return frozen_mark(model, world)
 
     one = mark()
     assert one is not None
-    assert run_ranks(lambda: mark(wrapping="memory_efficient"), 2) == [one, one]
+    assert run_ranks(lambda: mark(fsdp_wrap_policy="memory_efficient"), 2) == [one, one]
     assert run_ranks(lambda: mark(data_replicate=2), 2) == [one, one]
 
 
@@ -121,13 +121,13 @@ def test_the_mark_tells_one_changed_number() -> None:
         ({"rank": 2, "alpha": 4.0}, "was saved with lora rank 3, found rank 2"),
         ({"alpha": 12.0}, "was saved with lora scaling 2.0, found scaling 4.0"),
         ({"dora": True}, "was saved with lora dora False, found dora True"),
-        ({"targets": ["q", "up"]}, "was saved with lora targets q, up, head, found targets q, up"),
-        ({"quantize": "int8"}, "was saved with lora quantize none, found quantize int8"),
+        ({"target_modules": ["q", "up"]}, "was saved with lora targets q, up, head, found targets q, up"),
+        ({"quantize_base": "int8"}, "was saved with lora quantize none, found quantize int8"),
     ],
 )
 def test_other_settings_are_refused(changes: dict, what: str, state: Path) -> None:
     with pytest.raises(CheckpointError) as error:
-        resume(state, replace(LORA, **changes), dtype=torch.float32 if "quantize" in changes else torch.float64)
+        resume(state, replace(LORA, **changes), dtype=torch.float32 if "quantize_base" in changes else torch.float64)
     assert str(error.value) == f"{state}: {what}; resume with the run's own section lora"
 
 
@@ -143,7 +143,7 @@ def test_another_base_is_refused_by_all_ranks(state: Path) -> None:
 
     line = (
         f"{state}: was saved beside other frozen weights than this run has loaded; resume with the run's own model, "
-        "dtype and lora.quantize"
+        "dtype and lora.quantize_base"
     )
     assert work() == line
     assert run_ranks(work, 2)[0] == line

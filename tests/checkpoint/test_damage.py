@@ -171,7 +171,7 @@ def test_none_is_good(saved: tuple[Path, str], tmp_path: Path, world: World) -> 
         find_state(root, "latest", world)
     assert str(raised.value) == (
         f"{root}: no state is whole ({root / 'step_2'}: manifest.json is missing; {root / 'step_1'}: {SHARD} is "
-        "missing); to start anew set overwrite=true or another output_dir"
+        "missing); to start anew set overwrite_output_dir=true or another output_dir"
     )
 
 

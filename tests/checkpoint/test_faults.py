@@ -12,7 +12,7 @@ import torch
 
 from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
-from recipe_lib.checkpoint.run_files import Record, write_record
+from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.errors import StorageError
 from recipe_lib.parallel.world import World
@@ -212,7 +212,7 @@ def test_an_export_that_ends_at_every_operation(
     source = memory_path / "source"
     source.mkdir()
     whole = [{}]
-    write_record(source, Record())
+    write_record(source, OutputRecord())
     if replacing:
         export(0, source)
         whole = [tree(source / "model")]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
-from recipe_lib.checkpoint.run_files import RECORD, Record, write_record
+from recipe_lib.checkpoint.run_files import RECORD, OutputRecord, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train
 from tests.selection import slow_except
@@ -27,7 +27,7 @@ def run(root: Path) -> None:
     """A run: goes on from the latest state; saves after every step, keeps two, exports now and then and at the end."""
     files.remove_leftovers(root, RECORD)
     if not (root / RECORD).exists():
-        write_record(root, Record())
+        write_record(root, OutputRecord())
     with tiny_world() as world:
         model = tiny_model(world)
         optimizer = OPTIMIZERS["adamw"](model.parameters())

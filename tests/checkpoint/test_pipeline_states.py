@@ -23,15 +23,15 @@ from tests.checkpoint.tiny import tree
 from tests.distributed.ranks import run_ranks
 from tests.selection import slow_except
 
-QUANTISED = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}  # nf4 takes blocks of 64
+QUANTIZED = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}  # nf4 takes blocks of 64
 TARGETS = ["q", "up", "embedding", "head"]
 CASES: dict[str, tuple[dict[str, Any], LoraConfig | None]] = {
     "untied": (CONFIG, None),
     "tied": (CONFIG | {"tie_word_embeddings": True}, None),
-    "adapters": (CONFIG, LoraConfig(rank=2, alpha=4.0, targets=TARGETS, dora=True)),
-    "tied adapters": (CONFIG | {"tie_word_embeddings": True}, LoraConfig(rank=2, alpha=4.0, targets=TARGETS)),
-    "ends": (CONFIG, LoraConfig(rank=2, alpha=4.0, targets=["embedding", "head"])),  # some ranks train nothing
-    "quantised": (QUANTISED, LoraConfig(rank=2, alpha=4.0, targets=["q", "up"], quantize="nf4")),
+    "adapters": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS, dora=True)),
+    "tied adapters": (CONFIG | {"tie_word_embeddings": True}, LoraConfig(rank=2, alpha=4.0, target_modules=TARGETS)),
+    "ends": (CONFIG, LoraConfig(rank=2, alpha=4.0, target_modules=["embedding", "head"])),  # some ranks train nothing
+    "quantized": (QUANTIZED, LoraConfig(rank=2, alpha=4.0, target_modules=["q", "up"], quantize_base="nf4")),
 }
 # Which of WORLDS a case has; all of them where it is not named.
 USED = {
@@ -39,7 +39,7 @@ USED = {
     "adapters": ["one", "stages", "shards", "four stages"],
     "tied adapters": ["one", "stages", "stages of tensors"],
     "ends": ["one", "four stages"],
-    "quantised": ["one", "stages", "shards"],
+    "quantized": ["one", "stages", "shards"],
 }
 # Who goes on from whose state.
 CROSSINGS = [
@@ -199,7 +199,7 @@ def refusals(path: Path, world_name: str) -> list[str]:
     attempt(CONFIG | {"num_hidden_layers": 5})
     attempt(CONFIG | {"vocab_size": 32})
     attempt(CONFIG | {"tie_word_embeddings": True})
-    attempt(CONFIG, LoraConfig(rank=2, targets=["q"]))
+    attempt(CONFIG, LoraConfig(rank=2, target_modules=["q"]))
     attempt(CONFIG, plain=True)
     attempt(CONFIG, half=True)
     return found

@@ -30,9 +30,11 @@ CONFIGS = {"untied": CONFIG, "tied": CONFIG | {"tie_word_embeddings": True}, "fu
 SHARD_BYTES = 1500  # some files hold tensors of two stages, some tensors are larger
 EVERYWHERE = ["q", "k", "v", "o", "gate", "up", "down", "embedding", "head"]
 ADAPTERS = {
-    "untied": LoraConfig(rank=2, alpha=4.0, targets=EVERYWHERE),
-    "tied": LoraConfig(rank=2, alpha=4.0, targets=["head"]),  # rank 0 has none
-    "fused": LoraConfig(rank=2, alpha=4.0, targets=["q", "up"], dora=True),  # and lengths of parts without an adapter
+    "untied": LoraConfig(rank=2, alpha=4.0, target_modules=EVERYWHERE),
+    "tied": LoraConfig(rank=2, alpha=4.0, target_modules=["head"]),  # rank 0 has none
+    "fused": LoraConfig(
+        rank=2, alpha=4.0, target_modules=["q", "up"], dora=True
+    ),  # and lengths of parts without an adapter
 }
 
 

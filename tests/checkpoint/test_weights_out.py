@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from recipe_lib import files
 from recipe_lib.checkpoint import weights_out
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
-from recipe_lib.checkpoint.run_files import Record, write_record
+from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.errors import CheckpointError, StorageError
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.units import format_bytes
@@ -188,7 +188,7 @@ def test_an_older_export_is_replaced_and_a_stranger_is_not(tmp_path: Path) -> No
     with tiny_world() as world:
         first, second = tiny_model(world, 0), tiny_model(world, 1)
     out = tmp_path / "model"
-    write_record(tmp_path, Record())
+    write_record(tmp_path, OutputRecord())
     export(first, tiny_spec(), CONFIG, out, max_shard_bytes=700)
     export(second, tiny_spec(), CONFIG, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "written.json"]

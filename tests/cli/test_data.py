@@ -92,7 +92,7 @@ def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
 def test_pairs_are_told_apart_and_packed_in_twos(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     pairs = [{"prompt": f"Say {n}.", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(8)]
     rows = write(tmp_path / "rows.jsonl", pairs)
-    words = [*arguments(rows, "data.format=preference", "dpo.train=full"), "--recipe", "dpo_distributed"]
+    words = [*arguments(rows, "data.format=preference", "dpo.trainable=all"), "--recipe", "dpo_distributed"]
     words[0] = "tests/recipes/pairs.yaml"
     code, out, err = tune(capsys, "show", *words, "--rows", "1")
     assert (code, err) == (0, "")

@@ -20,7 +20,7 @@ from recipe_lib.config.describe import to_yaml
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, LoraConfig, LoraFinetuneConfig, ModelConfig
 from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, theirs, with_peft
 
-LORA = LoraConfig(rank=4, alpha=8.0, targets=["q", "v", "embedding"])
+LORA = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v", "embedding"])
 
 
 def call(capsys: pytest.CaptureFixture, *words: object) -> tuple[int, str, str]:
@@ -67,7 +67,7 @@ def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_the_merged_model_of_a_run(quantize: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    lora = LoraConfig(rank=4, alpha=8.0, targets=["q", "v"], quantize=quantize)
+    lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v"], quantize_base=quantize)
     model = make_run(tmp_path / "run", base, lora, finished=True)
     code, out, err = call(capsys, tmp_path / "run", "--merge")
     assert (code, err) == (0, "")

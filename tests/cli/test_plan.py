@@ -14,13 +14,13 @@ from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import outermost
-from recipe_lib.plan.trace import KINDS
+from recipe_lib.plan.trace import STORAGE_KINDS
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, environment
 from tests.plan.apart import apart
 
 RECIPE = "full_finetune_distributed"
-CONFIG = ["--config", "demo/full", "data.max_rows=200", "~validation.source", "batch_size=2"]
+CONFIG = ["--config", "demo/full", "data.max_samples=200", "~validation.source", "batch_size=2"]
 
 
 def main(words: list[str]) -> int:
@@ -131,10 +131,10 @@ def test_a_relative_path_and_what_a_recipe_prints(
 
 def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixture):
     """Its momentum is as large as the parameters. Rates are those of the run's own dtype."""
-    words = [*CONFIG, "--sequence", "30", "--device", "24GB", "dtype=fp32", "data.pad_to_multiple=64", "--json", "-"]
+    words = [*CONFIG, "--sequence", "30", "--device", "24GB", "dtype=fp32", "data.pad_to_multiple_of=64", "--json", "-"]
     assert main(["plan", *words, "optimizer.name=sgd", "optimizer.momentum=0.9"]) == 0
     plan = Plan.from_json(json.loads(capsys.readouterr().out))
-    alive = {kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind) for kind in KINDS}
+    alive = {kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind) for kind in STORAGE_KINDS}
     assert alive["optimizer"] == 4 * sum(row.parameters for row in outermost(plan.layers))
     assert plan.device.flops == find_hardware("24GB").rate("fp32") < find_hardware("24GB").rate("bf16")
     assert any(said.startswith("rows of 30 tokens, padded to 64 ") for said in plan.assumptions)

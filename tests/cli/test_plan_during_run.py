@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from recipe_lib.cli import plan_during_run
-from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, PhasePeak
-from recipe_lib.plan.search.estimate import Quick
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.units import GIB
 from tests.plan.plans import hand_made
@@ -93,7 +93,7 @@ def test_the_line_says_what_it_was_planned_for():
 
 @pytest.mark.parametrize(("usable", "verdict"), [(99, DOES_NOT_FIT), (100, RISKY), (116, RISKY), (118, FITS)])
 def test_an_estimate_says_that_it_is_one(usable: int, verdict: str):
-    quick = Quick(
+    quick = Estimate(
         active=100, reserved=110, reserved_expandable=105, host=0, seconds=1.0, tokens=1, held=1, parameters=1,
         trained=1, phase="step", part="forward", module="",
     )  # fmt: skip
@@ -126,9 +126,9 @@ def test_a_run_that_failed_is_not_compared(summary: Path, code, began, lines, mo
 def test_only_recipes_of_our_kind_are_imported_for_a_plan(tmp_path: Path):
     file = tmp_path / "program.py"
     file.write_text("def main(argv): print('train_step')\n", encoding="utf-8")
-    assert not plan_during_run._can_be_planned(Recipe.find(str(file)))
+    assert not plan_during_run._can_be_planned(RecipeFile.find(str(file)))
     file.write_text("class Mine:\n    def train_step(self, batches): ...\n", encoding="utf-8")
-    assert plan_during_run._can_be_planned(Recipe.find(str(file)))
+    assert plan_during_run._can_be_planned(RecipeFile.find(str(file)))
 
 
 @pytest.mark.parametrize(

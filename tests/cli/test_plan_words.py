@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli import local_gpus, plan_request, torchrun_flags
-from recipe_lib.cli.recipes import Recipe, load_module
+from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import load_config
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
@@ -187,33 +187,35 @@ class Training(Base):
 
 def test_the_class_of_a_recipe(tmp_path: Path):
     for name in ("full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"):
-        assert callable(plan_request.recipe_class(Recipe.find(name)))
+        assert callable(plan_request.recipe_class(RecipeFile.find(name)))
     one, two, none = (tmp_path / f"{name}.py" for name in ("planned_one", "planned_two", "planned_none"))
     one.write_text(RECIPE, encoding="utf-8")
     two.write_text(f"{RECIPE}\nclass Other(Training): ...\n", encoding="utf-8")
     none.write_text("class Training: ...\n", encoding="utf-8")
-    assert plan_request.recipe_class(Recipe.find(str(one))).__name__ == "Training"
+    assert plan_request.recipe_class(RecipeFile.find(str(one))).__name__ == "Training"
     with pytest.raises(ConfigError, match=r"planned_two\.py: found several classes with .* \(Training, Other\)"):
-        plan_request.recipe_class(Recipe.find(str(two)))
+        plan_request.recipe_class(RecipeFile.find(str(two)))
     with pytest.raises(ConfigError, match=r"planned_none\.py: found no class with setup_model, setup_optimizer and tr"):
-        plan_request.recipe_class(Recipe.find(str(none)))
+        plan_request.recipe_class(RecipeFile.find(str(none)))
 
 
 def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
     file = tmp_path / "planned_raises.py"
     file.write_text("def step():\n    raise KeyError('weights')\n", encoding="utf-8")
-    recipe = Recipe.find(str(file))
+    recipe = RecipeFile.find(str(file))
     step = load_module(file).step
     told = re.escape(f"{show(str(file))}:2: raised KeyError while it was planned: 'weights'")
     with pytest.raises(ConfigError, match=f"^{told}"):
         with plan_request.explained(recipe, load_config("demo/full")):
             step()
-    foreign = load_config("demo/full", ["model.source=transformers"])
-    with pytest.raises(ConfigError, match="^model.source=transformers: its class raised KeyError on the simulated"):
-        with plan_request.explained(Recipe.find("full_finetune_distributed"), foreign):
+    foreign = load_config("demo/full", ["model.implementation=transformers"])
+    with pytest.raises(
+        ConfigError, match="^model.implementation=transformers: its class raised KeyError on the simulated"
+    ):
+        with plan_request.explained(RecipeFile.find("full_finetune_distributed"), foreign):
             step()
     with (
         pytest.raises(KeyError),
-        plan_request.explained(Recipe.find("full_finetune_distributed"), load_config("demo/full")),
+        plan_request.explained(RecipeFile.find("full_finetune_distributed"), load_config("demo/full")),
     ):
         step()

@@ -33,7 +33,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "earlier model": (
         ("output_dir={folder}/earlier",),
-        "output_dir: {folder}/earlier holds a trained model of an earlier run; overwrite=true replaces what is there, "
+        "output_dir: {folder}/earlier holds a trained model of an earlier run; overwrite_output_dir=true replaces "
+        "what is there, "
         "or choose another output_dir",
     ),
     "state": (
@@ -133,7 +134,7 @@ def test_a_package_for_rows_of_the_hub_is_a_note_before_the_run(
 
 
 def test_a_plan_notes_an_earlier_run_in_the_output_folder(folder: Path) -> None:
-    """It may be a plan for another machine, or of what is to be run with overwrite=true."""
+    """It may be a plan for another machine, or of what is to be run with overwrite_output_dir=true."""
     words, line = words_of(FAULTS["earlier model"], folder)
     words = [*words, "--sequence", "16", "--device", "24GB", "--json", "-"]
     code, out, _ = apart(captured, ["plan", "--config", "demo/full", *words])

@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
-from recipe_lib.parallel.inference.plan import TensorPlan
+from tests.foreign.tensor_plan.stored_plan import plan_from
 
 LLAMA = {
     "model_type": "llama",
@@ -94,7 +94,7 @@ def test_the_numbers_are_those_of_the_formulas(tmp_path, capsys):
             "loss": ring * 4 * tokens * 3,
             "gradients": 0,
         }
-    plan = TensorPlan.from_dict(found["plans"][found["sizes"]["2"]["plan"]])
+    plan = plan_from(found["plans"][found["sizes"]["2"]["plan"]])
     assert plan.hash() == found["sizes"]["2"]["plan"]
     assert "cut" in capsys.readouterr().out
 
@@ -136,17 +136,17 @@ def full_gradients(held):
 
 @pytest.mark.parametrize("spoil", [other_rows, full_gradients])
 def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkeypatch):
-    from recipe_lib.parallel.inference import foreign
+    from recipe_lib.foreign.tensor_plan import transformers_models
 
-    right, lines = foreign.plan_and_mask, []
+    right, lines = transformers_models.plan_and_mask, []
 
     def wrong(config, size=0):
         plan, mask = right(config, size)
         held = plan.to_dict()
         lines.append(spoil(held))
-        return TensorPlan.from_dict(held), mask
+        return plan_from(held), mask
 
-    monkeypatch.setattr(foreign, "plan_and_mask", wrong)
+    monkeypatch.setattr(transformers_models, "plan_and_mask", wrong)
     assert main(["tp-plan", model(tmp_path, QWEN3), "--tensor", "2", "--certify"]) == 3
     out = capsys.readouterr().out
     assert "certificate, 2 ranks: NOT PASSED" in out and lines[0] in out

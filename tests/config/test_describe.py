@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, load_config
-from recipe_lib.config.compatibility import INCOMPATIBLE
 from recipe_lib.config.describe import describe_text, markdown, to_yaml, value_text
 from recipe_lib.config.keys import item_schema, read_schema
-from recipe_lib.config.load import resolve
+from recipe_lib.config.load import load
 from recipe_lib.config.places import RECIPE_CONFIGS, list_configs
+from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import SourceConfig, key
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_every_key_and_combination_is_described():
         assert f"| `{name}` |" in page
         assert f"  {name} = " in text
         assert described.help in text
-    for entry in INCOMPATIBLE:
+    for entry in RULES:
         assert f"| {entry.reason} | {entry.remedy} |" in page
 
 
@@ -52,7 +52,7 @@ def test_own_keys_are_described():
 
 def test_resolved(write):
     path = write("model:\n  path: x\ndata: {source: y}\noptimizer:\n  lr: 1e-4\n")
-    rows = resolve(path, ["epochs=2", "data.columns.a=b", "~seed"])
+    rows = load(path, ["epochs=2", "data.columns.a=b", "~seed"]).rows
     assert [name for name, _, _ in rows] == list(read_schema(FullFinetuneConfig).keys)
     told = {name: (value, where) for name, value, where in rows}
     assert told["model.path"] == ("x", f"{path}:2")
@@ -71,7 +71,7 @@ def test_resolved(write):
 
 def test_resolved_names_both_places_of_a_mapping(write):
     path = write("model: {path: x}\ndata:\n  source: y\n  columns: {a: b}\n")
-    told = {name: (value, where) for name, value, where in resolve(path, ["data.columns.c=d"])}
+    told = {name: (value, where) for name, value, where in load(path, ["data.columns.c=d"]).rows}
     assert told["data.columns"] == ({"a": "b", "c": "d"}, f"{path}:4, command line")
 
 
@@ -91,7 +91,9 @@ def test_yaml_of_sources_reads_back(write):
     cfg.model.path = "x"
     cfg.data.sources = [SourceConfig("a: b", 0.5), SourceConfig("hub:a/b", columns={"x": "true"}, format="text")]
     written = to_yaml(cfg)
-    assert '    - {source: "a: b", weight: 0.5, format: null, split: null, columns: null, max_rows: null}\n' in written
+    assert (
+        '    - {source: "a: b", weight: 0.5, format: null, split: null, columns: null, max_samples: null}\n' in written
+    )
     assert load_config(write(written)) == cfg
 
 
@@ -108,7 +110,7 @@ def test_yaml_of_any_text_reads_back(write, text):
     cfg = FullFinetuneConfig()
     cfg.log.run_name = text
     cfg.model.path = cfg.data.source = cfg.output_dir = os.path.expanduser(text)  # as a path is read
-    cfg.parallel.wrapping = [text, text]
+    cfg.parallel.fsdp_wrap_policy = [text, text]
     cfg.data.columns = {text: text}
     cfg.optimizer.lr, cfg.optimizer.eps = 1e-300, 123456789.123456789
     written = to_yaml(cfg)

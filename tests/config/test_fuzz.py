@@ -21,7 +21,7 @@ optimizer:
   lr: 2e-5
   betas: [0.9, 0.95]
 parallel:
-  wrapping: [model.layers.*, "lm_head"]
+  fsdp_wrap_policy: [model.layers.*, "lm_head"]
 log:
   trackers: [wandb]
   run_name: 'a b'

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from recipe_lib.config import FullFinetuneConfig, load_config, resolved_sources
-from recipe_lib.config.load import resolve
+from recipe_lib.config.load import load
 from recipe_lib.config.schema import DataConfig, SourceConfig, key
 from recipe_lib.errors import ConfigError
 
-KEYS = "source, weight, format, split, columns, max_rows"
+KEYS = "source, weight, format, split, columns, max_samples"
 TWO = """\
 model: {path: x}
 data:
@@ -37,7 +37,7 @@ def test_one_key_of_one_section(write):
     path = write(TWO)
     cfg = load_config(path, ["data.sources[1].weight=0.5", "data.sources[0].format=text", "data.sources[1].split=null"])
     assert cfg.data.sources == [SourceConfig("a.jsonl", 2.0, "text"), SourceConfig("hub:a/b", 0.5)]
-    told = {name: where for name, _, where in resolve(path, ["data.sources[1].weight=0.5"])}
+    told = {name: where for name, _, where in load(path, ["data.sources[1].weight=0.5"]).rows}
     assert told["data.sources"] == f"{path}:3, command line"
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["data.sources[2].weight=1", "data.sources[0].wieght=1", "data.sources[0].weight=x",
@@ -61,7 +61,7 @@ def test_a_key_of_a_section_that_no_list_has(faults):
 def test_all_faults_of_a_file_in_its_order(faults):
     text = (
         "model: {path: x}\ndata:\n  sources:\n    - source: a.jsonl\n      wieght: 2\n      format: alpacca\n"
-        "    - 3\n    - path: b\n    - {source: c, weight: 0, max_rows: 1.5, columns: x}\n    - weight: 1\n"
+        "    - 3\n    - path: b\n    - {source: c, weight: 0, max_samples: 1.5, columns: x}\n    - weight: 1\n"
         "    - {source: a, source: b}\n    - [a]\nseed: x\n"
     )
     formats = "alpaca, sharegpt, messages, prompt_completion, text, preference"
@@ -71,7 +71,7 @@ def test_all_faults_of_a_file_in_its_order(faults):
         f"c.yaml:7: data.sources[1]: found 3, expected a section of keys ({KEYS})",
         "c.yaml:8: data.sources[2].path: unknown key; did you mean data.sources[2].source?",
         "c.yaml:9: data.sources[3].weight: found 0, expected a number > 0",
-        "c.yaml:9: data.sources[3].max_rows: found 1.5, expected an integer >= 1, or null",
+        "c.yaml:9: data.sources[3].max_samples: found 1.5, expected an integer >= 1, or null",
         "c.yaml:9: data.sources[3].columns: found 'x', expected a mapping {name: text}, or null",
         "c.yaml:10: data.sources[4].source: is not set, expected text",
         "c.yaml:11: data.sources[5].source: set twice, first on line 11; remove one of the two",
@@ -152,12 +152,12 @@ def test_sections_inside_the_sections_of_a_list_are_refused(write):
 
 def test_resolved_sources():
     assert resolved_sources(DataConfig()) == []
-    one = DataConfig(source="a", format="text", split="x", columns={"text": "t"}, max_rows=3)
+    one = DataConfig(source="a", format="text", split="x", columns={"text": "t"}, max_samples=3)
     assert resolved_sources(one) == [SourceConfig("a", 1.0, "text", "x", {"text": "t"}, 3)]
     several = DataConfig(
-        sources=[SourceConfig("a", 2.0, "messages"), SourceConfig("b", columns={}, max_rows=7, split="y")],
+        sources=[SourceConfig("a", 2.0, "messages"), SourceConfig("b", columns={}, max_samples=7, split="y")],
         columns={"output": "answer"},
-        max_rows=5,
+        max_samples=5,
     )
     assert resolved_sources(several) == [
         SourceConfig("a", 2.0, "messages", "train", {"output": "answer"}, 5),

@@ -8,7 +8,7 @@ import pytest
 
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.load import resolve
+from recipe_lib.config.load import load as load_all
 from recipe_lib.config.schema import DataConfig, OptimizerConfig, key
 from recipe_lib.errors import ConfigError
 
@@ -18,7 +18,7 @@ class MyData(DataConfig):
     """The rows, and how noisy they are made."""
 
     noise: float = key(0.0, "Share of tokens replaced.", minimum=0, below=1)
-    max_rows: int | None = 100
+    max_samples: int | None = 100
 
 
 @dataclass
@@ -53,7 +53,7 @@ def test_own_keys(load):
     )
     assert type(cfg) is Mine
     assert type(cfg.data) is MyData
-    assert (cfg.data.noise, cfg.data.max_rows, cfg.data.source) == (0.5, 100, "x")
+    assert (cfg.data.noise, cfg.data.max_samples, cfg.data.source) == (0.5, 100, "x")
     assert cfg.distill == Distill("big", [1.0, 2.0])
     assert (cfg.mode, cfg.cache, cfg.either, cfg.names) == ("slow", Path("/tmp/c"), "text", ["x"])
     assert cfg.anything == {"a": [1, "x", None, 2.5, True]}
@@ -65,8 +65,8 @@ def test_own_keys(load):
 def test_own_defaults_of_a_section(load, write):
     assert load("", schema=Mine).optimizer.lr == 1e-3
     assert load("optimizer: {lr: 1}\n", "~optimizer", schema=Mine).optimizer.betas == [0.8, 0.9]
-    rows = {name: value for name, value, _ in resolve(write("model: {path: x}\ndata: {source: x}\n"), (), Mine)}
-    assert (rows["optimizer.lr"], rows["optimizer.eps"], rows["data.max_rows"]) == (1e-3, 1e-8, 100)
+    rows = {name: value for name, value, _ in load_all(write("model: {path: x}\ndata: {source: x}\n"), (), Mine).rows}
+    assert (rows["optimizer.lr"], rows["optimizer.eps"], rows["data.max_samples"]) == (1e-3, 1e-8, 100)
     # What the class changed is its default, so that sgd is not told to remove what nobody wrote.
     assert load("optimizer: {name: sgd}\n", schema=Mine).optimizer.betas == [0.8, 0.9]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config, places
-from recipe_lib.config.load import resolve
+from recipe_lib.config.load import load
 from recipe_lib.errors import ConfigError
 
 GOOD = "recipe: full_finetune_distributed\nmodel: {path: x}\ndata: {source: y}\n"
@@ -94,11 +94,11 @@ def test_no_such_recipe(checkout):
 
 def test_a_named_config_is_shown_by_its_path(checkout, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(checkout)
-    rows = {name: where for name, _, where in resolve("llama3/8B_full", ["seed=3"])}
+    rows = {name: where for name, _, where in load("llama3/8B_full", ["seed=3"]).rows}
     assert rows["model.path"] == "configs/llama3/8B_full.yaml:4"
     assert (rows["seed"], rows["epochs"]) == ("command line", "default")
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    rows = {name: where for name, _, where in resolve("llama3/8B_full")}
+    rows = {name: where for name, _, where in load("llama3/8B_full").rows}
     assert rows["model.path"] == f"{checkout}/configs/llama3/8B_full.yaml:4"
 
 
@@ -130,7 +130,7 @@ def test_a_shipped_config_holds_only_what_differs(name):
 
     keys = read_schema(schema).keys
     same = [
-        key for key, value, where in resolve(name, (), schema)
+        key for key, value, where in load(name, (), schema).rows
         if where != "default" and value == keys[key].default and key != "recipe"
     ]  # fmt: skip
     assert same == []

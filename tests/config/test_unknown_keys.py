@@ -6,6 +6,7 @@ from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import CHOICE_ALIASES, KEY_ALIASES
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.registry import names
+from recipe_lib.config.schema import LINEARS
 
 ALL = "; `tune cat CONFIG --describe` lists all keys"
 
@@ -15,8 +16,8 @@ TOP = [
     ("lr", "; did you mean optimizer.lr?"),
     ("activation_checkpointing", "; did you mean memory.activation_checkpointing?"),
     ("activation_checkpoint", "; did you mean memory.activation_checkpointing?"),
-    ("wrapping", "; did you mean parallel.wrapping?"),
-    ("source", "; did you mean model.source or data.source or validation.source?"),
+    ("wrapping", "; did you mean parallel.fsdp_wrap_policy?"),
+    ("source", "; did you mean data.source or validation.source?"),
     ("learning_rate", "; did you mean optimizer.lr?"),
     ("micro_batch_size", "; did you mean batch_size?"),
     ("per-device-train-batch-size", "; did you mean batch_size?"),
@@ -26,7 +27,7 @@ TOP = [
     ("gradient_accumulation_step", "; did you mean gradient_accumulation_steps?"),
     ("optimiser", "; did you mean optimizer?"),
     ("optimizer.lr", "; write lr: under optimizer:"),
-    ("checkpoint.kep", "; did you mean checkpoint.keep?"),
+    ("checkpoint.keep_last", "; did you mean checkpoint.keep_last_n?"),
     ("zzzz", ALL),
     ("_component_", ALL),
 ]
@@ -36,9 +37,9 @@ INSIDE = [
     ("optimizer", "learning_rate", "; did you mean optimizer.lr?"),
     ("optimizer", "batch_size", "; did you mean batch_size?"),
     ("optimizer", "type", "; did you mean optimizer.name?"),
-    ("memory", "wrapping", "; did you mean parallel.wrapping?"),
-    ("lr_schedule", "warmup_step", "; did you mean lr_schedule.warmup_steps?"),
-    ("lr_schedule", "_component_", "; the keys of lr_schedule are kind, warmup_steps, final_share"),
+    ("memory", "wrapping", "; did you mean parallel.fsdp_wrap_policy?"),
+    ("lr_scheduler", "warmup_step", "; did you mean lr_scheduler.warmup_steps?"),
+    ("lr_scheduler", "_component_", "; the keys of lr_scheduler are type, warmup_steps, warmup_ratio, min_lr_ratio"),
 ]
 
 
@@ -92,17 +93,19 @@ def test_aliases_lead_to_keys_that_exist():
     schema = read_schema(DpoFinetuneConfig)  # it has the sections of all recipes
     assert set(KEY_ALIASES.values()) <= {*schema.keys, *schema.sections}
     assert not set(KEY_ALIASES) & set(schema.keys)
-    choices = {choice for key in schema.keys.values() for choice in key.limits.get("choices", ())}
+    choices = {*LINEARS, "embedding", "head"} | {
+        choice for key in schema.keys.values() for choice in key.limits.get("choices", ())
+    }
     assert set(CHOICE_ALIASES.values()) <= {*choices, *names("data.format"), "adamw"}
 
 
 @pytest.mark.parametrize(
     ("word", "ours"),
-    [("lora_r", "lora.rank"), ("lora_alpha", "lora.alpha"), ("target_modules", "lora.targets"),
+    [("lora_r", "lora.rank"), ("lora_alpha", "lora.alpha"), ("lora_target_modules", "lora.target_modules"),
      ("use_dora", "lora.dora"),
-     ("load_in_4bit", "lora.quantize"), ("sample_packing", "data.packing"), ("loss_type", "dpo.loss"),
-     ("lora.r", "lora.rank"), ("dataset_num_proc", "data.workers"), ("roles_to_train", "data.train_on"),
-     ("data.datasets", "data.sources"), ("lora.ranks", "lora.rank"), ("dpo.gamma", "dpo.margin")],
+     ("load_in_4bit", "lora.quantize_base"), ("sample_packing", "data.packing"), ("loss_type", "dpo.loss"),
+     ("lora.r", "lora.rank"), ("dataset_num_proc", "data.num_proc"), ("roles_to_train", "data.train_on"),
+     ("data.datasets", "data.sources"), ("lora.ranks", "lora.rank"), ("dpo.gamma", "dpo.simpo_gamma")],
 )  # fmt: skip
 def test_words_of_adapters_and_data(faults, word, ours):
     found = faults("", f"{word}=1", "data.format=preference", schema=DpoFinetuneConfig)
@@ -114,19 +117,20 @@ def test_a_key_of_another_recipe(faults):
         "c.yaml:1: lora: unknown key; lora is a section of the recipe lora_finetune_distributed",
         "command line: lora.alpha=8: unknown key; lora.alpha is a key of the recipe lora_finetune_distributed",
         "command line: dpo_beta=0.2: unknown key; dpo.beta is a key of the recipe dpo_distributed",
-        "command line: load_in_4bit=true: unknown key; lora.quantize is a key of the recipe lora_finetune_distributed",
+        "command line: load_in_4bit=true: unknown key; lora.quantize_base is a key of the recipe "
+        "lora_finetune_distributed",
     ]
 
 
 def test_all_faults_at_once_in_file_order(faults):
-    text = "lr: 3\nseed: x\nlog:\n  every_steps: 0\n  every_steps: 2\nresume: latest\noverwrite: true\n"
+    text = "lr: 3\nseed: x\nlog:\n  every_n_steps: 0\n  every_n_steps: 2\nresume: latest\noverwrite_output_dir: true\n"
     assert faults(text, "epochs=0", "nope=1") == [
         "c.yaml:1: lr: unknown key; did you mean optimizer.lr?",
         "c.yaml:2: seed: found 'x', expected an integer >= 0",
-        "c.yaml:5: log.every_steps: set twice, first on line 4; remove one of the two",
+        "c.yaml:5: log.every_n_steps: set twice, first on line 4; remove one of the two",
         "command line: epochs=0: found 0, expected an integer >= 1",
         f"command line: nope=1: unknown key{ALL}",
-        "c.yaml:7: resume, overwrite: one goes on from what output_dir holds, the other replaces it; "
+        "c.yaml:7: resume, overwrite_output_dir: one goes on from what output_dir holds, the other replaces it; "
         "remove one of the two",
     ]
 

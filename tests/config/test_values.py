@@ -89,31 +89,34 @@ WRONG_IN_SECTIONS = [
     ),
     ("optimizer", "name: adam", "optimizer.name: found 'adam', expected one of adamw, sgd, muon; did you mean adamw?"),
     ("optimizer", "momentum: 1", "optimizer.momentum: found 1, expected a number >= 0 and < 1, or null"),
-    ("lr_schedule", "final_share: 1.5", "lr_schedule.final_share: found 1.5, expected a number >= 0 and <= 1"),
+    ("lr_scheduler", "min_lr_ratio: 1.5", "lr_scheduler.min_lr_ratio: found 1.5, expected a number >= 0 and <= 1"),
     ("parallel", "data_shard: 0", "parallel.data_shard: found 0, expected an integer >= 1, or -1"),
     ("parallel", "data_shard: -2", "parallel.data_shard: found -2, expected an integer >= 1, or -1"),
     (
         "parallel",
-        "wrapping: layer",
-        "parallel.wrapping: found 'layer', expected one of auto, layers, memory_efficient, or a list [...] of texts; "
+        "fsdp_wrap_policy: layer",
+        "parallel.fsdp_wrap_policy: found 'layer', expected one of auto, layers, memory_efficient, or a list [...] "
+        "of texts; "
         "did you mean layers?",
     ),
     (
         "parallel",
-        "wrapping: model.layers.*",
-        "parallel.wrapping: found 'model.layers.*', expected one of auto, layers, memory_efficient, or a list [...] of "
+        "fsdp_wrap_policy: model.layers.*",
+        "parallel.fsdp_wrap_policy: found 'model.layers.*', expected one of auto, layers, memory_efficient, or a "
+        "list [...] of "
         "texts; write [model.layers.*]",
     ),
     (
         "parallel",
-        "wrapping: []",
-        "parallel.wrapping: found a list of 0, expected one of auto, layers, memory_efficient, or a list [...] of "
+        "fsdp_wrap_policy: []",
+        "parallel.fsdp_wrap_policy: found a list of 0, expected one of auto, layers, memory_efficient, or a list "
+        "[...] of "
         "texts",
     ),
     (
         "parallel",
-        "wrapping: [3]",
-        "parallel.wrapping: found 3, expected one of auto, layers, memory_efficient, or a list [...] of texts; "
+        "fsdp_wrap_policy: [3]",
+        "parallel.fsdp_wrap_policy: found 3, expected one of auto, layers, memory_efficient, or a list [...] of texts; "
         "if it is meant as text, put it in quotes",
     ),
     (
@@ -174,12 +177,12 @@ def test_right_values(load):
     cfg = load(
         "seed: 1_000\nmax_steps:\nclip_grad_norm: ~\nresume: '7'\noutput_dir: on\n"
         "log: {run_name: 2024-01-01, trackers: []}\n"
-        "parallel: {wrapping: [model.layers.*, lm_head], data_shard: -1}\noptimizer: {betas: [0, 0.5]}\n"
+        "parallel: {fsdp_wrap_policy: [model.layers.*, lm_head], data_shard: -1}\noptimizer: {betas: [0, 0.5]}\n"
     )
     assert (cfg.seed, cfg.max_steps, cfg.clip_grad_norm, cfg.resume) == (1000, None, None, "7")
     assert cfg.output_dir == "on"
     assert cfg.log.run_name == "2024-01-01"
-    assert cfg.parallel.wrapping == ["model.layers.*", "lm_head"]
+    assert cfg.parallel.fsdp_wrap_policy == ["model.layers.*", "lm_head"]
     assert cfg.optimizer.betas == [0.0, 0.5]
     assert all(math.isfinite(beta) and type(beta) is float for beta in cfg.optimizer.betas)
 
@@ -196,7 +199,9 @@ def test_a_megabyte_value_is_shown_short(faults):
     assert len(line) < 250
 
 
-@pytest.mark.parametrize("name", ["model.path", "data.source", "output_dir", "lora.adapter", "tokenizer.chat_template"])
+@pytest.mark.parametrize(
+    "name", ["model.path", "data.source", "output_dir", "lora.adapter_path", "tokenizer.chat_template"]
+)
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "config.yaml").write_text(

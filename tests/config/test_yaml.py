@@ -68,11 +68,12 @@ REFUSED = [
     ("optimizer: {lr: 1, lr: 2}\n", ["1: optimizer.lr: set twice, first on line 1; remove one of the two"]),
     ("? [a]\n: b\n", ["1: found a list as a key; a key is a word"]),
     ("resume: ${oc.env:HF_TOKEN}\n",
-     ["1: resume: found '${oc.env:HF_TOKEN}'; interpolation is refused, write the value itself"]),
-    ("resume: '${output_dir}/x'\n",
-     ["1: resume: found '${output_dir}/x'; interpolation is refused, write the value itself"]),
-    ("parallel: {wrapping: ['${x}']}\n",
-     ["1: parallel.wrapping: found '${x}'; interpolation is refused, write the value itself"]),
+     ["1: resume: found '${oc.env:HF_TOKEN}', expected ${section.key} of this config; environment variables and "
+      "resolvers are refused, write the value itself"]),
+    ("resume: '${output_dirs}/x'\n",
+     ["1: resume: found '${output_dirs}/x': there is no key output_dirs; did you mean output_dir?"]),
+    ("parallel: {fsdp_wrap_policy: ['${x}']}\n",
+     ["1: parallel.fsdp_wrap_policy: found '${x}': there is no key x"]),
 ]  # fmt: skip
 
 

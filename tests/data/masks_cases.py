@@ -233,9 +233,9 @@ first of them, and in how many it only has white space behind the end.
 ## What is refused
 
 A row is refused if the template objects to it, if it leaves out a part of an answer, a tool call, or the tools, or if
-an answer does not go on from its prompt. `data.bad_rows: skip` counts such rows and goes on. An answer whose last token
-is none that generation stops at (EOS, those in `generation_config.json`, what ends the template's turn) is trained, and
-`tune data check` counts it (`untrained-ends`).
+an answer does not go on from its prompt. `data.on_invalid: skip` counts such rows and goes on. An answer whose last
+token is none that generation stops at (EOS, those in `generation_config.json`, what ends the template's turn) is
+trained, and `tune data check` counts it (`untrained-ends`).
 
 ## What real templates do
 

@@ -1,4 +1,4 @@
-"""Tokenised rows are kept, found again, checked, shared by the ranks of a machine, and never trusted too far."""
+"""Tokenized rows are kept, found again, checked, shared by the ranks of a machine, and never trusted too far."""
 
 import errno
 import fcntl
@@ -33,8 +33,8 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def tokenised(monkeypatch):
-    """How many runs of rows were tokenised in this process."""
+def tokenized(monkeypatch):
+    """How many runs of rows were tokenized in this process."""
     calls = []
     encode = SourceEncoder.encode
     monkeypatch.setattr(SourceEncoder, "encode", lambda *a: calls.append(1) or encode(*a))
@@ -59,29 +59,29 @@ def same(left, right):
     assert [left.place(item) for item in range(left.items)] == [right.place(item) for item in range(right.items)]
 
 
-def test_the_second_start_maps_what_the_first_has_made(chatml, root, rows_file, tokenised):
+def test_the_second_start_maps_what_the_first_has_made(chatml, root, rows_file, tokenized):
     source = rows_file(*ROWS, ROWS[0])
     made = build(chatml, root, source)
-    assert tokenised() == 1 and len(folders(root)) == 1
+    assert tokenized() == 1 and len(folders(root)) == 1
     found = build(chatml, root, source)
-    assert tokenised() == 1
+    assert tokenized() == 1
     same(made, found)
     same(found, build(chatml, root, source, cache=False))
     assert isinstance(found.ids.base, np.memmap) and not found.ids.flags.writeable
-    assert tokenised() == 2 and len(folders(root)) == 1
+    assert tokenized() == 2 and len(folders(root)) == 1
 
 
-def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, tmp_path, tokenised):
+def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, tmp_path, tokenized):
     source = rows_file(*ROWS)
     build(chatml, root, source)
     settings = [
-        {"max_seq_len": 63}, {"train_on": "all"}, {"add_bos": False, "template": "plain"}, {"max_rows": 3},
-        {"long_rows": "skip"}, {"bad_rows": "skip"}, {"columns": {"prompt": "completion"}}, {"format": "text",
+        {"max_seq_len": 63}, {"train_on": "all"}, {"add_bos": False, "template": "plain"}, {"max_samples": 3},
+        {"truncation": "drop"}, {"on_invalid": "skip"}, {"columns": {"prompt": "completion"}}, {"format": "text",
         "columns": {"text": "prompt"}},
     ]  # fmt: skip
     for number, changed in enumerate(settings, start=2):
         build(chatml, root, source, **{"max_seq_len": 64} | changed)
-        assert tokenised() == number, changed
+        assert tokenized() == number, changed
     build(plain, root, source)
     build(load_tokenizer(write_json(tmp_path / "other", eos_token="<|pad|>")), root, source)
     (tmp_path / "template.jinja").write_text("{{ messages[0].content }}")
@@ -89,10 +89,10 @@ def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, 
     build(chatml, root, source)
     rows_file(*ROWS, name="again.jsonl")
     build(chatml, root, str(tmp_path / "again.jsonl"))  # its places have another name
-    assert tokenised() == len(folders(root)) == 13
+    assert tokenized() == len(folders(root)) == 13
 
 
-def test_another_vocabulary_of_the_same_size_changes_the_key(root, rows_file, tmp_path, tokenised):
+def test_another_vocabulary_of_the_same_size_changes_the_key(root, rows_file, tmp_path, tokenized):
     folder, source = write_json(tmp_path / "tokenizer"), rows_file({"prompt": "c", "completion": "d"})
     first = build(load_tokenizer(folder), root, source)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -100,19 +100,19 @@ def test_another_vocabulary_of_the_same_size_changes_the_key(root, rows_file, tm
     vocabulary["c"], vocabulary["d"] = vocabulary["d"], vocabulary["c"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     second = build(load_tokenizer(folder), root, source)
-    assert tokenised() == 2 and second.fingerprint != first.fingerprint
+    assert tokenized() == 2 and second.fingerprint != first.fingerprint
 
 
-def test_what_changes_no_row_does_not(chatml, root, rows_file, tokenised):
+def test_what_changes_no_row_does_not(chatml, root, rows_file, tokenized):
     source = rows_file(*ROWS)
     first = build(chatml, root, source)
     os.utime(source, (1, 1))
-    for changed in ({"shuffle": False}, {"packing": True}, {"workers": 2}, {"trained_share": "any"}):
+    for changed in ({"shuffle": False}, {"packing": True}, {"num_proc": 2}, {"check_label_mask": False}):
         assert build(chatml, root, source, **changed).fingerprint == first.fingerprint
-    assert tokenised() == 1
+    assert tokenized() == 1
 
 
-def test_a_changed_plugin_is_another_format(chatml, root, rows_file, tmp_path, tokenised, monkeypatch):
+def test_a_changed_plugin_is_another_format(chatml, root, rows_file, tmp_path, tokenized, monkeypatch):
     source = rows_file(*ROWS)
 
     def with_plugin(word):
@@ -128,8 +128,8 @@ def test_a_changed_plugin_is_another_format(chatml, root, rows_file, tmp_path, t
         return build(chatml, root, source, format="mine")
 
     first, second = with_plugin("cat"), with_plugin("dog")
-    assert first.fingerprint != second.fingerprint and tokenised() == 2
-    assert with_plugin("cat").fingerprint == first.fingerprint and tokenised() == 2
+    assert first.fingerprint != second.fingerprint and tokenized() == 2
+    assert with_plugin("cat").fingerprint == first.fingerprint and tokenized() == 2
 
 
 def test_a_format_or_tokenizer_without_a_file_is_not_kept(chatml, root, rows_file, monkeypatch):
@@ -160,7 +160,7 @@ def test_a_damaged_cache_is_made_anew(chatml, root, rows_file, said, name, damag
         (folder / name).write_bytes({"flip": flipped, "cut": content[:-1], "empty": b""}[damage])
     same(made, build(chatml, root, source))
     (line,) = said
-    assert line.startswith(f"data: {folder}: found a damaged cache ({name} ") and line.endswith("; tokenising anew")
+    assert line.startswith(f"data: {folder}: found a damaged cache ({name} ") and line.endswith("; tokenizing anew")
     same(made, build(chatml, root, source))
     assert len(said) == 1
 
@@ -184,7 +184,7 @@ def test_somebody_elses_folder_is_left_alone(chatml, root, rows_file, said):
     (folder / "thesis.txt").write_text("years of work")
     assert len(build(chatml, root, source)) == 4
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
-    line = f"warning: data.cache_dir: tokenised rows cannot be kept in {root} (Directory not empty); they are kept in "
+    line = f"warning: data.cache_dir: tokenized rows cannot be kept in {root} (Directory not empty); they are kept in "
     assert said[-1] == f"{line}memory"
 
 
@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_made(chatml, root, rows_file, said):
     root.write_text("a file")
     assert len(build(chatml, root, rows_file(*ROWS))) == 4
     (line,) = said
-    assert line.startswith(f"warning: data.cache_dir: tokenised rows cannot be kept in {root} (") and "memory" in line
+    assert line.startswith(f"warning: data.cache_dir: tokenized rows cannot be kept in {root} (") and "memory" in line
     assert root.read_text() == "a file"
 
 
@@ -251,7 +251,7 @@ def counting_format(log, seconds=0.0):
         return Completion(row["prompt"], row["completion"])
 
 
-def test_one_rank_of_a_machine_tokenises_and_the_first_one_at_that(chatml, root, rows_file, tmp_path):
+def test_one_rank_of_a_machine_tokenizes_and_the_first_one_at_that(chatml, root, rows_file, tmp_path):
     counting_format(tmp_path / "log", seconds=0.02)
     source = rows_file(*ROWS)
 
@@ -273,7 +273,7 @@ def test_a_fault_is_found_once_and_told_to_all_ranks_of_the_launch(chatml, root,
         found = []
         for _ in range(2):  # before there is a process group, and where the ranks agree on it
             with pytest.raises(DataError) as caught:
-                build(chatml, root, source, format="counting", long_rows="error")
+                build(chatml, root, source, format="counting", truncation="error")
             found += caught.value.faults
         return found
 
@@ -322,20 +322,20 @@ def test_a_waiting_process_takes_what_the_other_has_made(chatml, root, rows_file
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenised, cache):
+def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenized, cache):
     cfg = FullFinetuneConfig(max_seq_len=64)
     cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion", cache=cache, cache_dir=str(root))
     cfg.validation.source = rows_file(*ROWS[:2], name="validation.jsonl")
     prepare_data(cfg, load=lambda: chatml)
-    assert tokenised() == 2 and root.exists() == cache
+    assert tokenized() == 2 and root.exists() == cache
     rows, validation = build_dataset(cfg.data, chatml, 64), build_validation_dataset(cfg, chatml)
-    assert (len(rows), len(validation)) == (4, 2) and tokenised() == 2
+    assert (len(rows), len(validation)) == (4, 2) and tokenized() == 2
     again = build_dataset(cfg.data, chatml, 64)
     assert again is not rows and again.fingerprint == rows.fingerprint
-    assert tokenised() == (2 if cache else 3)
+    assert tokenized() == (2 if cache else 3)
 
 
-def test_what_is_prepared_is_not_taken_for_other_rows(chatml, root, rows_file, tokenised):
+def test_what_is_prepared_is_not_taken_for_other_rows(chatml, root, rows_file, tokenized):
     cfg = FullFinetuneConfig(max_seq_len=64)
     cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion", cache=False)
     prepare_data(cfg, load=lambda: chatml)

@@ -85,15 +85,14 @@ def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
 
 def test_long_rows_can_be_skipped_or_refused(chatml, rows_file):
     source = rows_file(PAIR, {"prompt": "a", "completion": "b " * 9}, PAIR)
-    dataset = build(source, chatml, max_seq_len=8, long_rows="skip")
+    dataset = build(source, chatml, max_seq_len=8, truncation="drop")
     assert len(dataset) == 2 and dataset.report.skipped_long_rows == 1
     line = "data: 1 of 3 rows (33.3 %) exceed 8 tokens and were left out; 100.0 % of their answer tokens lost"
     assert line in dataset.report.lines()
     number = len(build(source, chatml, max_seq_len=99)[1].tokens)
-    expected = (
-        rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len, or set data.long"
-    )
-    refused(expected, source, chatml, max_seq_len=8, long_rows="error")
+    expected = rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len, or set "
+    expected += "data.truncation"
+    refused(expected, source, chatml, max_seq_len=8, truncation="error")
 
 
 @pytest.mark.parametrize("length", [0, 1])
@@ -116,11 +115,11 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
     with open(source, "ab") as file:
         file.write(b'{"prompt": "\xff"}\n{oops}\n')
     refused(
-        r"rows.jsonl:2: prompt: found a number, expected text; correct the row, or set data.bad_rows to skip$",
+        r"rows.jsonl:2: prompt: found a number, expected text; correct the row, or set data.on_invalid to skip$",
         source,
         chatml,
     )
-    dataset = build(source, chatml, bad_rows="skip")
+    dataset = build(source, chatml, on_invalid="skip")
     assert len(dataset) == 2 and dataset.report.rows_read == 7
     assert dataset.report.lines()[2:] == [
         "data: 5 of 7 rows are bad and were left out: "
@@ -152,7 +151,7 @@ def test_columns_are_mapped(chatml, rows_file):
 
 def test_max_rows_reads_no_further(chatml, rows_file):
     source = rows_file(PAIR, PAIR, {"prompt": 3})
-    assert len(build(source, chatml, max_rows=2)) == 2
+    assert len(build(source, chatml, max_samples=2)) == 2
 
 
 def test_nothing_to_train_on(chatml, rows_file, tmp_path):
@@ -163,10 +162,10 @@ def test_nothing_to_train_on(chatml, rows_file, tmp_path):
         r"found no row to train on among 2: 1 bad \(.*rows.jsonl:1: found the columns prompt.*\), 1 with the whole "
         r"answer behind max_seq_len=4; raise max_seq_len$"
     )
-    refused(line, source, chatml, max_seq_len=4, bad_rows="skip")
-    refused(r"among 1: 1 bad \(.*\); correct the rows$", rows_file({"prompt": 1}), chatml, bad_rows="skip")
+    refused(line, source, chatml, max_seq_len=4, on_invalid="skip")
+    refused(r"among 1: 1 bad \(.*\); correct the rows$", rows_file({"prompt": 1}), chatml, on_invalid="skip")
     source = rows_file({"prompt": 1}, {"prompt": "c " * 9, "completion": "d"})
-    refused(r"1 longer than max_seq_len=4", source, chatml, max_seq_len=4, bad_rows="skip", long_rows="skip")
+    refused(r"1 longer than max_seq_len=4", source, chatml, max_seq_len=4, on_invalid="skip", truncation="drop")
     with pytest.raises(DataError, match="data.source: is not set; set it to a file or folder"):
         build_dataset(DataConfig(), chatml, 8)
 
@@ -219,7 +218,7 @@ def test_fingerprint_changes_with_rows_and_settings_only(chatml, plain, rows_fil
     assert len(bytes.fromhex(first.fingerprint)) == hashlib.sha256().digest_size
     others = [
         build(source, plain), build(source, chatml, max_seq_len=63), build(source, chatml, train_on="all"),
-        build(source, chatml, max_rows=1), build(rows_file(PAIR, PAIR | {"prompt": "a "}), chatml),
+        build(source, chatml, max_samples=1), build(rows_file(PAIR, PAIR | {"prompt": "a "}), chatml),
         build(rows_file({"prompt": "the cat", "completion": " sat"}), chatml),
         build(rows_file({"prompt": "the", "completion": " cat sat"}), chatml),
     ]  # fmt: skip
@@ -230,12 +229,12 @@ def test_fingerprint_changes_with_rows_and_settings_only(chatml, plain, rows_fil
 
 def test_validation_rows(chatml, rows_file, tmp_path):
     cfg = FullFinetuneConfig(max_seq_len=32)
-    cfg.data = DataConfig(source="unused", format="alpaca", max_rows=1)
+    cfg.data = DataConfig(source="unused", format="alpaca", max_samples=1)
     assert build_validation_dataset(cfg, chatml) is None
     cfg.validation.source = rows_file(PAIR, PAIR, PAIR)
     cfg.validation.format = "prompt_completion"
     assert len(build_validation_dataset(cfg, chatml)) == 3
-    cfg.validation.max_rows = 2
+    cfg.validation.max_samples = 2
     assert len(build_validation_dataset(cfg, chatml)) == 2
 
 
@@ -299,7 +298,7 @@ def test_real_sets_end_to_end(realdata):
     assert shakespeare[3].tokens.tolist() == ids[3 * 257 : 4 * 257 - 1]
     assert np.array_equal(shakespeare[3].labels, ids[3 * 257 + 1 : 4 * 257])
     mapped = {"prompt": "question", "completion": "answer"}
-    gsm = build(folder / "gsm8k" / "test.jsonl", tokenizer, max_seq_len=2048, columns=mapped, max_rows=50)
+    gsm = build(folder / "gsm8k" / "test.jsonl", tokenizer, max_seq_len=2048, columns=mapped, max_samples=50)
     rows = [json.loads(line) for line in (folder / "gsm8k" / "test.jsonl").read_text().splitlines()[:50]]
     for row, dataset_row in zip(rows, map(gsm.__getitem__, range(50)), strict=True):
         labels = [int(i) for i in dataset_row.labels if i != -100]

@@ -45,7 +45,7 @@ def test_several_sources_follow_each_other(chatml, rows_file):
         chatml,
         format="prompt_completion",
         sources=[
-            SourceConfig(first, weight=2.0, max_rows=3),
+            SourceConfig(first, weight=2.0, max_samples=3),
             SourceConfig(second, weight=0.5, format="messages"),
             SourceConfig(third, columns={"prompt": "question"}),
         ],
@@ -85,7 +85,7 @@ def test_a_source_without_usable_rows_is_refused_by_name(chatml, rows_file):
     good, bad = rows_file(*PAIRS, name="a.jsonl"), rows_file({"prompt": 1, "completion": "b"}, name="b.jsonl")
     sources = [SourceConfig(good), SourceConfig(bad)]
     refused(r"b.jsonl: found no row to train on among 1: 1 bad", chatml, format="prompt_completion", sources=sources,
-            bad_rows="skip")  # fmt: skip
+            on_invalid="skip")  # fmt: skip
     refused(
         r"data.sources\[1\].columns.promt: the format prompt_completion has no such column.*did you mean prompt",
         chatml,
@@ -125,11 +125,11 @@ def test_a_long_pair_stays_a_pair_or_goes(chatml, rows_file):
     kept = cut.trained_counts[:2].sum()
     assert report.long_answer_tokens == whole.trained_counts[:6].sum()
     assert report.lost_answer_tokens == report.long_answer_tokens - kept
-    skipped = build(chatml, limit, source=source, format="preference", long_rows="skip")
+    skipped = build(chatml, limit, source=source, format="preference", truncation="drop")
     assert [skipped.place(item)[-2:] for item in range(skipped.items)] == [":4"]
     assert skipped.report.skipped_long_rows == 3
     refused(rf":1: found {whole.lengths[1]} tokens, exp", chatml, limit, source=source, format="preference",
-            long_rows="error")  # fmt: skip
+            truncation="error")  # fmt: skip
 
 
 def test_pairs_and_rows_do_not_mix(chatml, rows_file):
@@ -143,11 +143,11 @@ def test_every_token_trained_stops_the_run(chatml, plain, rows_file):
     source = rows_file(*({"prompt": "", "completion": word} for word in ("the cat", "the dog")))
     line = (
         r"rows.jsonl: found that the loss counts every token of 2 rows, expected prompts beside the answers; correct "
-        r"data.format, data.columns or data.train_on, or set data.trained_share to any if it is meant$"
+        r"data.format, data.columns or data.train_on, or set data.check_label_mask to false if it is meant$"
     )
     refused(line, chatml, source=source, format="prompt_completion")
     refused(line, plain, source=source, format="prompt_completion")  # a BOS in front is no prompt
-    share = build(plain, source=source, format="prompt_completion", trained_share="any").report.trained_share
+    share = build(plain, source=source, format="prompt_completion", check_label_mask=False).report.trained_share
     assert share == 1.0
     assert len(build(chatml, source=source, format="prompt_completion", train_on="all")) == 2
     text = rows_file({"text": "the cat"}, name="text.jsonl")

@@ -1,4 +1,4 @@
-"""Tokenising in several processes gives what one process gives, faults included."""
+"""Tokenizing in several processes gives what one process gives, faults included."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data import tokenize_dataset as building
 from recipe_lib.data.samples import Completion, Document
-from recipe_lib.data.workers import Progress, in_order, worker_count
+from recipe_lib.data.workers import WorkProgress, in_order, worker_count
 from recipe_lib.errors import DataError, SetupError
 from tests.distributed.ranks import run_ranks
 
@@ -27,7 +27,7 @@ def many_small_tasks(monkeypatch):
 
 
 def build(tokenizer, source, workers, max_seq_len=64, **settings):
-    cfg = DataConfig(source=source, cache=False, workers=workers, **settings)
+    cfg = DataConfig(source=source, cache=False, num_proc=workers, **settings)
     return build_dataset(cfg, tokenizer, max_seq_len)
 
 
@@ -43,7 +43,7 @@ def rows_of_all_kinds(count):
 
 
 def test_any_number_of_workers_gives_the_same(chatml, rows_file, tmp_path):
-    settings = {"format": "prompt_completion", "bad_rows": "skip"}
+    settings = {"format": "prompt_completion", "on_invalid": "skip"}
     rows_file(*rows_of_all_kinds(40), name="a.jsonl")
     rows_file(*rows_of_all_kinds(17), name="b.jsonl")
     alone = build(chatml, str(tmp_path), 1, 24, **settings)
@@ -73,7 +73,7 @@ def test_max_rows_holds_over_files(chatml, rows_file, tmp_path):
     rows_file(*rows_of_all_kinds(5), name="a.jsonl")
     rows_file(*rows_of_all_kinds(5), name="b.jsonl")
     for workers in (1, 2):
-        dataset = build(chatml, str(tmp_path), workers, format="prompt_completion", max_rows=7)
+        dataset = build(chatml, str(tmp_path), workers, format="prompt_completion", max_samples=7)
         assert dataset.report.rows_read == 7 and dataset.place(6).endswith("b.jsonl:2")
 
 
@@ -88,7 +88,7 @@ def test_the_first_fault_in_the_order_of_the_rows_is_told(chatml, rows_file, wor
     rows[4] |= {"prompt": "the " * 99, "wait": 0.3}
     rows[25] |= {"prompt": "the " * 99}
     with pytest.raises(DataError, match=r"rows.jsonl:5: found \d+ tokens, expected at most max_seq_len=64; raise"):
-        build(chatml, rows_file(*rows), workers, format="slow_at_first", long_rows="error")
+        build(chatml, rows_file(*rows), workers, format="slow_at_first", truncation="error")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_counted_comes_after_the_rows_before_it(chatml, ro
     with pytest.raises(DataError, match=r"a.jsonl:2: prompt: found a number"):
         build(chatml, str(tmp_path), workers, format="prompt_completion")
     with pytest.raises(DataError, match=r"b.json:1: column 3: invalid JSON"):
-        build(chatml, str(tmp_path), workers, format="prompt_completion", bad_rows="skip")
+        build(chatml, str(tmp_path), workers, format="prompt_completion", on_invalid="skip")
 
 
 def test_a_killed_worker_is_one_line(chatml, rows_file):
@@ -110,7 +110,7 @@ def test_a_killed_worker_is_one_line(chatml, rows_file):
 
     source = rows_file(*({"prompt": "the cat", "completion": " sat"} for _ in range(9)))
     with pytest.raises(
-        SetupError, match=r"^data.workers: one of 2 processes that tokenise was killed \(out of memory\?"
+        SetupError, match=r"^data.num_proc: one of 2 processes that tokenize was killed \(out of memory\?"
     ):
         build(chatml, source, 2, format="deadly")
 
@@ -192,26 +192,26 @@ def test_no_fork_once_there_is_a_process_group():
 def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, said):
     clock = iter(np.array([0.0, 1.0, 16.0, 17.0, 40.0]))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with Progress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "rows") as progress:
         for _ in range(4):
             progress.advance(16)
     assert said == [
-        "data: tokenising: 32 of 100 rows, 2 rows/s",
-        "data: tokenising: 64 of 100 rows, 2 rows/s",
+        "data: tokenizing: 32 of 100 rows, 2 rows/s",
+        "data: tokenizing: 64 of 100 rows, 2 rows/s",
     ]
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr("recipe_lib.data.workers.BAR_SECONDS", 0.0)
-    with Progress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "rows") as progress:
         progress.advance(16)
-    assert "data: tokenising" in capsys.readouterr().err
+    assert "data: tokenizing" in capsys.readouterr().err
 
 
 def test_other_ranks_show_no_progress(monkeypatch, said):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("recipe_lib.data.workers.LINE_SECONDS", 0.0)
-    with Progress("data: tokenising", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "rows") as progress:
         progress.advance(16)
     assert not said

@@ -1,4 +1,4 @@
-"""A row over data.max_row_mib is a bad row and is never held; a Parquet file that unpacks to far more is refused."""
+"""A row over data.max_sample_mib is a bad row and is never held; a Parquet file that unpacks to far more is refused."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def test_a_large_row_is_a_bad_one(suffix, large, tmp_path):
     assert place.startswith(f"{path}:2" if suffix == "jsonl" else f"{path}:2 (row 2)")
     assert isinstance(fault, RowFault) and fault.cause == "too large"
     assert re.fullmatch(
-        r"found a row of 5.00 MiB, expected at most data.max_row_mib=2; divide the text, or raise .*",
+        r"found a row of 5.00 MiB, expected at most data.max_sample_mib=2; divide the text, or raise .*",
         str(fault),
     )
 
@@ -74,14 +74,16 @@ class Letters:
 
 def test_what_a_large_row_does_is_for_bad_rows_to_say(tmp_path):
     write(tmp_path / "a.jsonl", [GOOD, {"text": "x" * 2 * MIB}, {"text": "other"}])
-    cfg = DataConfig(source=str(tmp_path / "a.jsonl"), format="text", cache=False, trained_share="any", max_row_mib=1)
+    cfg = DataConfig(
+        source=str(tmp_path / "a.jsonl"), format="text", cache=False, check_label_mask=False, max_sample_mib=1
+    )
     with pytest.raises(
-        DataError, match=r"a.jsonl:2: found a row of 2.00 MiB, .*; correct the row, or set data.bad_rows"
+        DataError, match=r"a.jsonl:2: found a row of 2.00 MiB, .*; correct the row, or set data.on_invalid"
     ):
         build_dataset(cfg, Letters(), 64)
-    cfg.bad_rows = "skip"
+    cfg.on_invalid = "skip"
     assert build_dataset(cfg, Letters(), 64).report.bad_rows == {"too large": 1}
-    cfg.bad_rows, cfg.max_row_mib = "error", 3
+    cfg.on_invalid, cfg.max_sample_mib = "error", 3
     assert build_dataset(cfg, Letters(), 64).report.texts == 3
 
 

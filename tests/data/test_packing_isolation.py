@@ -85,7 +85,7 @@ def test_a_broken_mask_is_found(monkeypatch, kind, broken, dtype, init_std):
     name = str(dtype).removeprefix("torch.")
     line = (
         rf"^data\.packing: on cpu in {name} \(attention masks\) a document's logits moved by [\d.]+% when its "
-        r"neighbour in the row was changed, expected 0%: packed documents see each other; set data\.packing to false"
+        r"neighbor in the row was changed, expected 0%: packed documents see each other; set data\.packing to false"
     )
     with pytest.raises(SetupError, match=line) as raised:
         check_documents_apart(model, model.spec.vocab_size, "cpu")

@@ -100,7 +100,7 @@ def test_refuse_names_the_first_difference_and_the_way_out(build: Build):
     )
     with pytest.raises(DataError, match=line):
         build(1, 2, history="refuse")
-    assert len(build(1, 2, 3, history="refuse", bad_rows="skip")) == 1
+    assert len(build(1, 2, 3, history="refuse", on_invalid="skip")) == 1
     assert len(build(1, 2, history="refuse", train_on="last")) == 2
 
 
@@ -145,9 +145,9 @@ def test_long_sequences_are_counted_one_by_one(build: Build):
     assert len(cut) in (2, 3) and cut.report.truncated_rows == 1 and cut.report.sequences_read == 3
     line = f"data: 1 of 3 sequences (33.3 %) exceed {limit} tokens and were truncated"
     assert any(text.startswith(line) for text in cut.report.lines())
-    assert build(3, max_seq_len=limit, long_rows="skip").report.skipped_long_rows == 1
+    assert build(3, max_seq_len=limit, truncation="drop").report.skipped_long_rows == 1
     with pytest.raises(DataError, match=rf"found {int(whole.lengths[2])} tokens, expected at most max_seq_len={limit}"):
-        build(3, max_seq_len=limit, long_rows="error")
+        build(3, max_seq_len=limit, truncation="error")
 
 
 def test_copies_and_overlap_are_of_sequences(build: Build, forgets: Tokenizer, rows_file: Callable[..., str]):
@@ -170,7 +170,7 @@ def test_validation_rows_are_split_alike(forgets: Tokenizer, rows_file: Callable
 
 def test_the_cache_knows_the_choice(forgets: Tokenizer, rows_file: Callable[..., str], tmp_path: Path):
     source = rows_file({"messages": talk(2)}, {"messages": talk(1)})
-    cfg = DataConfig(source=source, format="messages", cache_dir=str(tmp_path / "cache"), bad_rows="skip")
+    cfg = DataConfig(source=source, format="messages", cache_dir=str(tmp_path / "cache"), on_invalid="skip")
     first = build_dataset(cfg, forgets, 256)
     again = build_dataset(cfg, forgets, 256)
     assert len(first) == len(again) == 3 and first.fingerprint == again.fingerprint

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from torch.func import functional_call
 
-from recipe_lib.adapters.quantised import dequantised
+from recipe_lib.adapters.quantized import dequantized
 from tests.recipes.watched import rate_of
 from tests.training.formulas import Formula, clipped
 
@@ -60,10 +60,10 @@ class ByHand:
 
     def _quantize(self, start: dict[str, Tensor]) -> None:
         """All matrices of the layers are quantized, adapted or not."""
-        if self.cfg.lora.quantize != "none":
+        if self.cfg.lora.quantize_base != "none":
             for name, value in self.frozen.items():
                 if ".layers." in name and value.dim() == 2:
-                    self.frozen[name] = dequantised(value, self.cfg.lora.quantize)
+                    self.frozen[name] = dequantized(value, self.cfg.lora.quantize_base)
 
     def _effective(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights that the model computes with."""
@@ -113,6 +113,6 @@ class ByHand:
         if dpo.loss == "ipo":
             return (margin - 1 / (2 * dpo.beta)) ** 2
         if dpo.loss == "simpo":
-            return -F.logsigmoid(dpo.beta * margin - dpo.margin)
-        wrong = dpo.label_smoothing if dpo.loss == "cdpo" else 0.0
+            return -F.logsigmoid(dpo.beta * margin - dpo.simpo_gamma)
+        wrong = dpo.label_smoothing
         return -(1 - wrong) * F.logsigmoid(dpo.beta * margin) - wrong * F.logsigmoid(-dpo.beta * margin)

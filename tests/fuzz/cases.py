@@ -64,8 +64,8 @@ class Case:
             f"max_steps={STEPS}",
             "epochs=20",
             f"seed={self.seed}",
-            "overwrite=true",
-            "log.every_steps=1000",
+            "overwrite_output_dir=true",
+            "log.every_n_steps=1000",
             f"output_dir={folder / ('plain' if plain else 'run')}",
             *self.numbers,
             *([f"batch_size={SLOTS}"] if plain else self.levers),
@@ -145,19 +145,19 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
     found = list(draw.maybe(0.6, optimizers)) or [rate]
     found += draw.maybe(0.3, [["optimizer.weight_decay=0.2"]])
     found += draw.maybe(
-        0.3, [["lr_schedule.kind=linear", "lr_schedule.final_share=0.2"], ["lr_schedule.kind=constant"]]
+        0.3, [["lr_scheduler.type=linear", "lr_scheduler.min_lr_ratio=0.2"], ["lr_scheduler.type=constant"]]
     )
     found += draw.maybe(0.35, [["data.packing=true"]])
     if recipe == DPO:
-        losses = [["dpo.loss=ipo"], ["dpo.loss=cdpo", "dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
+        losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
         found += draw.maybe(0.6, losses)
-        found += draw.one([[], ["dpo.train=full"]])
-    if recipe == LORA or (recipe == DPO and "dpo.train=full" not in found):
+        found += draw.one([[], ["dpo.trainable=all"]])
+    if recipe == LORA or (recipe == DPO and "dpo.trainable=all" not in found):
         found += ["lora.rank=8"]
         found += draw.maybe(0.3, [["lora.dora=true"]])
-        found += draw.maybe(0.35, [["lora.quantize=nf4"], ["lora.quantize=int8"]])
+        found += draw.maybe(0.35, [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]])
         others = ["q, v, down"] if model.endswith("tied") or model.startswith("gemma") else ["q, v, down", "o, head"]
-        found += draw.maybe(0.3, [[f"lora.targets=[{draw.one(others)}]"]])
+        found += draw.maybe(0.3, [[f"lora.target_modules=[{draw.one(others)}]"]])
         found += draw.maybe(0.2, [["lora.rslora=true"]])
         found += draw.maybe(0.3, [["lora.dtype=fp32"]]) if dtype == "bf16" else []
     return found
@@ -169,12 +169,12 @@ def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
     tensor = pipeline = 1
     if ranks > 1 and draw.maybe(0.3, [["tensor"]]):
         tensor = 2
-        found += ["parallel.tensor=2", *draw.maybe(0.2, [["parallel.tensor_recompute_gather=true"]])]
+        found += ["parallel.tensor=2", *draw.maybe(0.2, [["parallel.tensor_regather_in_backward=true"]])]
     if ranks > 1 and draw.maybe(0.35, [["pipeline"]]):
         pipeline = draw.one([2, 2, 4])
         schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
         found += [f"parallel.pipeline={pipeline}", f"parallel.pipeline_schedule={draw.one(schedules)}"]
-        found += draw.maybe(0.2, [["parallel.pipeline_split=memory"]])
+        found += draw.maybe(0.2, [["parallel.pipeline_balance=memory"]])
     if ranks % (tensor * pipeline):
         return None
     copies = ranks // (tensor * pipeline)
@@ -200,24 +200,27 @@ def _levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
             [
                 ["memory.activation_checkpointing=full"],
                 ["memory.activation_checkpointing=selective"],
-                ["memory.activation_checkpointing=budget", "memory.activation_budget=0.002"],
+                ["memory.activation_checkpointing=budget", "memory.activation_budget_gib=0.002"],
             ],
         ),
         (
             0.25,
             [
                 ["memory.activation_offload=true"],
-                ["memory.activation_offload=true", "memory.activation_offload_ahead=2"],
+                ["memory.activation_offload=true", "memory.activation_offload_prefetch_layers=2"],
             ],
         ),
         (0.25, [["memory.optimizer_offload=true"], ["memory.cpu_offload=true"]]),
-        (0.3, [["memory.mlp_chunks=3"]]),
+        (0.3, [["memory.mlp_tiles=3"]]),
         (0.3, [["memory.loss_kernel=torch"]]),
         (0.5, [["memory.loss_chunks=1"], ["memory.loss_chunks=3"], ["memory.loss_chunks=16"]]),
         (0.2, [[f"optimizer.implementation={one}"] for one in ("foreach", "single", "fused")]),
     ]
-    wrapping = [["parallel.wrapping=memory_efficient"], ["parallel.wrapping=layers"]]
-    wrapping += [["parallel.wrapping=[model.layers.*, model.layers.*.mlp]"], ["parallel.reshard_after_forward=false"]]
+    wrapping = [["parallel.fsdp_wrap_policy=memory_efficient"], ["parallel.fsdp_wrap_policy=layers"]]
+    wrapping += [
+        ["parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp]"],
+        ["parallel.reshard_after_forward=false"],
+    ]
     found = [override for share, options in memory for override in draw.maybe(share, options)]
     found += draw.maybe(0.3, wrapping) if ranks > 1 else []
     found += draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]]) if dtype != "fp64" and ranks > 1 else []

@@ -19,7 +19,7 @@ NOT_DRAWN = {
     "validation": "changes nothing that is trained; test_levers",
     "checkpoint": "saving and resuming; test_resume",
     "model.preset": "the models are drawn, tied and not",
-    "data.max_rows": "which rows there are",
+    "data.max_samples": "which rows there are",
     "matmul_dtype": "rounds too much for a comparison; test_levers",
     "loss": "a plugin's; test_levers",
 }
@@ -96,7 +96,7 @@ def test_a_plain_run_that_does_not_move_is_said() -> None:
 
 
 def test_a_command_can_be_pasted() -> None:
-    case = replace(CASE, levers=("parallel.wrapping=[model.layers.*]",))
+    case = replace(CASE, levers=("parallel.fsdp_wrap_policy=[model.layers.*]",))
     command = case.command(Path("/tmp/x"))
     assert command.startswith("tune run --nproc_per_node 2 full_finetune_distributed --config ")
-    assert "'parallel.wrapping=[model.layers.*]'" in command
+    assert "'parallel.fsdp_wrap_policy=[model.layers.*]'" in command

@@ -26,7 +26,7 @@ from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli import plan_request, torchrun_flags
 from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli.main import main as tune
-from recipe_lib.cli.recipes import Recipe, check_arguments
+from recipe_lib.cli.recipes import RecipeFile, check_arguments
 from tests.house.documents import Block, blocks, documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
@@ -140,15 +140,15 @@ def check_run(words: list[str]) -> None:
     torchrun_flags.check_launch(flags)
     config = rest[rest.index("--config") + 1]
     if flags or not (config == "demo/full" or Path(config).is_file()):
-        recipe = Recipe.find(name)
+        recipe = RecipeFile.find(name)
         check_arguments(recipe, rest)
         return
     sys.modules.pop(f"recipe_{Path(name).stem}", None)  # the copy may have been edited since
     resumed = any(word.startswith("resume=") for word in rest)
-    kept = [word for word in rest if not word.startswith(("max_steps=", "checkpoint.save_every_steps="))]
+    kept = [word for word in rest if not word.startswith(("max_steps=", "checkpoint.save_every_n_steps="))]
     steps = 3 if resumed else 2
-    short = [f"max_steps={steps}", "data.max_rows=200", "validation.max_rows=32", "lr_schedule.warmup_steps=0"]
-    saved = ["checkpoint.save_every_steps=1"] if len(kept) + 1 < len(rest) else []
+    short = [f"max_steps={steps}", "data.max_samples=200", "validation.max_samples=32", "lr_scheduler.warmup_steps=0"]
+    saved = ["checkpoint.save_every_n_steps=1"] if len(kept) + 1 < len(rest) else []
     assert tune(["run", name, *kept, *short, *saved]) == 0, " ".join(words)
 
 
@@ -181,7 +181,7 @@ def test_edited_recipe_freezes_the_embedding(clone: Path):
     sys.modules.pop("recipe_mine", None)
     embeddings = {}
     for name, steps, frozen in (("start", 1, "true"), ("frozen", 3, "true"), ("free", 3, "false")):
-        options = [f"max_steps={steps}", f"freeze_embedding={frozen}", f"output_dir={name}", "data.max_rows=200"]
+        options = [f"max_steps={steps}", f"freeze_embedding={frozen}", f"output_dir={name}", "data.max_samples=200"]
         assert tune(["run", "./mine.py", "--config", "demo/full", *options, "~validation.source"]) == 0
         embeddings[name] = load_file(clone / name / "model" / "model.safetensors")["model.embed_tokens.weight"]
     assert (embeddings["frozen"] == embeddings["start"]).all()
@@ -202,7 +202,7 @@ def test_edited_recipe_adds_a_layer(clone: Path):
         options = [
             "max_steps=2",
             f"output_dir=out_{name[:-3]}",
-            "data.max_rows=200",
+            "data.max_samples=200",
             "checkpoint.extra_parameters=save",
         ]
         assert tune(["run", f"./{name}", "--config", "demo/full", *options]) == 0

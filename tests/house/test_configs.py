@@ -50,13 +50,13 @@ def test_header_says_how_to_run(path: Path):
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 def test_holds_only_what_differs(path: Path):
     """A key that repeats the default would hide a later change of it."""
-    from recipe_lib.config.load import resolve
+    from recipe_lib.config.load import load
 
     cfg_class = RECIPE_CONFIGS[recipe_of(path) or ""]
     defaults = flatten(cfg_class())
     repeated = [
         key
-        for key, value, where in resolve(str(path), (), cfg_class)
+        for key, value, where in load(str(path), (), cfg_class).rows
         if where.startswith(str(path)) or path.name in where
         if key != "recipe" and defaults[key] == value
     ]

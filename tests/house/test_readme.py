@@ -153,7 +153,8 @@ def methods() -> None:
     """What recipes and losses there are."""
     assert set(RECIPE_CONFIGS) == {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"}
     losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
-    assert losses >= {"CDPO", "IPO", "SIMPO"}, losses
+    assert losses >= {"SIGMOID", "IPO", "SIMPO"}, losses  # the first is DPO, and cDPO by the next key
+    assert "dpo.label_smoothing" in KEYS
 
 
 def no_context_parallelism() -> None:
@@ -231,7 +232,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "For Llama 3 8B with rank 16": adapters_of_8b,
     "On several cards, configs whose model fits one of 24 GB": "tests/models/test_planned_peaks.py::"
     "test_adapters_have_whole_models_where_they_fit",
-    "no rank ever holds the model in 16 bits": "tests/adapters/test_quantised_sharded.py::"
+    "no rank ever holds the model in 16 bits": "tests/adapters/test_quantized_sharded.py::"
     "test_loading_reads_a_ranks_blocks_in_pieces",
     "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
     "no row has been measured on a GPU": nothing_ran_on_a_gpu,
@@ -240,7 +241,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "activation_checkpointing=budget": "tests/memory/test_budget.py::"
     "test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same",
     "| `memory.loss_chunks=16`": "tests/ops/test_cross_entropy.py::test_peak_bytes_are_those_of_one_chunk",
-    "| `memory.mlp_chunks=8`": "tests/memory/test_mlp_tiles.py::test_the_inner_width_exists_for_a_piece_at_a_time",
+    "| `memory.mlp_tiles=8`": "tests/memory/test_mlp_tiles.py::test_the_inner_width_exists_for_a_piece_at_a_time",
     "no longer gathered throughout": "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy",
     "| `parallel.data_shard=-1`": "tests/plan/test_closed_forms.py::"
     "test_a_rank_holds_its_part_of_parameters_gradients_and_states",

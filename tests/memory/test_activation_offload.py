@@ -14,6 +14,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import activation_offload, apply_activation_checkpointing, compile_layers
 from recipe_lib.memory.activation_offload import Kept, Window, offload_activations
 from recipe_lib.models import build_meta, init_weights
+from recipe_lib.ops.head_losses import CrossEntropy
 from tests.memory.late_copies import LateCopies
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import LENGTH, ROWS, WIDTH, gradients, small_batch, small_spec
@@ -35,7 +36,7 @@ def decoder(
     model = build_meta(spec, torch.float32)
     apply_activation_checkpointing(model, mode)
     change(model)
-    memory = MemoryConfig(activation_offload=ahead is not None, activation_offload_ahead=ahead or 1)
+    memory = MemoryConfig(activation_offload=ahead is not None, activation_offload_prefetch_layers=ahead or 1)
     window = offload_activations(model, memory, CPU)
     model.to_empty(device="cpu")
     init_weights(model, 3, spec)
@@ -44,7 +45,7 @@ def decoder(
 
 def loss_of(model: nn.Module, rows: int = ROWS) -> Tensor:
     tokens, labels = small_batch(rows)
-    return model(tokens, labels=labels, loss_chunks=4)
+    return model(tokens, labels=labels, head_loss=CrossEntropy(4))
 
 
 def two_micro_batches(model: nn.Module) -> list[Tensor]:
@@ -238,9 +239,8 @@ def test_a_cpu_is_left_alone_and_so_is_a_model_without_the_lever(monkeypatch: py
 
 @pytest.mark.parametrize("ahead", [LAYERS, LAYERS + 1])
 def test_no_layer_that_could_be_sent_is_refused_in_one_line(ahead: int) -> None:
-    words = (
-        rf"^memory\.activation_offload_ahead: found {ahead} for a model of {LAYERS} layers, .* fewer than {LAYERS}; "
-    )
+    key = "memory.activation_offload_prefetch_layers"
+    words = rf"^{key}: found {ahead} for a model of {LAYERS} layers, .* fewer than {LAYERS}; "
     with pytest.raises(ConfigError, match=words):
         decoder("none", ahead)
     _, window = decoder("none", ahead, change=lambda model: setattr(model, "pipeline", None))

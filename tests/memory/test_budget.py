@@ -13,7 +13,7 @@ from recipe_lib.config.pipeline import stage_count, stages_of_rank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
-from recipe_lib.memory.budget import Choice, LayerCost, Operator, choose
+from recipe_lib.memory.budget import BudgetChoice, LayerCost, Operator, choose
 from recipe_lib.memory.layer_costs import layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.parallel import materialize, shard_tensors, start_world
@@ -30,7 +30,7 @@ LAYERS, TOKENS, WIDTH, MLP_WIDTH, KV_WIDTH = 4, ROWS * LENGTH, 32, 64, 16
 
 
 def config(budget: float | None, **memory: Any) -> FullFinetuneConfig:
-    mode = {"activation_checkpointing": "none" if budget is None else "budget", "activation_budget": budget}
+    mode = {"activation_checkpointing": "none" if budget is None else "budget", "activation_budget_gib": budget}
     return FullFinetuneConfig(batch_size=ROWS, max_seq_len=LENGTH, memory=MemoryConfig(**mode | memory))
 
 
@@ -39,7 +39,7 @@ def decoder(cfg: FullFinetuneConfig, lora: LoraConfig | None = None, **changes: 
     model = build_meta(spec, torch.float64)
     if lora is not None:
         add_adapters(model, lora, torch.float64)
-    chunk_mlps(model, cfg.memory.mlp_chunks)
+    chunk_mlps(model, cfg.memory.mlp_tiles)
     apply_activation_checkpointing(model, cfg.memory.activation_checkpointing, cfg)
     return filled(model, spec, lora)
 
@@ -82,12 +82,12 @@ def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict
     chunks, kind = kind.get("chunks", 1), {name: value for name, value in kind.items() if name != "chunks"}
     layers = costs(chunks=chunks, **kind)
     inputs, everything = sum(one.input for one in layers), sum(one.everything for one in layers)
-    wanted = backward(decoder(config(None, mlp_chunks=chunks), **kind))
-    base = kept(decoder(config(inputs / GIB, mlp_chunks=chunks), **kind)) - inputs  # what is not the layers'
+    wanted = backward(decoder(config(None, mlp_tiles=chunks), **kind))
+    base = kept(decoder(config(inputs / GIB, mlp_tiles=chunks), **kind)) - inputs  # what is not the layers'
     for share in (0.25, 0.6, 1.0):
         budget = (inputs + share * (everything - inputs)) / GIB
         choice = choose(layers, budget, [{0: 1}])
-        found = decoder(config(budget, mlp_chunks=chunks), **kind)
+        found = decoder(config(budget, mlp_tiles=chunks), **kind)
         assert found.kept_for_backward == choice.describe()
         assert kept(found) - base == choice.bytes
         assert choice.bytes <= budget * GIB < choice.bytes + left(layers, choice)
@@ -95,7 +95,7 @@ def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict
         assert_close(backward(found), wanted)
 
 
-def left(layers: list[LayerCost], choice: Choice) -> float:
+def left(layers: list[LayerCost], choice: BudgetChoice) -> float:
     """Bytes of the smallest thing more that could have been kept; infinite if everything is."""
     sizes = []
     for layer in layers:
@@ -139,11 +139,11 @@ def test_what_saves_most_a_byte_comes_first_and_the_first_layers() -> None:
 def test_a_budget_below_the_inputs_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         choose(made({}), 299 / GIB, [{0: 1, 1: 1}])
-    assert "memory.activation_budget: found 2.78465e-07 GiB, expected at least 2.79e-07" in str(caught.value)
+    assert "memory.activation_budget_gib: found 2.78465e-07 GiB, expected at least 2.79e-07" in str(caught.value)
     with pytest.raises(ConfigError, match="expected at least 9.16e-05, which the layers' inputs take"):
         decoder(config(0.00001))
     padded = config(0.0001)
-    padded.data.pad_to_multiple = 16  # rows of 12 tokens
+    padded.data.pad_to_multiple_of = 16  # rows of 12 tokens
     with pytest.raises(ConfigError, match="expected at least 0.000122, "):
         decoder(padded)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
+from recipe_lib.ops.head_losses import CrossEntropy
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import LENGTH, MLP_WIDTH, ROWS, WIDTH, gradients, small_batch, small_spec
 
@@ -25,7 +26,7 @@ def decoder(spec: DecoderSpec, mode: str, dtype: torch.dtype = torch.float32) ->
 
 def loss_of(model: nn.Module) -> Tensor:
     tokens, labels = small_batch()
-    return model(tokens, labels=labels, loss_chunks=4)
+    return model(tokens, labels=labels, head_loss=CrossEntropy(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

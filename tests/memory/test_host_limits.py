@@ -69,7 +69,7 @@ def test_enough_is_no_error() -> None:
     ("allowed", "free", "found", "more"),
     [
         (None, 10 * GIB, "10.00 GiB free on this machine", "use a machine with more"),
-        (11.5, 99 * GIB, "11.50 GiB allowed by memory.host_memory", "raise memory.host_memory"),
+        (11.5, 99 * GIB, "11.50 GiB allowed by memory.host_memory_limit_gib", "raise memory.host_memory_limit_gib"),
         (64.0, 11 * GIB, "11.00 GiB free on this machine", "use a machine with more"),
     ],
 )

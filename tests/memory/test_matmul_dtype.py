@@ -12,6 +12,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers, use_low_precision
 from recipe_lib.models import build_meta
 from recipe_lib.ops import low_precision
+from recipe_lib.ops.head_losses import CrossEntropy
 from tests.ops.test_low_precision import has_fp8_on_a_cpu
 from tests.parallel.small_models import gradients, small_batch, small_spec
 
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 def model_of(dtype: torch.dtype = torch.float32, lora: bool = False, quantize: str = "none") -> nn.Module:
     model = build_meta(small_spec(layers=2), dtype)
     if lora or quantize != "none":
-        add_adapters(model, LoraConfig(rank=4, alpha=2.0, quantize=quantize), dtype)
+        add_adapters(model, LoraConfig(rank=4, alpha=2.0, quantize_base=quantize), dtype)
     return model
 
 
@@ -36,7 +37,7 @@ def trained(model: nn.Module, checkpointing: str = "none", compiled: bool = Fals
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
     tokens, labels = small_batch()
-    loss = model(tokens, labels=labels, loss_chunks=3) / (labels != -100).sum()
+    loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
     loss.backward()
     return float(loss.detach()), gradients(model)
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.adapters.quantised import QuantisedLinear
+from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import MLP
 from recipe_lib.ops.deferred import put_off, splittable
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
@@ -27,7 +28,9 @@ TOKENS, D, F = 64, 32, 256
 
 def decoder(chunks: int, mode: str = "none", lora: LoraConfig | None = None, **changes: Any) -> nn.Module:
     spec = replace(small_spec(), **changes)
-    dtype = torch.float64 if lora is None or lora.quantize == "none" else torch.float32  # what 4 bits are turned into
+    dtype = (
+        torch.float64 if lora is None or lora.quantize_base == "none" else torch.float32
+    )  # what 4 bits are turned into
     model = build_meta(spec, dtype)
     if lora is not None:
         add_adapters(model, lora, dtype)
@@ -49,7 +52,7 @@ def filled(model: nn.Module, spec: DecoderSpec, lora: LoraConfig | None) -> nn.M
 
 def backward(model: nn.Module) -> dict[str, Tensor]:
     tokens, labels = small_batch()
-    loss = model(tokens, labels=labels, loss_chunks=3)
+    loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}
 
@@ -62,8 +65,8 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 LORA = {"lora": LoraConfig(rank=4)}
-ONLY_MLP = {"lora": LoraConfig(rank=4, targets=["up", "down"])}  # the first layer's input wants no gradient
-NF4 = {"lora": LoraConfig(rank=4, quantize="nf4"), "width": 64, "head_width": 16, "mlp_width": 128}
+ONLY_MLP = {"lora": LoraConfig(rank=4, target_modules=["up", "down"])}  # the first layer's input wants no gradient
+NF4 = {"lora": LoraConfig(rank=4, quantize_base="nf4"), "width": 64, "head_width": 16, "mlp_width": 128}
 KINDS = [{}, BIASES, GEMMA, LORA, ONLY_MLP, {"lora": LoraConfig(rank=4, dora=True)}, NF4]
 
 
@@ -72,7 +75,7 @@ def test_gradients_are_those_of_whole_mlps(changes: dict[str, Any]) -> None:
     wanted = backward(decoder(1, **changes))
     for mode in ("none", "selective", "full"):
         model = decoder(CHUNKS, mode, **changes)
-        assert ("nf4" in str(changes)) == isinstance(model.model.layers[0].mlp.up_proj, QuantisedLinear)
+        assert ("nf4" in str(changes)) == isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
         assert_close(backward(model), wanted)
 
 
@@ -126,7 +129,7 @@ def test_weight_gradients_of_pieces_are_not_put_off() -> None:
     model = decoder(CHUNKS)
     tokens, labels = small_batch()
     with splittable():
-        loss = model(tokens, labels=labels, loss_chunks=3)
+        loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
         with put_off() as later:
             loss.backward()
     for entry in later:
@@ -176,7 +179,7 @@ def test_selective_checkpointing_keeps_nothing_of_pieces() -> None:
 
 def ranks() -> list[str]:
     """Tensor parallel, and FSDP; what differs from the plain model."""
-    chunked = {"mlp_chunks": 3}
+    chunked = {"mlp_tiles": 3}
     faults = compare(
         [
             Case(parallel={"tensor": 2}, memory=chunked),
@@ -186,7 +189,7 @@ def ranks() -> list[str]:
     )
     wanted = backward(decoder(1))
     for wrapping in ("layers", ["model.layers.*", "model.layers.*.mlp"]):
-        parallel, memory = ParallelConfig(wrapping=wrapping), MemoryConfig()
+        parallel, memory = ParallelConfig(fsdp_wrap_policy=wrapping), MemoryConfig()
         with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
             spec = small_spec()
             model = build_meta(spec, torch.float64)
@@ -197,7 +200,7 @@ def ranks() -> list[str]:
             init_weights(model, 3, spec)
             tokens, labels = small_batch()
             mine = slice(world.rank * ROWS // 2, (world.rank + 1) * ROWS // 2)
-            loss = model(tokens[mine], labels=labels[mine], loss_chunks=3)
+            loss = model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3))
             loss.backward()
             assert_close({"loss": world.all_reduce_sum(loss.detach()), **gradients(model)}, wanted)
     return faults
@@ -211,5 +214,5 @@ def test_a_model_without_mlps_of_ours_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         chunk_mlps(nn.Linear(2, 2), 4)
     assert str(caught.value) == (
-        "memory.mlp_chunks: found 4 for a model without MLPs of ours, expected 1; remove memory.mlp_chunks"
+        "memory.mlp_tiles: found 4 for a model without MLPs of ours, expected 1; remove memory.mlp_tiles"
     )

@@ -18,7 +18,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "adapters, packed rows, kept gathered": (
         LORA, "~model.path", "tokenizer.path=examples/demo/tokenizer", "batch_size=1",
-        "parallel.reshard_after_forward=false", "memory.activation_offload_ahead=2",
+        "parallel.reshard_after_forward=false", "memory.activation_offload_prefetch_layers=2",
     ),
 }  # fmt: skip
 
@@ -46,7 +46,7 @@ def losses_of_each(folder: Path) -> dict[str, Any]:
                 "checkpoint.save_model=false",
             ]
             argv += [*overrides, f"memory.activation_offload={lever}"]
-            argv += [] if lever == "true" else ["~memory.activation_offload_ahead"]
+            argv += [] if lever == "true" else ["~memory.activation_offload_prefetch_layers"]
             done(run_here(argv, recipe=recipe))
             found[f"{name} {lever}"] = steps(output)
         activation_offload.Window = make  # type: ignore[misc]

@@ -30,16 +30,16 @@ def test_levers_already_pulled_are_not_named() -> None:
     cfg.memory.cpu_offload = cfg.memory.activation_offload = True
     cfg.memory.loss_chunks = 32
     assert levers(cfg) == ["max_seq_len=1024"]
-    cfg.parallel.wrapping = "layers"
-    assert levers(cfg)[0] == "parallel.wrapping=memory_efficient"
+    cfg.parallel.fsdp_wrap_policy = "layers"
+    assert levers(cfg)[0] == "parallel.fsdp_wrap_policy=memory_efficient"
 
 
 def test_levers_of_a_pipeline() -> None:
     cfg = FullFinetuneConfig(batch_size=4, gradient_accumulation_steps=4)
     cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "gpipe"
-    expected = ["parallel.pipeline_schedule=1f1b", "parallel.pipeline_split=memory", "batch_size=2 with "]
+    expected = ["parallel.pipeline_schedule=1f1b", "parallel.pipeline_balance=memory", "batch_size=2 with "]
     assert [found.startswith(lever) for found, lever in zip(levers(cfg), expected, strict=False)] == [True] * 3
-    cfg.parallel.pipeline_schedule, cfg.parallel.pipeline_split = "1f1b", [9, 7]
+    cfg.parallel.pipeline_schedule, cfg.parallel.pipeline_layers_per_stage = "1f1b", [9, 7]
     cfg.parallel.pipeline_microbatches = 4  # of 4 rows each, whatever batch_size is
     assert levers(cfg)[:2] == ["parallel.pipeline_microbatches=8", "memory.activation_checkpointing=full"]
     cfg.batch_size, cfg.parallel.pipeline_microbatches = 3, 4

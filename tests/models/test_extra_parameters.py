@@ -124,7 +124,7 @@ def test_other_random_numbers_go_on_as_before() -> None:
 
 def test_what_is_extra() -> None:
     model = model_with(Zero)
-    add_adapters(model, LoraConfig(rank=2, targets=["q", "embedding"], quantize="int8"), torch.float32)
+    add_adapters(model, LoraConfig(rank=2, target_modules=["q", "embedding"], quantize_base="int8"), torch.float32)
     names = [f"model.layers.1.mlp.extra.{name}" for name in ("gate", "up.weight", "turns")]
     assert list(extra_tensors(model)) == names
     assert list(extra_tensors(model, saved=True)) == names[:2]
@@ -184,7 +184,7 @@ def test_values_before_load_weights_are_refused_but_computed_buffers_stay() -> N
 
 def test_a_parameter_that_was_never_written_is_found() -> None:
     model = build_meta(tiny_spec(), torch.float32)
-    add_adapters(model, LoraConfig(rank=2, targets=["q"]), torch.float32)
+    add_adapters(model, LoraConfig(rank=2, target_modules=["q"]), torch.float32)
     materialize(model, MemoryConfig(), CPU)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

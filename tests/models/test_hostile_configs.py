@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
-from recipe_lib.models.sizes import LARGEST, check_sizes
+from recipe_lib.models.sizes import MAX_SIZES, check_sizes
 from tests.hostile import changed
 
 SEEDS = 1500
@@ -35,12 +35,12 @@ def test_changed_presets_are_specs_or_lines(tmp_path: Path):
             refused += 1
             assert all("\n" not in fault and len(fault) < 6000 for fault in error.faults), seed
         else:
-            assert spec.num_layers <= LARGEST["num_hidden_layers"] and spec.width <= LARGEST["hidden_size"]
+            assert spec.num_layers <= MAX_SIZES["num_hidden_layers"] and spec.width <= MAX_SIZES["hidden_size"]
     assert SEEDS / 4 < refused < SEEDS
 
 
 def test_sizes_at_the_bound_and_over_it():
-    for key, most in LARGEST.items():
+    for key, most in MAX_SIZES.items():
         check_sizes({key: most}, "here")
         with pytest.raises(
             CheckpointError, match=rf"^here: config.json: {key}: found {most + 1}, expected at most {most}$"

@@ -9,6 +9,7 @@ import transformers
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import KVCache, spec_from_config
 from recipe_lib.ops.attention import document_positions, make_attention_info
+from recipe_lib.ops.head_losses import CrossEntropy
 from tests.models.reference import CASES, load_ours, reference_model, save_ours
 
 LENGTH = 40  # longer than every window and than the original context of the stretched rotary embeddings
@@ -112,7 +113,7 @@ def test_gradients_and_loss_equal_those_of_transformers(case: str, folders: dict
     ours, theirs = load_ours(saved(case, folders)), reference_model(case)
     inputs, labels = tokens(), tokens().roll(-1, dims=1)
     labels[:, :4], labels[:, -1] = -100, -100
-    loss = ours(inputs, labels=labels, loss_chunks=3)
+    loss = ours(inputs, labels=labels, head_loss=CrossEntropy(3))
     expected = torch.nn.functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
     (loss / 70).backward()
@@ -139,7 +140,9 @@ def test_a_compiled_layer_is_one_graph(case: str, folders: dict[str, Path]) -> N
     for layer in compiled.model.layers:
         layer.compile(backend="eager", fullgraph=True)
     for inputs in (tokens(), tokens()[:, :-3]):  # of another length
-        losses = [model(inputs, labels=inputs.roll(-1, dims=1), loss_chunks=2) for model in (plain, compiled)]
+        losses = [
+            model(inputs, labels=inputs.roll(-1, dims=1), head_loss=CrossEntropy(2)) for model in (plain, compiled)
+        ]
         torch.autograd.backward(losses)
         assert torch.equal(*losses)
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):

@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
         "model_type 'mixtral' (MixtralForCausalLM) is not supported; expected a causal language model of type "
         "gemma, gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3; to train it in transformers' own class, set "
-        "model.source=transformers",
+        "model.implementation=transformers",
     ),
     "reward model": (
         {"architectures": ["LlamaForSequenceClassification"]},
@@ -95,12 +95,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bitsandbytes": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        "quantization_config: the weights are quantised (bitsandbytes); expected fp32, bf16 or fp16 weights; "
+        "quantization_config: the weights are quantized (bitsandbytes); expected fp32, bf16 or fp16 weights; "
         "download the checkpoint that this one was made from",
     ),
     "mlx": (
         {"quantization": {"group_size": 64, "bits": 4}},
-        "quantization: the weights are quantised (MLX); expected fp32, bf16 or fp16 weights; "
+        "quantization: the weights are quantized (MLX); expected fp32, bf16 or fp16 weights; "
         "download the checkpoint that this one was made from",
     ),
     "missing": ({"hidden_size": ...}, "hidden_size: found no such key, expected a positive integer"),

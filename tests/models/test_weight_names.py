@@ -9,7 +9,7 @@ import transformers
 
 from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
 from recipe_lib.models.families import text_config
-from recipe_lib.models.weight_names import WeightEntry, expected_shape, ignorable, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
 from tests.models.reference import load_ours
 
 INDEXED = ["gemma-2b-it", "llama-2-7b-chat", "mistral-7b-instruct-v0.3", "phi-3-mini-merge", "qwen2.5-14b-cogito"]
@@ -45,7 +45,7 @@ def test_fused_tensors_of_phi() -> None:
     k_proj, up_proj = "model.layers.3.self_attn.k_proj.weight", "model.layers.3.mlp.up_proj.weight"
     assert table[k_proj] == WeightEntry(k_proj, qkv, 5120, 1280)
     assert table[up_proj] == WeightEntry(up_proj, gate_up, 17920, 17920)
-    assert expected_shape(spec, k_proj) == (1280, 5120)
+    assert parameter_shapes(spec)[k_proj] == (1280, 5120)
 
 
 def test_names_that_may_be_left_over() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import choose_loss_kernel, loss_kernel
+from recipe_lib.memory import check_loss_kernel, loss_kernel
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.cross_entropy import cross_entropy
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.ops.loss_kernels import has_torch_kernel, liger_cross_entropy, liger_rows, on_paper, torch_cross_entropy
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
@@ -150,16 +151,18 @@ def test_a_loss_of_ones_own_is_not_taken() -> None:
 
 def ranks(tied: bool) -> dict[str, Tensor]:
     """Loss and gradients of a sharded decoder with torch's kernel."""
-    spec, parallel, memory = small_spec(tied=tied), ParallelConfig(wrapping="memory_efficient"), MemoryConfig()
+    spec, parallel, memory = small_spec(tied=tied), ParallelConfig(fsdp_wrap_policy="memory_efficient"), MemoryConfig()
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
         model = build_meta(spec, torch.float64)
-        choose_loss_kernel(model, "torch", CPU)
+        check_loss_kernel(model, "torch", CPU)
         shard_model(model, parallel, memory, world)
         materialize(model, memory, world.device)
         init_weights(model, 3, spec)
         tokens, labels = small_batch()
         mine = slice(world.rank * ROWS // 2, (world.rank + 1) * ROWS // 2)
-        loss = model(tokens[mine], labels=labels[mine], loss_chunks=3) / (labels != -100).sum()
+        loss = (
+            model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3, kernel="torch")) / (labels != -100).sum()
+        )
         loss.backward()
         return {"loss": world.all_reduce_sum(loss.detach()), **gradients(model)}
 
@@ -176,7 +179,7 @@ def test_torchs_kernel_in_a_sharded_model() -> None:
 
 def refused(model: nn.Module, kernel: str, device: torch.device = CPU) -> str:
     with pytest.raises(ConfigError) as caught:
-        choose_loss_kernel(model, kernel, device)
+        check_loss_kernel(model, kernel, device)
     return str(caught.value)
 
 
@@ -184,9 +187,7 @@ def test_what_a_kernel_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     model, capped = (
         build_meta(spec, torch.float32) for spec in (small_spec(), replace(small_spec(), logit_softcap=30.0))
     )
-    ours = model.lm_head.summed_loss
-    choose_loss_kernel(model, "chunked", CPU)
-    assert model.lm_head.summed_loss is ours
+    check_loss_kernel(model, "chunked", CPU)
     assert refused(model, "liger") == (
         "memory.loss_kernel: found liger on a device of type cpu, where its kernels do not run, expected chunked; "
         "set memory.loss_kernel=chunked"

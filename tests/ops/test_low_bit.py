@@ -1,6 +1,5 @@
 """Codes of 8 and 4 bits against torchao's, and rounding by chance against what chance is."""
 
-import logging
 import math
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.ops.low_bit import BLOCKS, Code, chance_key, element_places, make_code, round_by_chance
+from tests.torchao_oracle import low_bit_codes
 
 CPU = torch.device("cpu")
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
@@ -16,21 +16,7 @@ KINDS = [(8, True), (8, False), (4, True), (4, False)]
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """torchao's functions and levels; at import it says at length what a CPU build lacks."""
-    pytest.importorskip("torchao")
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
-    finally:
-        logging.disable(before)
-    levels = {
-        (8, True): subclass_8bit.get_qmap_signed(),
-        (8, False): subclass_8bit.get_qmap_unsigned(),
-        (4, True): subclass_4bit.get_qmap_signed(),
-        (4, False): subclass_4bit.get_qmap_unsigned(),
-    }
-    return quant_utils, levels
+    return low_bit_codes()
 
 
 def code_of(bits: int, signed: bool) -> Code:
@@ -45,7 +31,7 @@ def test_levels_are_torchaos(theirs: Any, bits: int, signed: bool) -> None:
 @pytest.mark.parametrize(("bits", "signed"), KINDS)
 def test_codes_are_torchaos_at_every_border(theirs: Any, bits: int, signed: bool) -> None:
     """Numbers at random, and the fp32 numbers on both sides of the middle between any two levels."""
-    quantise = getattr(theirs[0], f"quantize_{bits}bit_with_qmap")
+    quantize = getattr(theirs[0], f"quantize_{bits}bit_with_qmap")
     code = code_of(bits, signed)
     middles = (code.levels[1:].double() + code.levels[:-1].double()).div(2).float()
     near = [middles]
@@ -57,7 +43,7 @@ def test_codes_are_torchaos_at_every_border(theirs: Any, bits: int, signed: bool
     numbers = torch.cat([*near, drawn, drawn**5, code.levels, torch.tensor([-1.0, 0.0, 1.0])]).clamp(-1, 1)
     numbers = numbers if signed else numbers.abs()
     ours = torch.bucketize(numbers, code.borders, right=True)
-    assert torch.equal(ours.to(torch.uint8), quantise(numbers, code.levels))
+    assert torch.equal(ours.to(torch.uint8), quantize(numbers, code.levels))
 
 
 @pytest.mark.parametrize(("bits", "signed"), KINDS)
@@ -92,7 +78,7 @@ def places_of(count: int) -> Tensor:
     return element_places((count,), (0,), (count,), CPU)
 
 
-def test_rounding_takes_one_of_the_two_neighbours_and_is_right_on_average() -> None:
+def test_rounding_takes_one_of_the_two_neighbors_and_is_right_on_average() -> None:
     """Over 4096 draws a mean is off by sqrt(p (1 - p) / 4096) <= 0.0078 of the gap; 5 of these are allowed."""
     numbers = torch.tensor([1.0, 1.001, -1.001, 1.00390625, 3.1415927, -2.7182818, 1e-30, 1.0077])
     below = (numbers.view(torch.int32) & -65536).view(torch.float32)
@@ -106,7 +92,7 @@ def test_rounding_takes_one_of_the_two_neighbours_and_is_right_on_average() -> N
 
 
 def test_elements_draw_apart_from_one_another() -> None:
-    """Half way between two numbers: each bit of 2^16 elements is fair, and so is agreement of neighbours, of steps, of
+    """Half way between two numbers: each bit of 2^16 elements is fair, and so is agreement of neighbors, of steps, of
     seeds and of names; 5 standard deviations are 0.01."""
     numbers = torch.full((2**16,), 1.00390625)
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from recipe_lib.models.spec import spec_from_config
+from recipe_lib.models import spec_from_config
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
 
 SCALINGS: dict[str, dict[str, Any]] = {

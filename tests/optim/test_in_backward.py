@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.models import build_meta, init_weights
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim import in_backward, row_steps
 from recipe_lib.optim.clipping import clip_grad_norm
-from recipe_lib.optim.offloaded_states import StateVisits
+from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.optim.row_steps import RowSteps, step_only
 from recipe_lib.optim.state_layout import local_of
@@ -51,7 +52,7 @@ def train(model: nn.Module, memory: MemoryConfig, world: Any, rows: slice) -> tu
     tokens, labels = small_batch()
     count, norms = (labels != -100).sum(), []
     for _ in range(STEPS):
-        (model(tokens[rows], labels=labels[rows], loss_chunks=3) / count).backward()
+        (model(tokens[rows], labels=labels[rows], head_loss=CrossEntropy(3)) / count).backward()
         norms.append(float(clip_grad_norm(model.parameters(), None, world, earlier)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -89,7 +90,7 @@ def test_two_ranks(alone: Any) -> None:
     tied, norms, expected = alone
 
     def work() -> tuple[list[float], dict[str, Tensor], int, int]:
-        cfg = ParallelConfig(wrapping="memory_efficient")
+        cfg = ParallelConfig(fsdp_wrap_policy="memory_efficient")
         with start_world(FullFinetuneConfig(device="cpu", parallel=cfg)) as world:
             spec = small_spec(tied=tied)
             model = build_meta(spec, torch.float64)
@@ -112,13 +113,13 @@ def test_states_visit_the_device_and_return() -> None:
     first = made(small_spec())
     second = deepcopy(first)
     plain, visiting = (torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second))
-    visits = StateVisits(visiting, CPU)
+    visits = OffloadedStates(visiting, CPU)
     sent, places = [], []
     visiting.register_step_post_hook(lambda *_: sent.append(len(visits._leaving)))
     tokens, labels = small_batch()
     for _ in range(STEPS):
         for model, optimizer in ((first, plain), (second, visiting)):
-            model(tokens, labels=labels, loss_chunks=3).backward()
+            model(tokens, labels=labels, head_loss=CrossEntropy(3)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         states = [value for state in visiting.state.values() for value in state.values()]
@@ -208,11 +209,11 @@ def alike(found: Any, expected: Any) -> list[str]:
 def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, weights, states and their count; matrices that Muon makes orthogonal are stepped whole. From the
     first step on, and with states that were there before."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 8192)
     cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
     dtype = torch.bfloat16 if "bits" in case else torch.float32
     copies = [{name: nn.Parameter(value.to(dtype)) for name, value in drawn(9).items()} for _ in range(4)]
-    arrange = by_rows if way == "beside" else lambda optimizer: StateVisits(optimizer, CPU).step_one
+    arrange = by_rows if way == "beside" else lambda optimizer: OffloadedStates(optimizer, CPU).step_one
     whole = lambda optimizer: lambda parameter: step_only(optimizer, parameter)  # noqa: E731
     expected, rows = stepped(cfg, copies[0], whole)
     assert set(rows) == {70, 48, 600}
@@ -225,7 +226,7 @@ def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.Monke
 
 
 def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
     plain = {
         case: stepped(
             replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]}), copy, lambda optimizer: partial(step_only, optimizer)
@@ -241,7 +242,7 @@ def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         for case, expected in plain.items():
             params = placed({name: nn.Parameter(value.bfloat16()) for name, value in drawn(9).items()}, Cut("rows", 3))
             cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
-            found, rows = stepped(cfg, params, lambda optimizer: StateVisits(optimizer, CPU).step_one)
+            found, rows = stepped(cfg, params, lambda optimizer: OffloadedStates(optimizer, CPU).step_one)
             differ.append(alike(found, expected))
             assert {5, 7, 8, 11, 12, 600} >= set(rows) - {6} >= {600}
             assert len(rows) >= 5 * STEPS
@@ -252,7 +253,7 @@ def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a matrix whose columns the ranks share a state is as wide as that, and not as a rank's part."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
     matrices = ("model.embed_tokens.weight", "model.layers.0.w")
 
     def copy() -> dict[str, nn.Parameter]:
@@ -262,7 +263,7 @@ def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def work() -> list[Any]:
         params = placed(copy(), Cut("columns, then rows", 2))
-        found, rows = stepped(CFG, params, lambda optimizer: StateVisits(optimizer, CPU).step_one)
+        found, rows = stepped(CFG, params, lambda optimizer: OffloadedStates(optimizer, CPU).step_one)
         shapes = {tuple(state["exp_avg"].shape) == tuple(one.shape) for one, state in found.state.items()}
         return [alike(found, expected), shapes, len(rows) > 5 * STEPS]
 
@@ -272,7 +273,7 @@ def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
     parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
     optimizer = torch.optim.AdamW(parameters)
-    visits = StateVisits(optimizer, CPU)
+    visits = OffloadedStates(optimizer, CPU)
     for missing in (None, None, 2, None):
         for number, parameter in enumerate(parameters):
             parameter.grad = None if number == missing else torch.ones_like(parameter)
@@ -285,14 +286,14 @@ USES: dict[str, Any] = {
     "two": lambda loss, model: loss(0) + loss(1),
     "one of more tokens than channels": lambda loss, model: loss(0) + loss(slice(None)),
     "logits": lambda loss, model: loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100,
-    "per token": lambda loss, model: loss(0) - loss(1, per_token=True).sum(),
+    "per token": lambda loss, model: loss(0) - loss(1, TokenLogProbs(2)).sum(),
 }
 
 
 @pytest.mark.parametrize("case", [*USES, "weights"])
 def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by plain training; and where a use cannot be seen, with an error and not twice."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 20_000)
     tokens, labels = small_batch()
 
     def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
@@ -300,9 +301,9 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
         earlier = in_backward.arrange_steps(optimizer, model, memory, CPU)
 
-        def loss(rows: int | slice, **options: Any) -> Tensor:
+        def loss(rows: int | slice, head_loss: Any = None) -> Tensor:
             rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
-            return model(tokens[rows], labels=labels[rows], loss_chunks=2, **options)
+            return model(tokens[rows], labels=labels[rows], head_loss=head_loss or CrossEntropy(2))
 
         for _ in range(STEPS):
             value = loss(0) + model.lm_head.weight.square().sum() if case == "weights" else USES[case](loss, model)
@@ -323,7 +324,7 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
 
 def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer tokens than channels no gradient of either is ever whole; norms and weights are as without."""
-    monkeypatch.setattr(row_steps, "PIECE_BYTES", 40_000)
+    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 40_000)
     world, few = ALONE, slice(0, 2)
     spec = small_spec()
     norms, _ = train(plain := made(spec), PLAIN, world, few)
@@ -335,7 +336,7 @@ def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.
     assert max(most) == max(layers) < matrices[0].nbytes
     tokens, labels = small_batch()
     with torch.no_grad():
-        losses = [float(one(tokens, labels=labels, loss_chunks=2)) for one in (model, plain)]
+        losses = [float(one(tokens, labels=labels, head_loss=CrossEntropy(2))) for one in (model, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 

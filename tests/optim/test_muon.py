@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim import muon
-from recipe_lib.optim.muon import is_orthogonalised, orthogonal
+from recipe_lib.optim.muon import is_orthogonalized, orthogonal
 from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_numbers
 from recipe_lib.optim.row_steps import step_only
 from tests.distributed.ranks import run_ranks
@@ -57,8 +57,8 @@ def trained(cfg: OptimizerConfig, params: dict[str, nn.Parameter], steps: int = 
     return optimizer
 
 
-def test_matrices_of_layers_are_orthogonalised_and_nothing_else() -> None:
-    chosen = {name for name, parameter in weights().items() if is_orthogonalised(parameter, name)}
+def test_matrices_of_layers_are_orthogonalized_and_nothing_else() -> None:
+    chosen = {name for name, parameter in weights().items() if is_orthogonalized(parameter, name)}
     assert chosen == set(MATRICES)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy
 
 VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
 ROWS, LENGTH = 8, 12
@@ -51,7 +52,7 @@ def plain_gradients(spec: DecoderSpec, dtype: torch.dtype = torch.float64) -> tu
     model = build_meta(spec, dtype).to_empty(device="cpu")
     init_weights(model, 3, spec)
     tokens, labels = small_batch()
-    loss = model(tokens, labels=labels, loss_chunks=3) / (labels != -100).sum()
+    loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
     loss.backward()
     return float(loss.detach()), gradients(model)
 

@@ -20,7 +20,7 @@ LENGTHS = (12, 7, 30, 8, 9, 31, 16, 64, 5, 17, 33, 40, 3, 21, 11, 63, 48, 50, 61
 ROWS = 2
 CAPPED = {"attention_softcap": 20.0, "post_norms": True}
 # Two thirds of the layers' inputs beyond them: the layers keep different things.
-BUDGET = MemoryConfig(activation_checkpointing="budget", activation_budget=5 * ROWS * 64 * 32 * 4 / GIB)
+BUDGET = MemoryConfig(activation_checkpointing="budget", activation_budget_gib=5 * ROWS * 64 * 32 * 4 / GIB)
 
 
 def build(memory: MemoryConfig, changes: dict[str, Any], backend: Any = None) -> nn.Module:
@@ -56,7 +56,7 @@ def test_rows_of_many_lengths(memory: MemoryConfig, changes: dict[str, Any], pac
     for length in LENGTHS:
         tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS, length), generator=generator)
         info = make_attention_info([[length // 2, length - length // 2]] * ROWS, length) if packed else None
-        losses = [model(tokens, None, info, labels) for model in (plain, compiled)]
+        losses = [model(tokens, None, info, labels=labels) for model in (plain, compiled)]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-6, atol=0)

@@ -22,7 +22,7 @@ from tests.selection import selected
 SIZES = [(3,), (5, 8), (64,), (7, 40), (1,), (0, 4), (16, 4)]  # with buckets of 64: packed, exactly one, in several
 GLOBAL_BATCH, STEPS, SAVED = 8, 3, 1
 DDP = "parallel.strategy=ddp"
-SAVE = f"checkpoint.save_every_steps={SAVED}"
+SAVE = f"checkpoint.save_every_n_steps={SAVED}"
 FULLY = "memory.activation_checkpointing=full"
 
 
@@ -90,8 +90,8 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_mesh_has_copies_and_no_shards():
-    assert mesh_shape(ParallelConfig(strategy="ddp"), 8) == (1, 8, 1, 1)
-    assert mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8) == (2, 2, 1, 2)
+    assert tuple(mesh_shape(ParallelConfig(strategy="ddp"), 8).values()) == (1, 8, 1, 1)
+    assert tuple(mesh_shape(ParallelConfig(strategy="ddp", tensor=2, pipeline=2), 8).values()) == (2, 2, 1, 2)
 
 
 def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
@@ -100,7 +100,7 @@ def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
     cfg = FullFinetuneConfig(parallel=ParallelConfig(strategy="auto"))
     said = "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here, since `tune run` "
     assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
-    assert mesh_shape(cfg.parallel, 2) == (1, 1, 2, 1) and not is_replicated(cfg.parallel)
+    assert tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1) and not is_replicated(cfg.parallel)
 
 
 class Runs:
@@ -120,9 +120,9 @@ class Runs:
             f"batch_size={GLOBAL_BATCH // data_ranks // 2}",
             "gradient_accumulation_steps=2",
             f"max_steps={STEPS}",
-            "lr_schedule.kind=constant",
+            "lr_scheduler.type=constant",
             "checkpoint.save_model=false",
-            "checkpoint.keep=3",
+            "checkpoint.keep_last_n=3",
             "clip_grad_norm=0.5",
             *overrides,
         )
@@ -149,7 +149,7 @@ def of_two(runs: Runs, bits: list[int]) -> dict[str, Any]:
         "whole": all(type(parameter) is nn.Parameter for parameter in run.recipe.model.parameters()),
     }
     runs.run("lora ddp", 2, DDP, "optimizer.lr=1e-2", recipe=LORA)
-    runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_schedule.kind=constant")
+    runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_scheduler.type=constant")
     if bits:
         runs.run("int8 ddp", 2, DDP, "matmul_dtype=int8", FULLY)
         runs.run("int8 fsdp", 2, "matmul_dtype=int8", FULLY)

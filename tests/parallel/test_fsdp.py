@@ -14,6 +14,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelC
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import Unit, World, materialize, shard_model, start_world
 from recipe_lib.parallel import fsdp as apply
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -64,7 +65,7 @@ def loss_of_part(model: nn.Module, world: World, part: int = 0, parts: int = 1) 
     rows = ROWS // (world.size * parts)
     first = (world.rank * parts + part) * rows
     mine = slice(first, first + rows)
-    return model(tokens[mine], labels=labels[mine], loss_chunks=3) / (labels != -100).sum()
+    return model(tokens[mine], labels=labels[mine], head_loss=CrossEntropy(3)) / (labels != -100).sum()
 
 
 def worst_gradients(
@@ -105,7 +106,7 @@ MEMORY: list[dict[str, Any]] = [
 def test_gradients_are_sums_and_equal_the_plain_models(wrapping: Any) -> None:
     """Every two of tied, parallel and memory meet, and with each policy each parallel and memory."""
     cases = [
-        ((at + number + POLICIES.index(wrapping)) % 2 == 0, {"wrapping": wrapping} | parallel, memory)
+        ((at + number + POLICIES.index(wrapping)) % 2 == 0, {"fsdp_wrap_policy": wrapping} | parallel, memory)
         for at, parallel in enumerate(PARALLEL)
         for number, memory in enumerate(MEMORY)
     ]
@@ -119,7 +120,7 @@ def test_hybrid_sharding_on_two_by_two_ranks(tied: bool) -> None:
     cases = [
         (
             tied,
-            {"wrapping": "memory_efficient", "data_replicate": 2, "data_shard": 2},
+            {"fsdp_wrap_policy": "memory_efficient", "data_replicate": 2, "data_shard": 2},
             {"activation_checkpointing": mode},
         )
         for mode in ("none", "full")
@@ -130,7 +131,7 @@ def test_hybrid_sharding_on_two_by_two_ranks(tied: bool) -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_checkpointed_and_sharded() -> None:
-    cases = [(True, {"wrapping": "memory_efficient"}, {"activation_checkpointing": "selective"})]
+    cases = [(True, {"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "selective"})]
     import_compiler()
     for errors in run_ranks(worst_gradients, 2, cases, "aot_eager"):
         assert max(errors) < 1e-12
@@ -162,7 +163,9 @@ def test_gathered_bytes_of_each_policy() -> None:
     def work() -> list[list[int]]:
         found = []
         for wrapping, reshard, tied in HELD:
-            cfg = config({"wrapping": wrapping, "reshard_after_forward": reshard}, {"activation_checkpointing": "full"})
+            cfg = config(
+                {"fsdp_wrap_policy": wrapping, "reshard_after_forward": reshard}, {"activation_checkpointing": "full"}
+            )
             with start_world(cfg) as world:
                 model, _ = sharded(small_spec(tied=tied), cfg, world, torch.float32)
                 with GatheredPeak(model) as peak:
@@ -194,7 +197,7 @@ def test_peak_of_all_bytes_of_a_step() -> None:
     def work() -> list[int]:
         found = []
         for wrapping, tied in cases:
-            cfg = config({"wrapping": wrapping}, {"activation_checkpointing": "full"})
+            cfg = config({"fsdp_wrap_policy": wrapping}, {"activation_checkpointing": "full"})
             with start_world(cfg) as world:
                 model, _ = sharded(small_spec(tied=tied, vocabulary=vocabulary), cfg, world, torch.float32)
                 tokens, labels = small_batch(1)
@@ -202,7 +205,7 @@ def test_peak_of_all_bytes_of_a_step() -> None:
                 for _ in range(4):  # gloo's threads may let go of a tensor late, on a busy machine: the least counts
                     model.zero_grad(set_to_none=True)
                     with LiveBytes(also=lambda model=model: gathered_bytes(model)) as live:
-                        model(tokens, labels=labels, loss_chunks=12).backward()
+                        model(tokens, labels=labels, head_loss=CrossEntropy(12)).backward()
                     peaks.append(live.peak)
                     late = live.peak > expected[wrapping, tied] + matrix // 100
                     if len(peaks) > 1 and not world.all_reduce_sum(torch.tensor(int(late))):
@@ -226,7 +229,7 @@ def test_peak_of_all_bytes_of_a_step() -> None:
 def test_evaluation_leaves_nothing_gathered_and_all_parameters_sharded() -> None:
     def work() -> list[list[int]]:
         found = []
-        for parallel in ({"wrapping": "layers"}, {"reshard_after_forward": False}):
+        for parallel in ({"fsdp_wrap_policy": "layers"}, {"reshard_after_forward": False}):
             for tied in (False, True):
                 cfg = config(parallel, {})
                 with start_world(cfg) as world:
@@ -254,7 +257,7 @@ def test_logits_can_be_trained_on_too() -> None:
             tokens, _ = small_batch()
             plain(tokens).square().sum().backward()
             expected = gradients(plain)
-            cfg = config({"wrapping": "memory_efficient"}, {})
+            cfg = config({"fsdp_wrap_policy": "memory_efficient"}, {})
             with start_world(cfg) as world:
                 model, _ = sharded(spec, cfg, world, torch.float64)
                 loss_of_part(model, world).backward()  # with labels first: the choice is made anew for each forward
@@ -273,7 +276,7 @@ def test_training_keeps_tied_weights_one_parameter() -> None:
     def work() -> list[object]:
         found: list[object] = []
         for wrapping in ("layers", "memory_efficient"):
-            cfg = config({"wrapping": wrapping}, {})
+            cfg = config({"fsdp_wrap_policy": wrapping}, {})
             with start_world(cfg) as world:
                 model, _ = sharded(small_spec(tied=True), cfg, world, torch.float64)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -328,7 +331,7 @@ def test_dtype_of_the_reduction(reduce_dtype: str | None, expected: str) -> None
 
 def test_frozen_parameters_keep_their_dtype_and_get_no_gradient() -> None:
     def work() -> list[str]:
-        cfg = config({"wrapping": "memory_efficient"}, {"activation_checkpointing": "full"})
+        cfg = config({"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "full"})
         with start_world(cfg) as world:
             model = build_meta(small_spec(), torch.bfloat16)
             for name, parameter in model.named_parameters():
@@ -357,12 +360,12 @@ def test_frozen_parameters_keep_their_dtype_and_get_no_gradient() -> None:
 
 
 def test_a_world_of_one_is_left_alone_and_stays_tied() -> None:
-    cfg = config({"wrapping": "memory_efficient"}, {})
+    cfg = config({"fsdp_wrap_policy": "memory_efficient"}, {})
     with start_world(cfg) as world:
         model, units = sharded(small_spec(tied=True), cfg, world, torch.float64)
         assert units == [] and not any(isinstance(module, FSDPModule) for module in model.modules())
         assert model.lm_head.weight is model.model.embed_tokens.weight
-        cfg.parallel.wrapping = ["nothing.*"]
+        cfg.parallel.fsdp_wrap_policy = ["nothing.*"]
         with pytest.raises(ConfigError, match=r"pattern 'nothing\.\*' matches no module"):
             shard_model(build_meta(small_spec(), torch.float32), cfg.parallel, cfg.memory, world)
 

@@ -112,20 +112,21 @@ def test_bytes_and_the_line_of_the_log() -> None:
 @pytest.mark.parametrize(
     ("wrapping", "line"),
     [
-        ("layer", "parallel.wrapping: found 'layer', expected auto, layers, memory_efficient or a list of module-name "
-         "patterns such as [model.layers.*]; did you mean layers?"),
-        ([], "parallel.wrapping: found an empty list, expected patterns such as [model.layers.*], or one of "
+        ("layer", "parallel.fsdp_wrap_policy: found 'layer', expected auto, layers, memory_efficient or a list of "
+         "module-name patterns such as [model.layers.*]; did you mean layers?"),
+        ([], "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as [model.layers.*], or one of "
          "auto, layers, memory_efficient"),
         (["model.layers.*", "decoder.tok_embeddings"],
-         "parallel.wrapping: pattern 'decoder.tok_embeddings' matches no module; there are: model, model.embed_tokens, "
+         "parallel.fsdp_wrap_policy: pattern 'decoder.tok_embeddings' matches no module; there are: model, "
+         "model.embed_tokens, "
          "lm_head, model.layers.*, model.layers.*.mlp"),
         (["model.layer.*"],
-         "parallel.wrapping: pattern 'model.layer.*' matches no module; nearest: model.layers.*, model, "
+         "parallel.fsdp_wrap_policy: pattern 'model.layer.*' matches no module; nearest: model.layers.*, model, "
          "model.embed_tokens, lm_head, model.layers.*.mlp"),
-        (["zzz"], "parallel.wrapping: pattern 'zzz' matches no module; there are: model, model.embed_tokens, lm_head, "
-         "model.layers.*, model.layers.*.mlp"),
-        ([3], "parallel.wrapping: pattern '3' matches no module; there are: model, model.embed_tokens, lm_head, "
-         "model.layers.*, model.layers.*.mlp"),
+        (["zzz"], "parallel.fsdp_wrap_policy: pattern 'zzz' matches no module; there are: model, model.embed_tokens, "
+         "lm_head, model.layers.*, model.layers.*.mlp"),
+        ([3], "parallel.fsdp_wrap_policy: pattern '3' matches no module; there are: model, model.embed_tokens, "
+         "lm_head, model.layers.*, model.layers.*.mlp"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(wrapping: str | list[str], line: str) -> None:
@@ -145,7 +146,7 @@ def test_modules_that_cannot_be_units_are_refused(pattern: str, why: str) -> Non
     with pytest.raises(ConfigError) as caught:
         resolve_wrapping(small(), [pattern])
     start, _, remedy = str(caught.value).partition("; use one of ")
-    assert start.startswith(f"parallel.wrapping: pattern '{pattern}' matches only {why}")
+    assert start.startswith(f"parallel.fsdp_wrap_policy: pattern '{pattern}' matches only {why}")
     assert "model.layers.*, " in remedy
 
 
@@ -154,7 +155,8 @@ def test_a_policy_without_layers_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_wrapping(model, "layers")
     assert str(caught.value) == (
-        "parallel.wrapping: found layers, but the model has no list of layers; name its units by patterns, such as [*]"
+        "parallel.fsdp_wrap_policy: found layers, but the model has no list of layers; name its units by patterns, "
+        "such as [*]"
     )
 
 
@@ -163,7 +165,7 @@ def test_what_stays_gathered_under_tensor_parallel(tied: bool) -> None:
     """Of four ranks, two by two: a rank's half of embedding and output, and the last norm, which no unit holds."""
 
     def line() -> str:
-        parallel = ParallelConfig(tensor=2, wrapping="layers")
+        parallel = ParallelConfig(tensor=2, fsdp_wrap_policy="layers")
         with start_world(FullFinetuneConfig(parallel=parallel, device="cpu")) as world:
             model = build_meta(small_spec(tied=tied), torch.float32)
             shard_tensors(model, parallel, MemoryConfig(), world)

@@ -67,7 +67,7 @@ def test_flop_of_a_token() -> None:
         assert found["flop_per_token"] == 6 * (3 * layer + 512 * 32) + 6 * 3 * 10 * 32
         assert found["tokens_per_second"] == 40
     model = build_meta(spec, torch.float32)
-    add_adapters(model, LoraConfig(rank=2, targets=["q"], quantize="nf4"), torch.float32)
+    add_adapters(model, LoraConfig(rank=2, target_modules=["q"], quantize_base="nf4"), torch.float32)
     found = gpu_check.speed_of(case, spec, model, [0.5, 0.5])
     assert found["flop_per_token"] == 4 * (3 * layer + 512 * 32) + 6 * 3 * 2 * (32 + 32) + 6 * 3 * 10 * 32
 
@@ -94,7 +94,7 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path, monkeypatch: pytest.M
     case = gpu_check.Case("memory", "demo/0.5M", 32, "layers", ranks=4)
     result = gpu_check.run_apart(lambda: gpu_check.measure(case), 60)
     assert result["out_of_memory"] == "step 2" and "first_step" in result and result["at_failure"]["active"] > 0
-    assert gpu_check.summarise(result) == "out of memory in step 2"
+    assert gpu_check.summarize(result) == "out of memory in step 2"
     report = {
         "kind": "dry run, CPU", "date": "", "command": "", "versions": dict.fromkeys(("torch", "python", "system"), ""),
         "device": {"type": "cpu"}, "cap_gib": 1, "cases": [{"case": dataclasses.asdict(case), "result": result}],

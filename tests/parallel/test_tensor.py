@@ -15,6 +15,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import (
     World,
@@ -67,7 +68,7 @@ def build(case: Case, world: World | None) -> nn.Module:
     else:
         parallel = ParallelConfig(**case.parallel)
         shard_tensors(model, parallel, memory, world)
-        chunk_mlps(model, memory.mlp_chunks)
+        chunk_mlps(model, memory.mlp_tiles)
         apply_activation_checkpointing(model, memory.activation_checkpointing)
         if case.compiled:
             compile_layers(model, "aot_eager")
@@ -92,7 +93,7 @@ def batch(case: Case, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def backward(case: Case, model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    found = model(tokens, labels=labels, loss_chunks=3, per_token=case.per_token)
+    found = model(tokens, labels=labels, head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3))
     loss = (found.square().sum() if case.per_token else found) / count
     loss.backward()
     return loss.detach()
@@ -184,7 +185,7 @@ KINDS: list[dict[str, Any]] = [
     {"spec": {"head_norms": True}, "frozen": "q_proj"},
     {"frozen": "mlp"},
     {"lora": {}, "rows": 3},
-    {"lora": {"targets": ["q", "down"]}, "spec": BIASES},
+    {"lora": {"target_modules": ["q", "down"]}, "spec": BIASES},
     {"per_token": True, "rows": 3},
     {"per_token": True, "spec": GEMMA},
 ]
@@ -197,7 +198,7 @@ def cases(tensor: int, **parallel: Any) -> list[Case]:
     found = []
     for number, kind in enumerate(KINDS):
         for recompute in ("true", "false"):
-            shared = {"tensor": tensor, "tensor_recompute_gather": recompute, **parallel}
+            shared = {"tensor": tensor, "tensor_regather_in_backward": recompute, **parallel}
             modes = MEMORY if number == 1 else [MEMORY[(number + (recompute == "false")) % 3]]
             found += [Case(**kind, parallel=shared, memory=memory) for memory in modes]
     return found
@@ -219,17 +220,17 @@ def run_cases(ranks: int, wanted: list[Case]) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> None:
     wanted = cases(ranks)
-    few = Case({"num_kv_heads": 2}, 3, {"tensor": ranks, "tensor_copy_kv_heads": True})
+    few = Case({"num_kv_heads": 2}, 3, {"tensor": ranks, "tensor_replicate_kv_heads": True})
     if ranks == 4:
         wanted = wanted[::2] + [few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
         for wrapping in ("layers", "memory_efficient"):
-            wanted += cases(2, wrapping=wrapping)[::2]
+            wanted += cases(2, fsdp_wrap_policy=wrapping)[::2]
         wanted += cases(2, data_replicate=2)[1::6]
     else:
         import_compiler()
         kinds = [KINDS[1], KINDS[3], KINDS[4], KINDS[5], KINDS[7]]
         wanted += [
-            Case(**kind, parallel={"tensor": 2, "tensor_recompute_gather": recompute}, memory=memory, compiled=True)
+            Case(**kind, parallel={"tensor": 2, "tensor_regather_in_backward": recompute}, memory=memory, compiled=True)
             for number, kind in enumerate(kinds)
             for recompute, memory in [(("true", MEMORY[0]), ("false", MEMORY[1]))[number % 2]]
         ]
@@ -243,9 +244,9 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
         check_tensor(spec, ParallelConfig(tensor=3))
     assert len(refused.value.faults) == 4
     assert "4 attention heads, which 3 ranks cannot share evenly; sizes that fit: 1, 2" in str(refused.value)
-    with pytest.raises(ConfigError, match="2 key and value heads.*tensor_copy_kv_heads=true"):
+    with pytest.raises(ConfigError, match="2 key and value heads.*tensor_replicate_kv_heads=true"):
         check_tensor(spec, ParallelConfig(tensor=4))
-    check_tensor(spec, ParallelConfig(tensor=4, tensor_copy_kv_heads=True))
+    check_tensor(spec, ParallelConfig(tensor=4, tensor_replicate_kv_heads=True))
     check_tensor(spec, ParallelConfig(tensor=2))
 
 
@@ -253,6 +254,6 @@ def test_sizes_that_fit_where_kv_heads_are_copied_are_divisors_and_multiples_of_
     spec = replace(small_spec(), num_heads=12, num_kv_heads=4, mlp_width=96, vocab_size=528)
     for size in (6, 8):  # of more ranks than 4 each has a kv head of its own only if 4 divides their number
         with pytest.raises(ConfigError, match="sizes that fit: 1, 2, 4, 12$"):
-            check_tensor(spec, ParallelConfig(tensor=size, tensor_copy_kv_heads=True))
+            check_tensor(spec, ParallelConfig(tensor=size, tensor_replicate_kv_heads=True))
     with pytest.raises(ConfigError, match="509 tokens of the vocabulary.*sizes that fit: 1$"):
-        check_tensor(replace(spec, vocab_size=509), ParallelConfig(tensor=12, tensor_copy_kv_heads=True))
+        check_tensor(replace(spec, vocab_size=509), ParallelConfig(tensor=12, tensor_replicate_kv_heads=True))

@@ -1,7 +1,6 @@
 """The world: environment, mesh, and errors that all ranks end with."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -10,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import DataError, OutOfMemoryError, SetupError, UserError
-from recipe_lib.parallel.world import MESH_DIMS, World, communicators, start_world, world_of
+from recipe_lib.parallel.world import World, communicators, start_world, world_of
 from tests.distributed.ranks import RankFailure, free_port, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ def fail_with_row(line: str) -> None:
      ({"pipeline": 2}, 8, (2, 1, 4, 1)), ({"pipeline": 2, "tensor": 2, "data_replicate": 2}, 16, (2, 2, 2, 2))],
 )  # fmt: skip
 def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, ...]) -> None:
-    assert mesh_shape(ParallelConfig(**parallel), size) == expected
+    assert tuple(mesh_shape(ParallelConfig(**parallel), size).values()) == expected
 
 
 def test_groups_that_communicate() -> None:
@@ -223,31 +224,15 @@ def test_places_and_sums_of_ranks_of_pipelines() -> None:
 def test_the_world_of_two_pipelines_of_shared_matrices() -> None:
     """Of every one of 8 ranks of a mesh of 2 x 2 x 1 x 2, without processes."""
     for rank in range(8):
-        mesh = OfSizes(dict(zip(MESH_DIMS, (2, 2, 1, 2), strict=True)))
-        world = world_of(mesh, rank, 8, rank, torch.device("cpu"))  # type: ignore[arg-type]
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        mesh = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=MESH_DIMS)
+        world = world_of(mesh, rank, 8, rank, torch.device("cpu"))
+        dist.destroy_process_group()
         stage, copy, column = rank // 4, rank // 2 % 2, rank % 2
         assert (world.data_rank, world.data_ranks) == (copy, 2)
         assert world.tensor is not None and (world.tensor.rank, world.tensor.size) == (column, 2)
         assert world.pipeline is not None and world.pipeline.size == 2
         assert (world.pipeline.rank, world.pipeline.ranks) == (stage, (rank % 4, rank % 4 + 4))
-
-
-class OfSizes:
-    """A mesh, as far as its sizes go."""
-
-    def __init__(self, sizes: dict[str, int]) -> None:
-        self._sizes = sizes
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> "OfSizes":
-        return OfSizes({name: self._sizes[name] for name in ([names] if isinstance(names, str) else names)})
-
-    def size(self) -> int:
-        return math.prod(self._sizes.values())
-
-    def get_group(self, name: str) -> "OfSizes":
-        return self
-
-    group_name = "of these"
 
     def _flatten(self, name: str) -> None:
         pass

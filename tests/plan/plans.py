@@ -60,7 +60,7 @@ def hand_made(**changed: object) -> Plan:
             Advice("batch_size=2", 900 * MIB, None, False),
         ],
         "assumptions": ["Attention runs in the flash kernel.", "Row length 512."],
-        "not_modelled": ["torch.compile."],
+        "not_modeled": ["torch.compile."],
         "versions": {"torch": "2.13.0", "tune-recipes": "0.1.0"},
         "seconds": 19.2,
     }

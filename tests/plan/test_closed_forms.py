@@ -40,18 +40,18 @@ ADAPTERS = [shape for rows, columns in LINEARS for shape in ((ADAPTER_RANK, colu
 
 CASES: dict[str, tuple[Any, ...]] = {
     # Ranks, traced rank, recipe, overrides
-    "two": (2, 0, FULL, "parallel.wrapping=memory_efficient"),
-    "four": (4, 0, FULL, "parallel.wrapping=memory_efficient", "gradient_accumulation_steps=4"),
-    "eight": (8, 0, FULL, "parallel.wrapping=layers", "gradient_accumulation_steps=4"),
-    "odd": (8, 0, FULL, "parallel.wrapping=layers", "odd"),
-    "odd, last": (8, 7, FULL, "parallel.wrapping=layers", "odd"),
-    "kept": (4, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.reshard_after_forward=false"),
-    "kept, layers": (4, 0, FULL, "parallel.wrapping=layers", "parallel.reshard_after_forward=false"),
-    "copies": (8, 0, FULL, "parallel.wrapping=memory_efficient", "parallel.data_replicate=2"),
+    "two": (2, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient"),
+    "four": (4, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=4"),
+    "eight": (8, 0, FULL, "parallel.fsdp_wrap_policy=layers", "gradient_accumulation_steps=4"),
+    "odd": (8, 0, FULL, "parallel.fsdp_wrap_policy=layers", "odd"),
+    "odd, last": (8, 7, FULL, "parallel.fsdp_wrap_policy=layers", "odd"),
+    "kept": (4, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "parallel.reshard_after_forward=false"),
+    "kept, layers": (4, 0, FULL, "parallel.fsdp_wrap_policy=layers", "parallel.reshard_after_forward=false"),
+    "copies": (8, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "parallel.data_replicate=2"),
     "tensor": (4, 0, FULL, "parallel.tensor=4", "memory.loss_chunks=4"),
-    "lora": (4, 0, LORA, "parallel.wrapping=memory_efficient", "gradient_accumulation_steps=4"),
-    "nf4": (4, 0, LORA, "parallel.wrapping=memory_efficient", "lora.quantize=nf4"),
-    "nf4, one": (1, 0, LORA, "lora.quantize=nf4"),
+    "lora": (4, 0, LORA, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=4"),
+    "nf4": (4, 0, LORA, "parallel.fsdp_wrap_policy=memory_efficient", "lora.quantize_base=nf4"),
+    "nf4, one": (1, 0, LORA, "lora.quantize_base=nf4"),
 }
 
 
@@ -287,9 +287,9 @@ def test_a_save_holds_one_whole_parameter_at_a_time(found: dict[str, Found], nam
 
 @pytest.mark.parametrize(("name", "ranks"), [("nf4", 4), ("nf4, one", 1)])
 def test_a_base_in_four_bits_has_codes_scales_and_factors(found: dict[str, Found], name: str, ranks: int) -> None:
-    quantised = LAYERS * sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS)
+    quantized = LAYERS * sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS)
     plain = [(VOCABULARY, WIDTH)] * 2 + NORMS * LAYERS + LAST_NORM + ADAPTERS * LAYERS
-    assert found[name].most["parameters"] == quantised + part(plain, ranks) * BF16
+    assert found[name].most["parameters"] == quantized + part(plain, ranks) * BF16
     assert found[name].most["gradients"] == part(ADAPTERS * LAYERS, ranks) * BF16
     if ranks > 1:
         layer = sum(nf4_bytes(rows, columns, ranks) for rows, columns in LINEARS) * ranks

@@ -1,7 +1,7 @@
 """Event streams of the real allocator, replayed: the model must take and give back the very same segments.
 
-Streams recorded on a GPU lie in fixtures/ (format: recipe_lib/plan/fixtures.py). What reads them is tested with streams
-of the model's own, which say nothing about the real allocator.
+Streams recorded on a GPU lie in fixtures/ (format: benchmarks/allocator_events.py). What reads them is tested with
+streams of the model's own, which say nothing about the real allocator.
 """
 
 import json
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.allocator_events import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.units import MIB
 from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
@@ -107,25 +107,25 @@ def test_streams_with_waiting_blocks_retries_and_emptied_caches_come_back_exactl
     assert (found.allocated, found.active) == (allocator.peak_allocated, allocator.peak_active)
 
 
-@pytest.mark.parametrize("neighbour", [None, 8 * MIB])
-def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbour):
+@pytest.mark.parametrize("neighbor", [None, 8 * MIB])
+def test_a_block_freed_just_before_memory_runs_short_was_still_in_use(neighbor):
     """Else it would have been reused. Alone in its segment it is given back; beside another one memory runs out."""
     allocator = CachingAllocator(AllocatorSettings(cap=60 * MIB, by_fraction=True))
     allocator.log = []
     allocator.malloc(40 * MIB)
-    block = allocator.malloc(10 * MIB - 512 if neighbour else 20 * MIB)
-    if neighbour:
-        allocator.malloc(neighbour)
+    block = allocator.malloc(10 * MIB - 512 if neighbor else 20 * MIB)
+    if neighbor:
+        allocator.malloc(neighbor)
     allocator.record_stream(block, 1)
     allocator.free(block)
-    if neighbour:
+    if neighbor:
         with pytest.raises(OutOfMemory):
             allocator.malloc(9 * MIB)
     else:
         allocator.malloc(20 * MIB)
     found = replay_events(events_from_snapshot(recorded_by(allocator), cap=60 * MIB))
     assert found.first_difference is None and found.retries == allocator.num_alloc_retries == 1
-    assert found.segments[-1][0] == ("oom" if neighbour else "segment_alloc")
+    assert found.segments[-1][0] == ("oom" if neighbor else "segment_alloc")
 
 
 def test_a_wrong_stream_is_noticed(tmp_path):

@@ -24,7 +24,10 @@ pytestmark = [
 
 def test_every_key_of_the_section_memory_is_a_lever() -> None:
     keys = {word.removeprefix("memory.").partition("=")[0] for lever in LEVERS for word in lever.on}
-    told_elsewhere = {"activation_offload_ahead", "host_memory"}  # how far ahead, and how much at most, of the others
+    told_elsewhere = {
+        "activation_offload_prefetch_layers",
+        "host_memory",
+    }  # how far ahead, and how much at most, of the others
     assert {field.name for field in dataclasses.fields(MemoryConfig)} <= keys | told_elsewhere
 
 
@@ -41,7 +44,7 @@ def test_a_line_differs_from_what_it_is_compared_with_by_one_lever(method: str) 
     mine = [lever for lever in LEVERS if method in lever.methods and method not in lever.kept]
     assert {rung.words for rung in rungs if rung.basis == PLAIN} == {(), *(lever.on for lever in mine)}
     common = {("memory.activation_checkpointing=none",), ("memory.loss_chunks=1",)}
-    rounded = {("lora.quantize=none",)} if method == "qlora" else set()
+    rounded = {("lora.quantize_base=none",)} if method == "qlora" else set()
     assert {rung.words for rung in rungs if rung.basis == SHIPPED} == {(), *common, *rounded}
     saving = {lever.off for lever in mine if lever.saves}
     assert {rung.words for rung in rungs if rung.basis == EVERYTHING} == {(), *saving, *rounded}

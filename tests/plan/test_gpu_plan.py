@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_plan, planner_replications
+from benchmarks.allocator_events import events_from_snapshot, read_fixture, write_fixture
 from benchmarks.gpu_plan import Job
 from benchmarks.gpu_plan_cases import PlanCase, cases, recorded
 from benchmarks.gpu_plan_report import errors_of, plan_markdown, share_below, summary
@@ -18,7 +19,6 @@ from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
-from recipe_lib.plan.fixtures import events_from_snapshot, read_fixture, write_fixture
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.units import GIB
@@ -41,7 +41,7 @@ def test_the_cases_cover_what_is_asked_and_are_valid() -> None:
         "ranks": {1, 2, 4, 8},
         "sequence": {512, 2048, 8192, 32768},
         "checkpointing": {"none", "selective", "full", "budget"},
-        "wrapping": {"layers", "memory_efficient"},
+        "fsdp_wrap_policy": {"layers", "memory_efficient"},
     }.items():
         assert {getattr(case, name) for case in found} == wanted
     assert {case.optimizer for case in found} >= {"fused", "foreach", "single", "sgd foreach"}

@@ -12,7 +12,7 @@ def planned(allowed: float) -> tuple[str, int, str]:
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.verdict import reason_text
 
-    overrides = ("device=auto", "memory.optimizer_offload=true", f"memory.host_memory={allowed}")
+    overrides = ("device=auto", "memory.optimizer_offload=true", f"memory.host_memory_limit_gib={allowed}")
     kind, cfg, wanted = settings("demo/full", 2, *overrides)
     plan: Any = make_plan(kind, cfg, wanted)[0]
     return plan.verdict, plan.margin, reason_text(plan)
@@ -26,7 +26,7 @@ def test_what_the_config_allows_decides(allowed: float, verdict: str):
     if verdict == "fits":
         assert not reason
     else:
-        assert reason.startswith("memory.host_memory allows 0.001 GiB for 2 ranks of a machine, which take ")
+        assert reason.startswith("memory.host_memory_limit_gib allows 0.001 GiB for 2 ranks of a machine, which take ")
         assert reason.endswith(": too little, a run is refused")
 
 

@@ -12,7 +12,7 @@ from recipe_lib.plan.html import render_html
 from recipe_lib.plan.pipeline_picture import draw_pipeline
 from recipe_lib.plan.result import DOES_NOT_FIT, Plan
 from recipe_lib.plan.timeline import MOST_POINTS, draw_timeline, points
-from recipe_lib.plan.trace import ALLOC, FREE, KINDS, PHASE, Storage, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
 from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace
 
@@ -193,7 +193,7 @@ def test_few_events_are_all_points():
     assert begins == {"setup": 0, "step": 5}
     assert all(sum(point.kinds) == point.total for point in shown)
     assert max(point.total for point in shown) == max(trace.active_peaks().values())
-    assert shown[-1].kinds[KINDS.index("parameters")] == 5 * MIB == shown[-1].total
+    assert shown[-1].kinds[STORAGE_KINDS.index("parameters")] == 5 * MIB == shown[-1].total
 
 
 @pytest.mark.parametrize(("steps", "per_phase"), [(40, 740), (3, 333), (500, 60), (1, 1000)])
@@ -233,11 +233,11 @@ def test_areas_are_stacked():
     trace = hand_made_trace(steps=3, per_phase=20)
     chart = ElementTree.fromstring(re.search(r"<svg.*?</svg>", draw_timeline(hand_made(), trace))[0])
     areas = {area.get("class"): area.get("d") for area in chart.iter("path")}
-    assert set(areas) == {f"k{KINDS.index(kind)}" for kind in ("parameters", "activations", "logits")}
+    assert set(areas) == {f"k{STORAGE_KINDS.index(kind)}" for kind in ("parameters", "activations", "logits")}
     base = float(re.match(r"M[\d.]+,([\d.]+)", areas["k0"])[1])
     height = {kind: base - min(map(float, re.findall(r"V([\d.]+)", path))) for kind, path in areas.items()}
     shown, _ = points(trace)
     highest = max(point.total for point in shown)
     for kind, found in height.items():
         most = max(sum(point.kinds[: int(kind[1:]) + 1]) for point in shown)
-        assert found / height[f"k{KINDS.index('logits')}"] == pytest.approx(most / highest, abs=0.002)
+        assert found / height[f"k{STORAGE_KINDS.index('logits')}"] == pytest.approx(most / highest, abs=0.002)

@@ -33,7 +33,7 @@ OFFLOAD = "memory.activation_offload=true"
 CASES: dict[str, tuple[str, ...]] = {
     "none": (),
     "none, 1": (OFFLOAD,),
-    "none, 2": (OFFLOAD, "memory.activation_offload_ahead=2"),
+    "none, 2": (OFFLOAD, "memory.activation_offload_prefetch_layers=2"),
     "full": ("memory.activation_checkpointing=full",),
     "full, 1": ("memory.activation_checkpointing=full", OFFLOAD),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.optim.state_layout import PIECE
+from recipe_lib.optim.state_layout import CHUNK_ELEMENTS
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from tests.distributed.ranks import run_ranks
@@ -144,7 +144,7 @@ def test_adapters_have_short_blocks_where_their_rows_are_short(taken: dict[str, 
 def test_a_step_takes_a_fixed_number_of_bytes(taken: dict[str, Taken], name: str) -> None:
     """16 B for an element of a piece, whatever the model: the two means, one of them being encoded; or the weights,
     and what is drawn for them."""
-    assert 8 * PIECE < taken[name].beside <= 20 * PIECE
+    assert 8 * CHUNK_ELEMENTS < taken[name].beside <= 20 * CHUNK_ELEMENTS
 
 
 def test_muon_has_one_state_of_a_matrix_and_two_of_the_rest(taken: dict[str, Taken]) -> None:

@@ -45,10 +45,10 @@ def peaks(simulated: bool, ranks: int, cases: list[tuple[str, int]]) -> dict[str
 
 
 SHIPPED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (FULL, ("parallel.wrapping=layers", "memory.activation_checkpointing=full")),
+    (FULL, ("parallel.fsdp_wrap_policy=layers", "memory.activation_checkpointing=full")),
     (FULL, ("device=cuda", "memory.activation_offload=true", "memory.optimizer_offload=true")),
     (FULL, ("parallel.tensor=2",)),
-    (LORA, ("parallel.strategy=ddp", "lora.quantize=nf4")),
+    (LORA, ("parallel.strategy=ddp", "lora.quantize_base=nf4")),
     (DPO, (PAIRS,)),
 )
 TWO_RANKS = [("sums_losses", 4), ("keeps_from_the_third", 4)]
@@ -80,7 +80,7 @@ def test_peaks_of_two_ranks_are_those_of_the_real_run() -> None:
 def looked_at(recipe_file: Path) -> dict[str, Any]:
     """What is said of steps that there is no time to simulate whole, and of a copy of the shipped file."""
     found = {}
-    simulated_micro_batches.MOST_EVENTS = 1
+    simulated_micro_batches.MAX_EVENTS = 1
     for name in ("keeps_each", "alike", "sums_losses"):
         one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
         found[name] = [one.traced, one.untraced, one.estimate, one.trace.active_peaks()[STEADY]]

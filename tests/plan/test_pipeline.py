@@ -214,6 +214,11 @@ def command(overrides: tuple[str, ...], page: str) -> int:
 
 def test_an_order_is_that_of_all_its_settings() -> None:
     """Orders are kept: two settings that differ in anything must not share one."""
-    for change in ({}, {"pipeline_put_off": 1}, {"pipeline_put_off": 2}, {"pipeline_schedule": "dualpipev"}):
+    for change in (
+        {},
+        {"pipeline_max_deferred_weight_grads": 1},
+        {"pipeline_max_deferred_weight_grads": 2},
+        {"pipeline_schedule": "dualpipev"},
+    ):
         parallel = ParallelConfig(**{"pipeline": 4, "pipeline_schedule": "zbv"} | change)
         assert orders_of(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)

@@ -29,11 +29,11 @@ FULLY = "memory.activation_checkpointing=full"
 
 
 def budget(gib: float) -> tuple[str, ...]:
-    return "memory.activation_checkpointing=budget", f"memory.activation_budget={gib}"
+    return "memory.activation_checkpointing=budget", f"memory.activation_budget_gib={gib}"
 
 
 CASES: dict[str, tuple[str, ...]] = {str(gib): budget(gib) for gib in BUDGETS}
-CASES |= {f"{chunks} pieces": (FULLY, f"memory.mlp_chunks={chunks}", "lora.targets=[q]") for chunks in (2, 8)}
+CASES |= {f"{chunks} pieces": (FULLY, f"memory.mlp_tiles={chunks}", "lora.target_modules=[q]") for chunks in (2, 8)}
 CASES |= {
     "chunked": (FULLY, "memory.loss_chunks=4"),
     "torch": (FULLY, "memory.loss_chunks=4", "memory.loss_kernel=torch"),
@@ -50,7 +50,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 
 
 def trace(folder: Path, *overrides: str) -> Trace:
-    name = LORA if "lora.targets=[q]" in overrides else FULL  # the MLPs' weights are frozen
+    name = LORA if "lora.target_modules=[q]" in overrides else FULL  # the MLPs' weights are frozen
     module = recipe_module(name)
     common = [f"model.preset={folder / 'few.json'}", f"output_dir={folder / 'none'}", "tokenizer.path=unread"]
     common += ["data.source=unread", f"max_seq_len={TOKENS}", "batch_size=1", "dtype=bf16", f"recipe={name}"]

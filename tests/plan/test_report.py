@@ -281,9 +281,9 @@ def test_advice():
 
 def test_parts_that_were_not_planned_are_left_out():
     text = render(
-        hand_made(time=None, communication=[], layers=[], advice=[], assumptions=[], not_modelled=[]), width=80
+        hand_made(time=None, communication=[], layers=[], advice=[], assumptions=[], not_modeled=[]), width=80
     )
-    for title in ("time of a step", "communication", "layers", "what one change", "assumed", "not modelled", "ranks"):
+    for title in ("time of a step", "communication", "layers", "what one change", "assumed", "not modeled", "ranks"):
         assert not re.search(f"^{title}", text, re.MULTILINE), title
 
 

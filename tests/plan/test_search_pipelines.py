@@ -18,8 +18,8 @@ WIDE = {
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.02,
 }  # fmt: skip
 ROWS = 64  # of a step, as the config has them on four ranks
-FIXED = ("memory.cpu_offload", "lora.quantize", "parallel.reshard_after_forward", "memory.activation_checkpointing",
-         "parallel.data_replicate", "parallel.pipeline_schedule")  # fmt: skip
+FIXED = ("memory.cpu_offload", "lora.quantize_base", "parallel.reshard_after_forward",
+         "memory.activation_checkpointing", "parallel.data_replicate", "parallel.pipeline_schedule")  # fmt: skip
 
 
 def typed(folder: Path, *more: str) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ CASES = {
     "in backward": (1, IN_BACKWARD),
     "on host": (1, ON_HOST),
     "both": (1, (*IN_BACKWARD, *ON_HOST)),
-    "in backward, two": (2, (*IN_BACKWARD, "parallel.wrapping=memory_efficient")),
-    "both, two": (2, (*IN_BACKWARD, *ON_HOST, "parallel.wrapping=memory_efficient")),
+    "in backward, two": (2, (*IN_BACKWARD, "parallel.fsdp_wrap_policy=memory_efficient")),
+    "both, two": (2, (*IN_BACKWARD, *ON_HOST, "parallel.fsdp_wrap_policy=memory_efficient")),
     "muon": (1, (*IN_BACKWARD, *ON_HOST, "optimizer.name=muon")),
 }
 MATRIX = VOCABULARY * WIDTH * BF16  # embedding, and output projection

@@ -6,14 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.plan.result import Alive, PhasePeak, RankPlan
-from recipe_lib.plan.trace import KINDS
+from recipe_lib.plan.trace import STORAGE_KINDS
 from recipe_lib.plan.tree import Node, alive_tree, folded, join_numbered, number_ranges, shares, split_number
 
 PIECES = st.sampled_from(["model", "layers", "0", "1", "2", "10", "mlp", "weight", "norm"])
 NAMES = st.lists(PIECES, max_size=5).map(".".join)
 STORAGES = st.lists(
     st.builds(
-        Alive, st.sampled_from(KINDS[:3]), NAMES, NAMES, st.integers(0, 9) | st.integers(0, 2**40), st.integers(1, 3)
+        Alive,
+        st.sampled_from(STORAGE_KINDS[:3]),
+        NAMES,
+        NAMES,
+        st.integers(0, 9) | st.integers(0, 2**40),
+        st.integers(1, 3),
     ),
     max_size=30,
 )
@@ -42,10 +47,10 @@ def test_every_node_is_the_sum_of_its_branches(alive: list[Alive], extra: int):
             assert node.count == sum(child.count for child in node.children)
             assert len({child.name for child in node.children}) == len(node.children)
     shown = {kind.name: kind.bytes for kind in root.children}
-    for kind in KINDS:
+    for kind in STORAGE_KINDS:
         assert shown.get(kind, 0) == sum(found.bytes for found in alive if found.kind == kind)
     assert shown.get("rounded up to blocks", 0) == extra
-    assert [kind for kind in KINDS if kind in shown] == [name for name in shown if name in KINDS]
+    assert [kind for kind in STORAGE_KINDS if kind in shown] == [name for name in shown if name in STORAGE_KINDS]
 
 
 @settings(max_examples=60, deadline=None)

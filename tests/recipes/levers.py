@@ -50,14 +50,14 @@ BF16 = 1e-2
 # So do sums that are rounded to 8 or 4 bits, or to bf16, afterwards.
 LOW_BITS = 1e-3
 
-ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading is refused
+ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
 NO_CLIPPING = "clip_grad_norm=null"
 COMPILE = _same("compile", "compile=true")
 LEVERS = [
     COMPILE,
-    _same("wrapping", "parallel.wrapping=layers"),
-    _same("wrapping", "parallel.wrapping=memory_efficient"),
-    _same("wrapping", "parallel.wrapping=[model.layers.*, model.layers.*.mlp, lm_head]"),
+    _same("wrapping", "parallel.fsdp_wrap_policy=layers"),
+    _same("wrapping", "parallel.fsdp_wrap_policy=memory_efficient"),
+    _same("wrapping", "parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp, lm_head]"),
     _same("resharding", "parallel.reshard_after_forward=false"),
     _same("shards", "parallel.data_shard=2"),
     _same("replicas", "parallel.data_replicate=2", ranks=4),
@@ -67,13 +67,18 @@ LEVERS = [
     _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
     _same("checkpointing", "memory.activation_checkpointing=full"),
     _same("checkpointing", "memory.activation_checkpointing=selective"),
-    _same("checkpointing", "memory.activation_checkpointing=budget", "memory.activation_budget=0.01"),
+    _same("checkpointing", "memory.activation_checkpointing=budget", "memory.activation_budget_gib=0.01"),
     _same("activation offload", "memory.activation_offload=true", ON_ANY_DEVICE),
-    _same("activation offload", "memory.activation_offload=true", "memory.activation_offload_ahead=2", ON_ANY_DEVICE),
+    _same(
+        "activation offload",
+        "memory.activation_offload=true",
+        "memory.activation_offload_prefetch_layers=2",
+        ON_ANY_DEVICE,
+    ),
     _same("offload", "memory.cpu_offload=true", ON_ANY_DEVICE),
     _same("optimizer offload", "memory.optimizer_offload=true", ON_ANY_DEVICE),
     Setting("in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)),
-    _same("MLP chunks", "memory.mlp_chunks=3"),
+    _same("MLP chunks", "memory.mlp_tiles=3"),
     _same("strategy", "parallel.strategy=ddp"),
     _same("loss kernel", "memory.loss_kernel=torch"),
     _same("loss chunks", "memory.loss_chunks=5"),
@@ -85,12 +90,12 @@ LEVERS = [
         "validation",
         "validation.source=examples/demo/heldout.jsonl",
         "validation.format=alpaca",
-        "validation.every_steps=1",
-        "validation.max_rows=5",
+        "validation.every_n_steps=1",
+        "validation.max_samples=5",
         "validation.batch_size=2",
     ),
-    _same("saving", "checkpoint.save_every_steps=1", "checkpoint.keep=3"),
-    _other("packing", "data.packing=true", "data.max_rows=300"),
+    _same("saving", "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
+    _other("packing", "data.packing=true", "data.max_samples=300"),
     _other("tying", "model.preset={folder}/untied.json"),
     # At a rate that moves bf16 weights, so that a step that does nothing is seen.
     _other("optimizer", "optimizer.name=sgd", "optimizer.lr=1", "~optimizer.betas"),
@@ -114,19 +119,20 @@ LEVERS = [
 NOT_LEVERS = {
     "recipe": "a name",
     "model.path": "where weights come from; test_worlds",
-    "model.source": "another model; test_foreign_runs runs those of transformers on one rank and on two",
+    "model.implementation": "another model; test_foreign_runs runs those of transformers on one rank and on two",
     "tokenizer.*": "how rows are read",
     "data.*": "which rows there are",
-    "parallel.tensor_recompute_gather": "both values with every kind of model; tests/parallel/test_tensor",
-    "parallel.tensor_copy_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
+    "parallel.tensor_regather_in_backward": "both values with every kind of model; tests/parallel/test_tensor",
+    "parallel.tensor_replicate_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
     "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
     "parallel.pipeline_stages_per_rank": "of two schedules; tests/parallel/pipeline",
-    "parallel.pipeline_split": "which rank has which layers; tests/parallel/pipeline",
-    "parallel.pipeline_put_off": "the order of a step's work; tests/parallel/pipeline",
+    "parallel.pipeline_balance": "which rank has which layers; tests/parallel/pipeline",
+    "parallel.pipeline_layers_per_stage": "which rank has which layers; tests/parallel/pipeline",
+    "parallel.pipeline_max_deferred_weight_grads": "the order of a step's work; tests/parallel/pipeline",
     "checkpoint.extra_parameters": "whether a file has what a recipe adds; test_extra_runs",
     "parallel.heartbeat_timeout_seconds": "when a run ends; tests/recipes/test_heartbeat",
-    "lr_schedule.*": "one number a step, a function of the step alone",
-    "memory.host_memory": "a limit that is looked at before; tests/memory/test_host, tests/training/test_host_needs",
+    "lr_scheduler.*": "one number a step, a function of the step alone",
+    "memory.host_memory_limit_gib": "a limit, looked at before; tests/memory/test_host, tests/training/test_host_needs",
     "optimizer.lr": "a number of the optimizer's formula",
     "optimizer.betas": "a number of the optimizer's formula",
     "optimizer.eps": "a number of the optimizer's formula",
@@ -140,7 +146,7 @@ NOT_LEVERS = {
     "max_steps": "how many steps",
     "max_seq_len": "how rows are read",
     "output_dir": "a name",
-    "overwrite": "of one start only",
+    "overwrite_output_dir": "of one start only",
     "resume": "of one start only; test_resume",
 }
 
@@ -151,16 +157,8 @@ GPU_ONLY = {
 }
 # Overrides that are refused together -> words of the line. Everything else must run.
 PIPELINE, TENSOR, DDP = "parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=ddp"
-IN_BACKWARD, INT8, MUON = "memory.optimizer_in_backward=true", "matmul_dtype=int8", "optimizer.name=muon"
+IN_BACKWARD, INT8 = "memory.optimizer_in_backward=true", "matmul_dtype=int8"
 TORCH_LOSS = "memory.loss_kernel=torch"
-BITS = (4, 8, 16, 32)
-FSDP_ONLY = [
-    *(override for setting in LEVERS if setting.lever == "wrapping" for override in setting.overrides),
-    "parallel.reshard_after_forward=false",
-    "parallel.data_replicate=2",
-]
-OWN_STEPS = [MUON, *(f"optimizer.state_bits={bits}" for bits in (4, 8, 16))]
-OWN_STEPS += ["optimizer.master_weights=true", "optimizer.stochastic_rounding=true"]
 REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     (
         {"optimizer.name=sgd", "optimizer.implementation=fused"},
@@ -171,25 +169,17 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ({IN_BACKWARD, "gradient_accumulation_steps=2"}, "each backward would be a step of its own"),
     ({IN_BACKWARD, PIPELINE}, "a pipeline adds up the gradients of several micro-batches"),
     ({IN_BACKWARD, "parallel.data_replicate=2"}, "so that no gradient would be freed"),
-    ({IN_BACKWARD, DDP}, "replicas sum their gradients once a step, behind backward"),
-    ({"memory.optimizer_offload=true", "memory.cpu_offload=true"}, "the states are in host memory already"),
-    ({DDP, "parallel.data_shard=2"}, "every data rank has all parameters, and none has shards"),
+    ({IN_BACKWARD, DDP}, "replicas sum their gradients once a step, after backward"),
     ({DDP, "memory.cpu_offload=true"}, "it is FSDP that brings offloaded parameters to the device"),
     ({INT8, TENSOR}, "gather and multiply in one, in dtype"),
-    *(({DDP, other}, "copies the model to every data rank and gathers nothing") for other in FSDP_ONLY),
     *(
-        ({"memory.activation_offload=true", f"memory.activation_checkpointing={kind}"}, "is in a store of their own")
+        (
+            {"memory.activation_offload=true", f"memory.activation_checkpointing={kind}"},
+            "outside the saved-tensor hooks",
+        )
         for kind in ("selective", "budget")
     ),
-    *(({"optimizer.name=sgd", f"optimizer.state_bits={bits}"}, "SGD's momentum, if it has one") for bits in BITS),
-    ({"optimizer.name=sgd", "optimizer.master_weights=true"}, "SGD steps the weights themselves"),
-    ({"optimizer.name=sgd", "optimizer.stochastic_rounding=true"}, "SGD rounds to the nearest"),
-    *(
-        ({*own, f"optimizer.implementation={kernels}"}, "none of torch's, of which there are several implementations")
-        for own in (*([own] for own in OWN_STEPS), ["optimizer.state_bits=32", "dtype=bf16"])
-        for kernels in ("single", "foreach", "fused")
-    ),
-    ({"compile=true", "memory.mlp_chunks=3"}, "would put the pieces' work beside each other again"),
+    ({"compile=true", "memory.mlp_tiles=3"}, "would put the pieces' work beside each other again"),
     ({TORCH_LOSS, f"loss={LOSS}"}, "it computes cross-entropy and nothing else"),
     ({TORCH_LOSS, TENSOR}, "of which each rank of a tensor-parallel group has a part"),
 )

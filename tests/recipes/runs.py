@@ -49,10 +49,10 @@ def arguments(output: Path, config: str = "demo/full") -> list[str]:
         "max_seq_len=64",
         "batch_size=4",
         "gradient_accumulation_steps=1",
-        "data.max_rows=24",
+        "data.max_samples=24",
         f"output_dir={output}",
         "~validation",
-        "lr_schedule.warmup_steps=0",
+        "lr_scheduler.warmup_steps=0",
     ]
 
 
@@ -67,7 +67,7 @@ def stories(realdata: Path, output: Path, *overrides: str) -> list[str]:
         "dtype=fp32",
         "device=cpu",
         "optimizer.lr=1e-3",
-        "log.every_steps=1000",
+        "log.every_n_steps=1000",
         *overrides,
     )
 
@@ -216,4 +216,4 @@ def offload_on_a_cpu() -> None:
     """What is kept on the host is copied there and back though the device is a CPU, and of small
     parameters some rows at a time too; for the rest of a process."""
     in_backward.has_host = activation_offload.has_host = lambda device: True
-    row_steps.PIECE_BYTES = 20_000
+    row_steps.CHUNK_BYTES = 20_000

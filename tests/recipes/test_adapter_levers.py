@@ -40,23 +40,23 @@ class Kind:
         return self.name
 
     @property
-    def is_quantised(self) -> bool:
-        return any(override.startswith("lora.quantize=") for override in self.overrides)
+    def is_quantized(self) -> bool:
+        return any(override.startswith("lora.quantize_base=") for override in self.overrides)
 
 
 # Those that are not alone hold every property between them, so that each meets every lever.
 KINDS = [
     Kind("lora", ()),
-    Kind("dora on nf4", ("lora.dora=true", "lora.quantize=nf4")),
+    Kind("dora on nf4", ("lora.dora=true", "lora.quantize_base=nf4")),
     Kind(
         "embedding and head on int8",
-        ("lora.targets=[q, v, down, embedding, head]", "lora.quantize=int8", "lora.rslora=true"),
+        ("lora.target_modules=[q, v, down, embedding, head]", "lora.quantize_base=int8", "lora.rslora=true"),
     ),
-    Kind("fp32 beside bf16", ("dtype=bf16", "lora.dtype=fp32", "lora.quantize=nf4"), tolerance=1e-2),
+    Kind("fp32 beside bf16", ("dtype=bf16", "lora.dtype=fp32", "lora.quantize_base=nf4"), tolerance=1e-2),
     Kind("dora", ("lora.dora=true",), alone=True),
-    Kind("nf4", ("lora.quantize=nf4",), alone=True),
-    Kind("int8", ("lora.quantize=int8",), alone=True),
-    Kind("embedding and head", ("lora.targets=[q, embedding, head]",), alone=True),
+    Kind("nf4", ("lora.quantize_base=nf4",), alone=True),
+    Kind("int8", ("lora.quantize_base=int8",), alone=True),
+    Kind("embedding and head", ("lora.target_modules=[q, embedding, head]",), alone=True),
     Kind("sgd in bf16", ("dtype=bf16", "optimizer.name=sgd", "optimizer.lr=1"), tolerance=1e-2, alone=True),
 ]
 
@@ -65,7 +65,7 @@ KINDS = [
 class Lever:
     """Levers that change how numbers are computed. basis: overrides of the run of one rank that has the same numbers.
     tolerance: relative, of losses, where it is wider than the kind's. plain_base: words of the line that it is refused
-    with for a base that is quantised; none: it goes with every kind.
+    with for a base that is quantized; none: it goes with every kind.
     """
 
     overrides: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Lever:
 
     def refuses(self, kind: Kind) -> str:
         """Words of the line that a kind is refused with, if it is."""
-        return self.plain_base if kind.is_quantised else ""
+        return self.plain_base if kind.is_quantized else ""
 
 
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading is refused
@@ -89,19 +89,21 @@ EIGHT_BITS = ("optimizer.state_bits=8",)
 INT8 = ("matmul_dtype=int8",)
 LEVERS = [
     Lever(),
-    Lever(("parallel.wrapping=memory_efficient",)),
-    Lever(("parallel.wrapping=[model.layers.*]", "parallel.reshard_after_forward=false")),
+    Lever(("parallel.fsdp_wrap_policy=memory_efficient",)),
+    Lever(("parallel.fsdp_wrap_policy=[model.layers.*]", "parallel.reshard_after_forward=false")),
     Lever(("parallel.data_replicate=2",), ranks=4),
     Lever(("memory.activation_checkpointing=full", "memory.loss_chunks=5")),
     Lever(("memory.activation_checkpointing=selective", "gradient_accumulation_steps=2")),
-    Lever(("memory.activation_offload=true", "memory.mlp_chunks=3", ON_ANY_DEVICE)),
+    Lever(("memory.activation_offload=true", "memory.mlp_tiles=3", ON_ANY_DEVICE)),
     Lever(("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)),
     Lever(("memory.optimizer_offload=true", "parallel.strategy=ddp", ON_ANY_DEVICE)),
     Lever(EIGHT_BITS, basis=EIGHT_BITS, tolerance=1e-4),
     Lever(INT8, basis=INT8, tolerance=1e-2, plain_base="rounding them a second time would lose more"),
-    Lever(("compile=true", f"data.pad_to_multiple={LENGTH}")),  # rows of one length, so that one compilation serves all
+    Lever(
+        ("compile=true", f"data.pad_to_multiple_of={LENGTH}")
+    ),  # rows of one length, so that one compilation serves all
     Lever(PACKED, basis=PACKED),
-    Lever(("checkpoint.save_every_steps=1", "checkpoint.keep=3")),
+    Lever(("checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3")),
 ]
 CASES = [(kind, lever) for kind in KINDS for lever in (LEVERS[:1] if kind.alone else LEVERS)]
 BASES = list(dict.fromkeys((kind, lever.basis) for kind, lever in CASES if not lever.refuses(kind)))
@@ -115,9 +117,9 @@ NOT_LEVERS = {
     "lora.rank": "a number",
     "lora.alpha": "a number",
     "lora.dropout": "draws differ from rank to rank; tests/adapters",
-    "lora.adapter": "where adapters come from; tests/adapters",
-    "lora.modules": "names of a foreign model's linears; test_foreign_runs",
-    "lora.merge": "written after the last step; test_adapter_runs",
+    "lora.adapter_path": "where adapters come from; tests/adapters",
+    "lora.target_modules": "names of a foreign model's linears; test_foreign_runs",
+    "lora.merge_on_save": "written after the last step; test_adapter_runs",
 }
 
 
@@ -129,15 +131,15 @@ def arguments(folder: Path, output: Path) -> list[str]:
         f"model.preset={folder / 'wide.json'}",
         "tokenizer.path=examples/demo/tokenizer",
         "data.source=examples/demo/train.jsonl",
-        "data.max_rows=64",
+        "data.max_samples=64",
         f"max_seq_len={LENGTH}",
         "dtype=fp32",
         "device=cpu",
         "epochs=3",
         "optimizer.lr=1e-2",
-        "lr_schedule.kind=constant",
+        "lr_scheduler.type=constant",
         "checkpoint.save_model=false",
-        "log.every_steps=1000",
+        "log.every_n_steps=1000",
         f"max_steps={STEPS}",
         f"output_dir={output}",
     ]
@@ -156,10 +158,10 @@ def train(folder: Path, kind: Kind, overrides: tuple[str, ...], ranks: int) -> d
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
     argv = [*arguments(folder, output), f"batch_size={ROWS // ranks // accumulation}", *kind.overrides, *overrides]
     watch = Watch() if ranks == 1 else None
-    run = run_here([*argv, "overwrite=true"], recipe=LORA, before_training=watch)
+    run = run_here([*argv, "overwrite_output_dir=true"], recipe=LORA, before_training=watch)
     beside = watch.report(run.recipe) if watch and run.code == 0 else {}
     torch.distributed.barrier()  # the first rank still writes its records
-    if run.code == 0 and any("save_every_steps" in override for override in overrides):
+    if run.code == 0 and any("save_every_n_steps" in override for override in overrides):
         run = run_here([*argv, f"resume={output / 'state' / 'step_1'}"], recipe=LORA)
         torch.distributed.barrier()
     return {"code": run.code, "said": run.said[-1:], "lines": [] if run.code else metrics(output), "formula": beside}
@@ -259,7 +261,7 @@ def test_room_for_the_merged_model_is_looked_for_before_training(
     def fill_the_disk(recipe: Any) -> None:
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
 
-    run = run_here([*argv, "lora.merge=true"], before_training=fill_the_disk, recipe=LORA)
+    run = run_here([*argv, "lora.merge_on_save=true"], before_training=fill_the_disk, recipe=LORA)
     assert run.code == STORAGE
     assert run.said[-1].startswith(f"error: {tmp_path}: the model at the end of the run needs ")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("metrics*"))

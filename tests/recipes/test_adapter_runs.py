@@ -25,8 +25,8 @@ def arguments(realdata: Path, output: Path, *overrides: str) -> list[str]:
         "dtype=fp32",
         "device=cpu",
         "optimizer.lr=1e-2",
-        "lr_schedule.kind=constant",
-        "log.every_steps=1000",
+        "lr_scheduler.type=constant",
+        "log.every_n_steps=1000",
         f"max_steps={STEPS}",
         f"output_dir={output}",
         *overrides,
@@ -44,7 +44,7 @@ def test_adapter_and_merged_model_load_elsewhere(realdata: Path, tmp_path: Path,
     from transformers import AutoModelForCausalLM
 
     dora = f"lora.dora={str(kind == 'dora').lower()}"
-    run = run_here(arguments(realdata, tmp_path / "run", "lora.merge=true", dora), recipe=LORA)
+    run = run_here(arguments(realdata, tmp_path / "run", "lora.merge_on_save=true", dora), recipe=LORA)
     assert run.code == 0, run.said
     tokens = torch.randint(3, 500, (2, 40), generator=torch.Generator().manual_seed(1))
     own = logits_here(run.recipe.model, tokens)
@@ -64,7 +64,7 @@ def test_an_adapter_is_gone_on_with(realdata: Path, tmp_path: Path):
     first = run_here(arguments(realdata, tmp_path / "first"), recipe=LORA)
     assert first.code == 0, first.said
     adapter = tmp_path / "first" / "adapter"
-    second = run_here(arguments(realdata, tmp_path / "second", f"lora.adapter={adapter}"), recipe=LORA)
+    second = run_here(arguments(realdata, tmp_path / "second", f"lora.adapter_path={adapter}"), recipe=LORA)
     assert second.code == 0, second.said
     batches = next(first.recipe.data.batches(0))
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_an_adapter_is_gone_on_with(realdata: Path, tmp_path: Path):
 
 def test_an_adapter_of_another_rank_is_refused(realdata: Path, tmp_path: Path):
     assert run_here(arguments(realdata, tmp_path / "first", "max_steps=1"), recipe=LORA).code == 0
-    again = ("lora.rank=4", f"lora.adapter={tmp_path / 'first' / 'adapter'}")
+    again = ("lora.rank=4", f"lora.adapter_path={tmp_path / 'first' / 'adapter'}")
     run = run_here(arguments(realdata, tmp_path / "second", *again), recipe=LORA)
     assert run.code == 2
     assert len(run.said) == 1 and "lora.rank" in run.said[0]
@@ -83,9 +83,9 @@ def test_an_adapter_of_another_rank_is_refused(realdata: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("quantize", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_two_ranks_on_a_quantised_base_are_one(realdata: Path, tmp_path: Path, quantize: str):
+def test_two_ranks_on_a_quantized_base_are_one(realdata: Path, tmp_path: Path, quantize: str):
     def train(ranks: int) -> int:
-        own = (f"lora.quantize={quantize}", f"batch_size={4 // ranks}", "lora.dropout=0")
+        own = (f"lora.quantize_base={quantize}", f"batch_size={4 // ranks}", "lora.dropout=0")
         return run_here(arguments(realdata, tmp_path / f"{ranks}", *own), recipe=LORA).code
 
     assert run_ranks(train, 1, 1) == [0]
@@ -96,7 +96,7 @@ def test_two_ranks_on_a_quantised_base_are_one(realdata: Path, tmp_path: Path, q
 
 
 def test_a_stopped_run_goes_on_with_the_same_losses(realdata: Path, tmp_path: Path):
-    keep = ("checkpoint.save_every_steps=2", "checkpoint.keep=9", "lora.dora=true", "lora.dropout=0.1")
+    keep = ("checkpoint.save_every_n_steps=2", "checkpoint.keep_last_n=9", "lora.dora=true", "lora.dropout=0.1")
     assert run_here(arguments(realdata, tmp_path / "whole", *keep), recipe=LORA).code == 0
     assert run_here(arguments(realdata, tmp_path / "cut", *keep, "checkpoint.save_model=false"), recipe=LORA).code == 0
     state = tmp_path / "cut" / "state" / "step_2"

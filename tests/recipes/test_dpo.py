@@ -27,19 +27,19 @@ KINDS = {
     "dora ipo on nf4": (
         "dtype=fp32",
         "lora.dora=true",
-        "lora.quantize=nf4",
-        "lora.targets=[q, head]",
+        "lora.quantize_base=nf4",
+        "lora.target_modules=[q, head]",
         "dpo.loss=ipo",
         "dpo.beta=0.4",
     ),
-    "full cdpo": ("dpo.train=full", "dpo.loss=cdpo", "dpo.label_smoothing=0.1"),
-    "full simpo": ("dpo.train=full", "dpo.loss=simpo", "dpo.beta=2", "dpo.margin=1"),
+    "full cdpo": ("dpo.trainable=all", "dpo.label_smoothing=0.1"),
+    "full simpo": ("dpo.trainable=all", "dpo.loss=simpo", "dpo.beta=2", "dpo.simpo_gamma=1"),
 }
 LEVERS: list[tuple[str, ...]] = [
-    ("parallel.wrapping=memory_efficient", "memory.activation_checkpointing=full", "memory.loss_chunks=5"),
+    ("parallel.fsdp_wrap_policy=memory_efficient", "memory.activation_checkpointing=full", "memory.loss_chunks=5"),
     ("parallel.data_replicate=2", "gradient_accumulation_steps=2"),
     ("data.packing=true", "memory.activation_checkpointing=selective", "parallel.reshard_after_forward=false"),
-    ("checkpoint.save_every_steps=1", "checkpoint.keep=3"),
+    ("checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
 ]
 
 COMPILED = ("lora", ("compile=true",))  # costly
@@ -76,9 +76,9 @@ def arguments(data: Path, output: Path, *overrides: str) -> list[str]:
         "dtype=fp64",
         "device=cpu",
         "optimizer.lr=3e-3",
-        "lr_schedule.kind=constant",
+        "lr_scheduler.type=constant",
         "checkpoint.save_model=false",
-        "log.every_steps=1000",
+        "log.every_n_steps=1000",
         f"max_steps={STEPS}",
         f"output_dir={output}",
         *overrides,
@@ -92,8 +92,8 @@ def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> li
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
     size = f"batch_size={PAIRS // ranks // accumulation}"
     argv = arguments(folder / "pairs.jsonl", output, size, *KINDS[kind], *overrides)
-    starts = [[*argv, "overwrite=true"]]
-    if any("save_every_steps" in override for override in overrides):
+    starts = [[*argv, "overwrite_output_dir=true"]]
+    if any("save_every_n_steps" in override for override in overrides):
         starts.append([*argv, f"resume={output / 'state' / 'step_1'}"])
     for start in starts:
         run = run_here(start, recipe=DPO)

@@ -22,8 +22,8 @@ def train(realdata: Path, output: Path, kind: str) -> Run:
         f"model.path={realdata / 'stories260K-hf'}",
         f"data.source={pairs}",
         f"validation.source={pairs}",
-        "validation.every_steps=4",
-        "data.long_rows=skip",
+        "validation.every_n_steps=4",
+        "data.truncation=drop",
         "data.cache=false",
         "max_seq_len=256",
         "dtype=fp32",
@@ -32,10 +32,10 @@ def train(realdata: Path, output: Path, kind: str) -> Run:
         "epochs=100",
         f"max_steps={STEPS}",
         "optimizer.lr=1e-3",
-        f"dpo.train={kind}",
+        f"dpo.trainable={'adapters' if kind == 'lora' else 'all'}",
         f"dpo.beta={BETA}",
         f"output_dir={output}",
-        "log.every_steps=1000",
+        "log.every_n_steps=1000",
     ]
     return run_here(argv, recipe=DPO)
 

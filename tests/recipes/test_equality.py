@@ -1,5 +1,5 @@
 """However a global batch is divided, over accumulation, ranks or replicas, a step is the same: loss, gradient norm and
-parameters, in fp64 to 1e-12 and in fp32 to 1e-6. The rows are such that a wrong normalisation shows."""
+parameters, in fp64 to 1e-12 and in fp32 to 1e-6. The rows are such that a wrong normalization shows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -86,7 +86,7 @@ def train(
             f"parallel.data_replicate={division.replicate}",
             f"max_steps={STEPS}",
             "data.shuffle=false",
-            "lr_schedule.kind=constant",
+            "lr_scheduler.type=constant",
             "checkpoint.save_model=false",
             *OPTIMIZERS[optimizer],
         ],
@@ -184,7 +184,7 @@ def mean_of_micro_batches(recipe: Any) -> None:
     [(Division(2, 4, 1), mean_of_own_tokens), (Division(1, 1, 8), mean_of_micro_batches)],
     ids=["ranks", "micro-batches"],
 )
-def test_a_wrong_normalisation_would_show(
+def test_a_wrong_normalization_would_show(
     results: dict[Key, dict[str, Any]], tmp_path: Path, division: Division, mistake: Callable[[Any], None]
 ):
     found = run_ranks(train, division.ranks, tmp_path, division, "fp64", "sgd", mistake)[0]

@@ -111,7 +111,7 @@ def test_several_ranks_and_a_resumed_run_do_as_one(realdata: Path, tmp_path: Pat
     """Two shards, and two stages of a pipeline: the same start bit for bit, the same losses and export."""
     copies(FULL)
     expected: dict[str, torch.Tensor] = {}
-    run = run_here(full(realdata, tmp_path / "one", SAVE, "checkpoint.save_every_steps=2"), start_of(expected))
+    run = run_here(full(realdata, tmp_path / "one", SAVE, "checkpoint.save_every_n_steps=2"), start_of(expected))
     assert run.code == 0, run.said
     states = tmp_path / "one" / "state"
     argv = full(realdata, tmp_path / "resumed", SAVE, f"resume={states / 'step_2'}")
@@ -193,7 +193,7 @@ def test_adapters_with_added_layers(realdata: Path, tmp_path: Path, copies: Any,
     copies(LORA, "add_adapters" if trained else "build_meta", lambda model, dtype: add_layers(model, torch.float32))
     start: dict[str, torch.Tensor] = {}
     first = run_here(
-        adapter_arguments(realdata, tmp_path / "first", SAVE, "lora.merge=true", "max_steps=2"),
+        adapter_arguments(realdata, tmp_path / "first", SAVE, "lora.merge_on_save=true", "max_steps=2"),
         start_of(start),
         recipe=LORA,
     )
@@ -218,7 +218,7 @@ def test_adapters_with_added_layers(realdata: Path, tmp_path: Path, copies: Any,
             theirs = PeftModel.from_pretrained(base, adapter).eval()(tokens).logits
             assert ((theirs - own).abs().max() <= 1e-5 * own.abs().max()) == has_layers
     again: dict[str, torch.Tensor] = {}
-    argv = adapter_arguments(realdata, tmp_path / "second", SAVE, f"lora.adapter={adapter}", "max_steps=1")
+    argv = adapter_arguments(realdata, tmp_path / "second", SAVE, f"lora.adapter_path={adapter}", "max_steps=1")
     second = run_here(argv, start_of(again), recipe=LORA)
     assert second.code == 0, second.said
     assert all(torch.equal(again[name], held[f"base_model.model.{name}"]) for name in NAMES)
@@ -270,7 +270,7 @@ def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:
         assert found.code == 2 and f"{NAMES[0]}: is trained and part of no adapter" in found.said[-1]
         assert run("free", "dpo.reference_free=true", "max_steps=1").code == 0
     copies(DPO)
-    found = run("full", "dpo.train=full")
+    found = run("full", "dpo.trainable=all")
     assert found.code == 0, found.said
     lines = [json.loads(line) for line in (tmp_path / "full" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["reward_margin"] == 0 and lines[-1]["reward_margin"] != 0
@@ -279,7 +279,7 @@ def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:
 def test_models_of_transformers(realdata: Path, tmp_path: Path, copies: Any) -> None:
     """Added layers have no adapter, and are exported and read under their own names."""
     copies(FULL)
-    foreign = "model.source=transformers"
+    foreign = "model.implementation=transformers"
     first = run_here(full(realdata, tmp_path / "full", SAVE, foreign, "max_steps=2"))
     assert first.code == 0, first.said
     written = load_file(tmp_path / "full" / "model" / "model.safetensors")

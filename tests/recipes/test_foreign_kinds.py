@@ -1,4 +1,4 @@
-"""Architectures whose files, configs or modules are unlike others': trained through `model.source=transformers`.
+"""Architectures whose files, configs or modules are unlike others', trained by `model.implementation=transformers`.
 
 The oracle is transformers: its loss on the same tokens, and its logits of the folders that a run leaves.
 """
@@ -67,9 +67,9 @@ def train(folder: Path, output: Path, recipe: str, *words: str) -> tuple[Any, li
 
         made.summed_loss = summed_loss
 
-    common = ("~model.preset", f"model.path={folder}", "model.source=transformers", "dtype=fp32", "device=cpu",
-              "max_steps=2", "batch_size=2", "data.packing=false", "log.every_steps=1000",
-              "tokenizer.path=examples/demo/tokenizer", "lr_schedule.kind=constant")  # fmt: skip
+    common = ("~model.preset", f"model.path={folder}", "model.implementation=transformers", "dtype=fp32", "device=cpu",
+              "max_steps=2", "batch_size=2", "data.packing=false", "log.every_n_steps=1000",
+              "tokenizer.path=examples/demo/tokenizer", "lr_scheduler.type=constant")  # fmt: skip
     config = "demo/full" if recipe == FULL else "demo/lora"
     run = run_here([*arguments(output, config), *common, *words], before_training=watch, recipe=recipe)
     return run, batches
@@ -127,20 +127,25 @@ def test_the_log_names_the_modules_that_have_an_adapter(saved: Callable[[str], P
 
 
 def test_a_layer_without_a_target_is_counted(saved: Callable[[str], Path], tmp_path: Path):
-    run, _ = train(saved("nemotron_h"), tmp_path, LORA, "lora.modules=[q_proj, in_proj]")
+    run, _ = train(saved("nemotron_h"), tmp_path, LORA, "lora.target_modules=[q_proj, in_proj]")
     assert "on in_proj (in 1 of 2 layers), q_proj (in 1 of 2 layers): " in said_of_adapters(run)
 
 
 REFUSED = {
-    "no such linear": ("qwen3_moe", "lora.modules=[gate_up_proj]", "'gate_up_proj' is the end of no linear"),
-    "a router": ("llama4_text", "lora.modules=[router]", "router cannot have an adapter: a Llama4Router returns"),
-    "read by a kernel": ("falcon_h1", "lora.modules=[out_proj]", "its layer reads the weight without calling"),
+    "no such linear": ("qwen3_moe", "lora.target_modules=[gate_up_proj]", "'gate_up_proj' is the end of no linear"),
+    "a router": (
+        "llama4_text",
+        "lora.target_modules=[router]",
+        "router cannot have an adapter: a Llama4Router returns",
+    ),
+    "read by a kernel": ("falcon_h1", "lora.target_modules=[out_proj]", "its layer reads the weight without calling"),
     "experts in 4 bits": (
         "qwen3_moe",
-        "lora.quantize=nf4",
-        "lora.quantize=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of the layers' weights) would "
+        "lora.quantize_base=nf4",
+        "lora.quantize_base=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of the layers' weights) "
+        "would "
         "stay in fp32: parameters of 3 dimensions, as a mixture's experts are, are not quantized; set "
-        "lora.quantize=none",
+        "lora.quantize_base=none",
     ),
 }
 
@@ -154,7 +159,7 @@ def test_what_no_adapter_or_quantized_weight_can_be_is_refused(saved: Callable[[
 
 
 def test_quantized_weights_are_counted(saved: Callable[[str], Path], tmp_path: Path):
-    run, _ = train(saved("apertus"), tmp_path, LORA, "lora.quantize=nf4")
+    run, _ = train(saved("apertus"), tmp_path, LORA, "lora.quantize_base=nf4")
     assert said_of_adapters(run).endswith("; 12 linears of the layers in nf4")
 
 
@@ -163,7 +168,7 @@ def test_the_vision_part_of_a_model_is_said_to_be_left_out_or_kept(
     saved: Callable[[str], Path], tmp_path: Path, source: str
 ):
     folder = saved("gemma3")
-    run, _ = train(folder, tmp_path, FULL, f"model.source={source}")
+    run, _ = train(folder, tmp_path, FULL, f"model.implementation={source}")
     lines = [line for line in run.said if "vision_tower" in line]
     exported = json.loads((tmp_path / "model" / "config.json").read_text())
     kept = {name for name in names_in(tmp_path / "model") if "vision_tower" in name}
@@ -198,6 +203,6 @@ def test_an_encoder_is_refused(tmp_path: Path):
     """It sees the tokens that it is to learn."""
     small = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(small | {"model_type": "bert", "vocab_size": 512}))
-    words = ["model.source=transformers", f"model.preset={tmp_path}/config.json"]
+    words = ["model.implementation=transformers", f"model.preset={tmp_path}/config.json"]
     run = run_here([*arguments(tmp_path / "out"), *words])
     assert run.code == 2 and "'bert' lets each token see those behind it" in run.said[-1]

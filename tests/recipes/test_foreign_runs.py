@@ -35,11 +35,11 @@ def probe() -> torch.Tensor:
 # Of the runs on several ranks; the second also shares matrices, by a plan that nobody wrote.
 LEVERS: dict[int, tuple[str, ...]] = {
     1: (),
-    2: ("memory.activation_checkpointing=full", "parallel.wrapping=memory_efficient"),
-    4: ("memory.activation_checkpointing=full", "parallel.wrapping=memory_efficient", "parallel.tensor=2"),
+    2: ("memory.activation_checkpointing=full", "parallel.fsdp_wrap_policy=memory_efficient"),
+    4: ("memory.activation_checkpointing=full", "parallel.fsdp_wrap_policy=memory_efficient", "parallel.tensor=2"),
 }
 DATA_RANKS = {1: 1, 2: 2, 4: 2}
-ADAPTERS = {"gpt2": ("lora.modules=[attn.c_proj, c_fc]",), "qwen3": (), "phi3": (), "mixtral": ()}
+ADAPTERS = {"gpt2": ("lora.target_modules=[attn.c_proj, c_fc]",), "qwen3": (), "phi3": (), "mixtral": ()}
 
 
 def prefer(folder: Path, ranks: int) -> None:
@@ -47,8 +47,8 @@ def prefer(folder: Path, ranks: int) -> None:
     rows = [{"prompt": f"Say {word}", "chosen": f"{word} it is", "rejected": "no"} for word in ("one", "two") * 4]
     pairs = folder / f"pairs{ranks}{torch.distributed.get_rank()}.jsonl"
     pairs.write_text("\n".join(map(json.dumps, rows)))
-    words = ["recipe=dpo_distributed", f"model.path={folder}/phi3-1/model", "model.source=transformers", "dtype=fp32",
-             "device=cpu", "data.format=preference", f"data.source={pairs}", "dpo.beta=0.5",
+    words = ["recipe=dpo_distributed", f"model.path={folder}/phi3-1/model", "model.implementation=transformers",
+             "dtype=fp32", "device=cpu", "data.format=preference", f"data.source={pairs}", "dpo.beta=0.5",
              "tokenizer.path=examples/demo/tokenizer", "optimizer.lr=1e-2", "max_steps=4", "epochs=4", "max_seq_len=64",
              f"batch_size={8 // DATA_RANKS[ranks]}", "lora.rank=4", f"output_dir={folder}/pairs-{ranks}"]  # fmt: skip
     tensor = [lever for lever in LEVERS[ranks] if "tensor" in lever]
@@ -61,8 +61,8 @@ def train(folder: Path, ranks: int, kinds: list[str]) -> dict[str, torch.Tensor]
     logits = {}
     for kind in kinds:
         common = (
-            "model.source=transformers", "dtype=fp32", "device=cpu", f"max_steps={STEPS}",
-            f"batch_size={4 // DATA_RANKS[ranks]}", "log.every_steps=1000", "data.packing=false",
+            "model.implementation=transformers", "dtype=fp32", "device=cpu", f"max_steps={STEPS}",
+            f"batch_size={4 // DATA_RANKS[ranks]}", "log.every_n_steps=1000", "data.packing=false",
         )  # fmt: skip
         start = f"model.preset={folder / kind}/config.json"
         plain = [*arguments(folder / f"{kind}-{ranks}"), start, *common, *LEVERS[ranks]]
@@ -134,14 +134,16 @@ def test_peft_opens_the_adapter(runs: tuple[Path, Any], kind: str, ranks: int):
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])
-def test_an_adapter_goes_on_beside_quantised_weights(runs: tuple[Path, Any], tmp_path: Path, kind: str):
+def test_an_adapter_goes_on_beside_quantized_weights(runs: tuple[Path, Any], tmp_path: Path, kind: str):
     """QLoRA and a folder's adapter: the run begins with what the adapter changes."""
     folder, _ = runs
-    words = ["model.source=transformers", "~model.preset", f"model.path={folder}/{kind}-1/model", "dtype=fp32",
+    words = ["model.implementation=transformers", "~model.preset", f"model.path={folder}/{kind}-1/model", "dtype=fp32",
              "device=cpu", "max_steps=1", "lora.rank=4"]  # fmt: skip
     first = {}
-    for name, more in (("new", []), ("old", [f"lora.adapter={folder}/{kind}-1-lora/adapter"])):
-        run = run_here([*arguments(tmp_path / name, "demo/lora"), *words, "lora.quantize=int8", *more], recipe=LORA)
+    for name, more in (("new", []), ("old", [f"lora.adapter_path={folder}/{kind}-1-lora/adapter"])):
+        run = run_here(
+            [*arguments(tmp_path / name, "demo/lora"), *words, "lora.quantize_base=int8", *more], recipe=LORA
+        )
         assert run.code == 0, run.said
         first[name] = losses(tmp_path / name)[0]
     assert first["old"] < first["new"] - 0.01
@@ -159,8 +161,11 @@ def test_preferences(runs: tuple[Path, Any], kind: str, ranks: int):
 
 def test_settings_of_our_models_are_refused(tmp_path: Path):
     for words, said in (
-        (["model.source=transformers", "lora.targets=[q, v]"], "set lora.modules to the ends of its linears' names"),
-        (["lora.modules=[c_attn]"], "remove lora.modules and set lora.targets"),
+        (
+            ["model.implementation=transformers", "lora.target_modules=[q, v]"],
+            "set lora.target_modules to the ends of its linears' names",
+        ),
+        (["lora.target_modules=[c_attn]"], "remove lora.target_modules and set lora.target_modules"),
     ):
         run = run_here([*arguments(tmp_path / "out", "demo/lora"), "~model.path", *words], recipe=LORA)
         assert run.code == 2 and said in run.said[-1], run.said
@@ -168,8 +173,8 @@ def test_settings_of_our_models_are_refused(tmp_path: Path):
         [
             *arguments(tmp_path / "out", "demo/lora"),
             "~model.path",
-            "model.source=transformers",
-            "lora.modules=[c_at]",
+            "model.implementation=transformers",
+            "lora.target_modules=[c_at]",
             "tokenizer.path=examples/demo/tokenizer",
         ],
         recipe=LORA,

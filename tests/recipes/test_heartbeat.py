@@ -178,7 +178,7 @@ def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:
 def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
     overrides = []
     if where == "validate":
-        overrides = ["validation.source=examples/demo/heldout.jsonl", "validation.every_steps=1"]
+        overrides = ["validation.source=examples/demo/heldout.jsonl", "validation.every_n_steps=1"]
     assert run_ranks(run, 2, tmp_path, lambda: time.sleep(2.5 * TIMEOUT), where, 0, *overrides, timeout=60) == [0, 0]
     assert (tmp_path / "run" / "summary.json").exists()
 

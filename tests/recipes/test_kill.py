@@ -43,7 +43,7 @@ def start(argv: list[str], log: Path) -> int:
 @pytest.mark.parametrize("number", slow_except([FEW_KILLS, KILLS], [FEW_KILLS]))
 def test_kills_change_nothing(tmp_path: Path, number: int):
     recipe_module()
-    extra = [f"max_steps={STEPS}", "epochs=4", "checkpoint.save_every_steps=1", "log.every_steps=1000"]
+    extra = [f"max_steps={STEPS}", "epochs=4", "checkpoint.save_every_n_steps=1", "log.every_n_steps=1000"]
     extra += ["batch_size=2", "gradient_accumulation_steps=2"]  # two epochs of six steps: kills fall within both
     quiet = tmp_path / "quiet"
     began = time.monotonic()

@@ -97,16 +97,16 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
         f"batch_size={ROWS // batches}",
         f"max_steps={STEPS}",
         "checkpoint.save_model=false",
-        "log.every_steps=1000",
+        "log.every_n_steps=1000",
         *overrides,
         *(validation.overrides if observed else ()),
     ]
     watch = Watch() if observed else None
-    run = run_here([*argv, "overwrite=true"], before_training=watch)
+    run = run_here([*argv, "overwrite_output_dir=true"], before_training=watch)
     found = {"code": run.code, "said": run.said, "runs": [] if run.code else [metrics(output)]}
     if watch and run.code == 0:
         found["formula"] = watch.report(run.recipe)
-    if run.code == 0 and "checkpoint.save_every_steps=1" in overrides:
+    if run.code == 0 and "checkpoint.save_every_n_steps=1" in overrides:
         torch.distributed.barrier()
         if run.recipe.world.is_main:
             shutil.rmtree(output / "state" / f"step_{STEPS}")

@@ -48,12 +48,16 @@ RANKS = 2
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Runs of two ranks from random weights: `fp32` with validation, `again` from its config.yaml, `diverged`."""
     folder = tmp_path_factory.mktemp("outputs")
-    validation = ["validation.source=examples/demo/heldout.jsonl", "validation.max_rows=7", "validation.every_steps=2"]
+    validation = [
+        "validation.source=examples/demo/heldout.jsonl",
+        "validation.max_samples=7",
+        "validation.every_n_steps=2",
+    ]
 
     def train() -> dict[str, Any]:
         start: list[Any] = []
         keep = lambda recipe: start.append(parameters(recipe))  # noqa: E731
-        small = ["batch_size=4", "max_steps=3", "log.every_steps=2"]
+        small = ["batch_size=4", "max_steps=3", "log.every_n_steps=2"]
         found = {
             "fp32": run_here([*arguments(folder / "fp32"), *small, *validation], keep),
             "again": run_here(["--config", str(folder / "fp32" / "config.yaml"), f"output_dir={folder / 'again'}"]),
@@ -141,11 +145,11 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
             recipe.train_step = train_step
 
         argv = [*arguments(tmp_path / "run"), "batch_size=1", "gradient_accumulation_steps=4", "epochs=3"]
-        assert run_here([*argv, "data.max_rows=23", "checkpoint.save_model=false", *overrides], watch).code == 0
+        assert run_here([*argv, "data.max_samples=23", "checkpoint.save_model=false", *overrides], watch).code == 0
         return taken
 
     for shuffle in (True, False):
-        ranks = run_ranks(train, RANKS, "overwrite=true", f"data.shuffle={str(shuffle).lower()}")
+        ranks = run_ranks(train, RANKS, "overwrite_output_dir=true", f"data.shuffle={str(shuffle).lower()}")
         rows = [first + second for first, second in zip(*ranks, strict=True)]  # of each step
         epochs = [[row for step in rows[at : at + 2] for row in step] for at in range(0, 6, 2)]
         assert len(rows) == 6
@@ -239,9 +243,9 @@ def real_runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
                     realdata,
                     folder / name,
                     f"data.source={rows / 'alpaca_en_demo.json'}",
-                    "data.max_rows=40",
+                    "data.max_samples=40",
                     f"validation.source={rows / 'identity.json'}",
-                    "validation.max_rows=13",
+                    "validation.max_samples=13",
                     "validation.batch_size=3",
                     "batch_size=4",
                     *overrides,
@@ -347,8 +351,8 @@ def test_a_copied_recipe_with_a_key_of_its_own(runs: dict[str, Any], own_recipe:
     assert run_ranks(run, 1, "clip_grad_norm=null", process_group=False) == [0]
     assert losses(tmp_path / "out")[0] == pytest.approx(2 * losses(runs["folder"] / "fp32")[0], rel=1e-6)
     assert "loss_scale: 2.0" in (tmp_path / "out" / "config.yaml").read_text()
-    assert run_ranks(run, 1, "overwrite=true", "loss_scale=0", process_group=False) == [2]
-    assert run_ranks(run, 1, "overwrite=true", "loss_scal=1", process_group=False) == [2]
+    assert run_ranks(run, 1, "overwrite_output_dir=true", "loss_scale=0", process_group=False) == [2]
+    assert run_ranks(run, 1, "overwrite_output_dir=true", "loss_scal=1", process_group=False) == [2]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`overwrite=true` by whole runs: the earlier model is there until the new one is, however the run ends."""
+"""`overwrite_output_dir=true` by whole runs: the earlier model is there until the new one is, however the run ends."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from recipe_lib import files
 from tests.checkpoint.test_faults import in_child
 from tests.recipes.runs import arguments, run_here, tree
 
-SMALL = ["batch_size=4", "max_steps=2", "log.every_steps=1000", "data.loader_workers=0"]
+SMALL = ["batch_size=4", "max_steps=2", "log.every_n_steps=1000", "data.num_workers=0"]
 
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """The folder of a run that has ended well, with a state."""
-    code = in_child(lambda: end_with([*arguments(tmp_path / "out"), *SMALL, "checkpoint.save_every_steps=2"]))
+    code = in_child(lambda: end_with([*arguments(tmp_path / "out"), *SMALL, "checkpoint.save_every_n_steps=2"]))
     assert code == 0
     return tmp_path / "out"
 
@@ -67,7 +67,7 @@ def arrange_full_disk(recipe: Any) -> None:
 
 ENDS = {
     "diverged": (4, ["optimizer.name=sgd", "optimizer.lr=1e30", "~clip_grad_norm"], None),
-    "diverged in the last step": (4, ["optimizer.lr=1e300", "max_steps=1", "checkpoint.save_every_steps=1"], None),
+    "diverged in the last step": (4, ["optimizer.lr=1e300", "max_steps=1", "checkpoint.save_every_n_steps=1"], None),
     "killed": (-9, [], arrange_kill),
     "stopped": (3, [], arrange_stop),
     "full disk": (6, [], arrange_full_disk),
@@ -86,7 +86,7 @@ def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.C
 
     for end, (code, settings, arrange) in ENDS.items():
         run = lambda settings=settings, arrange=arrange: end_with(  # noqa: E731
-            [*again, "overwrite=true", "seed=5", *settings], arrange
+            [*again, "overwrite_output_dir=true", "seed=5", *settings], arrange
         )
         assert in_child(run) == code, end
         assert held() == model, end
@@ -97,12 +97,15 @@ def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.C
         "error: step 1: found weights that are not finite after the update, expected finite numbers; lower "
         "optimizer.lr (1e+300) or clip_grad_norm, and resume=latest from a saved state\n"
     ) in said
-    assert f"overwrite: this run has written no model; the earlier run is still there: {finished / 'model'}" in said
-    settings = [f"model.path={finished / 'model'}", "~model.preset", "overwrite=true"]
+    assert (
+        f"overwrite_output_dir: this run has written no model; the earlier run is still there: {finished / 'model'}"
+        in said
+    )
+    settings = [f"model.path={finished / 'model'}", "~model.preset", "overwrite_output_dir=true"]
     assert in_child(lambda: end_with([*again, *settings])) == 2
     assert f"model.path: {finished / 'model'} is read from {finished / 'model'}, " in capfd.readouterr().err
     assert held() == model
-    assert in_child(lambda: end_with([*again, "overwrite=true", "seed=6"])) == 0
+    assert in_child(lambda: end_with([*again, "overwrite_output_dir=true", "seed=6"])) == 0
     assert held() != model and set(held()) == set(model)
     assert json.loads((finished / "summary.json").read_text())["settings"]["seed"] == 6
     assert not list(finished.glob("earlier*")) and not (finished / "state").exists()
@@ -111,7 +114,7 @@ def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.C
 def test_a_stopped_run_takes_the_place_when_it_has_gone_on_to_its_end(finished: Path) -> None:
     model = tree(finished / "model")
     again = [*arguments(finished), *SMALL, "seed=5"]
-    assert in_child(lambda: end_with([*again, "overwrite=true"], arrange_stop)) == 3
+    assert in_child(lambda: end_with([*again, "overwrite_output_dir=true"], arrange_stop)) == 3
     assert tree(finished / "model") == model
     assert in_child(lambda: end_with([*again, "resume=latest"])) == 0
     assert tree(finished / "model") != model and not list(finished.glob("earlier*"))

@@ -44,7 +44,7 @@ class Runs:
             f"batch_size={ROWS // MICRO_BATCHES // data_ranks}",
             f"gradient_accumulation_steps={MICRO_BATCHES}",
             f"max_steps={STEPS}",
-            "lr_schedule.kind=constant",
+            "lr_scheduler.type=constant",
         ]
 
     def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
@@ -53,8 +53,8 @@ class Runs:
             self.folder / name,
             *self.text(data_ranks),
             f"validation.source={self.folder / 'validation.txt'}",
-            f"validation.every_steps={SAVED}",
-            f"checkpoint.save_every_steps={SAVED}",
+            f"validation.every_n_steps={SAVED}",
+            f"checkpoint.save_every_n_steps={SAVED}",
             *overrides,
         )
         return done(run_here(argv, recipe=FULL))
@@ -70,8 +70,8 @@ class Runs:
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         return done(run_here(argv, recipe=LORA))
 
-    def quantised(self, name: str, *overrides: str) -> Any:
-        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize=nf4")
+    def quantized(self, name: str, *overrides: str) -> Any:
+        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize_base=nf4")
         return self.adapters(name, *model, f"tokenizer.path={self.realdata / 'stories260K-hf'}", *overrides)
 
     def preference(self, name: str, *overrides: str) -> Any:
@@ -86,9 +86,9 @@ class Runs:
 def alone(runs: Runs) -> torch.Tensor:
     runs.packed("packed 1")
     runs.adapters("lora 1")
-    runs.quantised("nf4 1")
+    runs.quantized("nf4 1")
     runs.preference("preference 1")
-    runs.preference("preference full 1", "dpo.train=full")
+    runs.preference("preference full 1", "dpo.trainable=all")
     model = runs.full("full 1", 1).recipe.model
     with torch.no_grad():
         return whole(model(probe()))
@@ -99,9 +99,9 @@ def pipeline_of_two(runs: Runs) -> None:
     runs.full("full 2", 1, PIPELINE, ZBV)
     runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
     runs.adapters("lora 2", PIPELINE, ZERO_BUBBLE)
-    runs.quantised("nf4 2", PIPELINE, ZBV)
+    runs.quantized("nf4 2", PIPELINE, ZBV)
     runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
-    runs.preference("preference full 2", PIPELINE, "dpo.train=full", "parallel.pipeline_microbatches=2")
+    runs.preference("preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2")
 
 
 def four_ranks(runs: Runs) -> None:
@@ -203,8 +203,8 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
         ("parallel.pipeline=6", "gradient_accumulation_steps=6"): (
             "parallel.pipeline: found 6 stages for 5 layers, expected a layer for each stage at least; set "
         ),
-        ("parallel.pipeline=2", "parallel.pipeline_split=[2, 2]"): (
-            "parallel.pipeline_split: found 2 stages with 4 layers, expected 2 stages of one layer or more "
+        ("parallel.pipeline=2", "parallel.pipeline_layers_per_stage=[2, 2]"): (
+            "parallel.pipeline_layers_per_stage: found 2 stages with 4 layers, expected 2 stages of one layer or more "
             "(parallel.pipeline_schedule=1f1b on 2 ranks) with the model's 5 layers in all"
         ),
         ("parallel.pipeline=2", "gradient_accumulation_steps=1"): (
@@ -220,8 +220,8 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
         assert tune(["validate", *argv[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, line
-        if "pipeline_split" in str(overrides) or "pipeline=6" in str(overrides):  # what only the model's shape tells
+        if "per_stage" in str(overrides) or "pipeline=6" in str(overrides):  # what only the model's shape tells
             read: list[Any] = []
             assert run_here(argv, before_model=read.append, recipe=FULL).code == 2
             assert read == []
-    assert tune(["validate", *argv[1:-1], "parallel.pipeline_split=[2, 3]"]) == 0
+    assert tune(["validate", *argv[1:-1], "parallel.pipeline_layers_per_stage=[2, 3]"]) == 0

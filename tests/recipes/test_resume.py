@@ -33,9 +33,9 @@ def command(output: Path, ranks: int, *overrides: str) -> list[str]:
         "gradient_accumulation_steps=3",
         f"epochs={EPOCHS}",
         "optimizer.weight_decay=0.1",
-        "lr_schedule.warmup_steps=3",
-        "checkpoint.keep=100",
-        "log.every_steps=1000",
+        "lr_scheduler.warmup_steps=3",
+        "checkpoint.keep_last_n=100",
+        "log.every_n_steps=1000",
         *overrides,
     ]
 
@@ -180,7 +180,7 @@ REFUSED = {
         "was saved with a global batch of 12 rows, found 8; make batch_size x gradient_accumulation_steps x ranks 12 "
         "again",
     ),
-    "fewer rows": (["data.max_rows=23"], "was saved with other rows (fingerprint "),
+    "fewer rows": (["data.max_samples=23"], "was saved with other rows (fingerprint "),
     "other file": (["data.source=examples/demo/heldout.jsonl"], "was saved with other rows (fingerprint "),
     "shorter rows": (["max_seq_len=20"], "was saved with other rows (fingerprint "),
     "dtype": (["dtype=bf16"], "this run's model has bfloat16"),
@@ -209,7 +209,7 @@ def test_a_folder_with_states_is_not_trained_into_unasked(stopped: Path, tmp_pat
         2,
         [
             f"error: output_dir: {output} holds saved states of an earlier run; resume=latest goes on from them, "
-            "overwrite=true replaces what is there, or choose another output_dir"
+            "overwrite_output_dir=true replaces what is there, or choose another output_dir"
         ],
     )
     assert tree(output) == before
@@ -222,8 +222,9 @@ def test_a_run_that_only_left_a_model_is_not_resumed(runs: dict[str, Any], tmp_p
     code, said = alone(command(output, 1, "resume=latest"))
     assert code == 2
     assert said == [
-        f"error: resume=latest: {output} holds a trained model and no saved state to go on from; overwrite=true trains "
-        "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
+        f"error: resume=latest: {output} holds a trained model and no saved state to go on from; "
+        "overwrite_output_dir=true trains "
+        "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
     ]
     assert tree(output) == before
 
@@ -236,7 +237,7 @@ def test_resume_latest_of_a_new_folder_starts_at_the_beginning(runs: dict[str, A
 
 def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: Path):
     output = tmp_path / "run"
-    short = command(output, 1, "checkpoint.save_every_steps=4", "epochs=3", "lr_schedule.kind=constant")
+    short = command(output, 1, "checkpoint.save_every_n_steps=4", "epochs=3", "lr_scheduler.type=constant")
     assert alone(short)[0] == 0
     assert sorted(path.name for path in (output / "state").iterdir()) == ["step_4", "step_6"]
     before = tree(output)
@@ -257,7 +258,7 @@ def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: 
     assert tree(output) == after
 
     assert alone([*short, "epochs=5", "resume=latest"])[0] == 0
-    longer = command(tmp_path / "longer", 1, "lr_schedule.kind=constant")
+    longer = command(tmp_path / "longer", 1, "lr_scheduler.type=constant")
     assert alone(longer)[0] == 0
     assert steps(output) == steps(tmp_path / "longer")
     assert tree(output / "model") == tree(tmp_path / "longer" / "model")
@@ -324,7 +325,7 @@ DAMAGES = {
 
 def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: Path):
     source = tmp_path / "source"
-    assert alone(command(source, 1, "checkpoint.save_every_steps=2"), stop_after(STOP))[0] == 3
+    assert alone(command(source, 1, "checkpoint.save_every_n_steps=2"), stop_after(STOP))[0] == 3
     assert sorted(path.name for path in (source / "state").iterdir()) == ["step_2", "step_4", "step_5"]
     expected = steps(runs["folder"] / "quiet1")
     for number, (damage, words) in enumerate(DAMAGES.items()):

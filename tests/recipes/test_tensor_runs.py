@@ -60,13 +60,13 @@ class Runs:
             "data.format=text",
             f"batch_size={GLOBAL_BATCH // data_ranks}",
             f"max_steps={STEPS}",
-            "lr_schedule.kind=constant",
-            f"checkpoint.save_every_steps={SAVED}",
-            "checkpoint.keep=2",
+            "lr_scheduler.type=constant",
+            f"checkpoint.save_every_n_steps={SAVED}",
+            "checkpoint.keep_last_n=2",
         ]
 
     def full(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        validation = (f"validation.source={self.folder / 'validation.txt'}", f"validation.every_steps={SAVED}")
+        validation = (f"validation.source={self.folder / 'validation.txt'}", f"validation.every_n_steps={SAVED}")
         argv = stories(self.realdata, self.folder / name, *self.text(data_ranks), *validation, *overrides)
         return done(run_here(argv, recipe=FULL))
 
@@ -75,8 +75,8 @@ class Runs:
         argv[1] = str(Path(__file__).parent / "adapters.yaml")
         return done(run_here(argv, recipe=LORA))
 
-    def quantised(self, name: str, data_ranks: int, *overrides: str) -> Any:
-        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize=nf4")
+    def quantized(self, name: str, data_ranks: int, *overrides: str) -> Any:
+        model = ("~model.path", f"model.preset={self.folder / 'wide.json'}", "lora.quantize_base=nf4")
         tokenizer = f"tokenizer.path={self.realdata / 'stories260K-hf'}"
         return self.adapters(name, data_ranks, *model, tokenizer, *overrides)
 
@@ -95,7 +95,7 @@ def logits_of(run: Any) -> torch.Tensor:
 
 def alone(runs: Runs) -> dict[str, torch.Tensor]:
     runs.adapters("lora 1", 1)
-    runs.quantised("nf4 1", 1)
+    runs.quantized("nf4 1", 1)
     runs.preference("preference 1")
     return {"full 1": logits_of(runs.full("full 1", 1))}
 
@@ -103,20 +103,20 @@ def alone(runs: Runs) -> dict[str, torch.Tensor]:
 def group_of_two(runs: Runs) -> dict[str, torch.Tensor]:
     runs.full("1 to 2", 1, SHARED, runs.state("full 1"))
     runs.adapters("lora 2", 1, SHARED)
-    runs.quantised("nf4 2", 1, SHARED)
+    runs.quantized("nf4 2", 1, SHARED)
     runs.preference("preference 2", SHARED)
     return {"full 2": logits_of(runs.full("full 2", 1, SHARED))}
 
 
 def two_groups(runs: Runs) -> dict[str, torch.Tensor]:
     runs.full("2 to 4", 2, SHARED, runs.state("full 2"))
-    runs.quantised("nf4 2 to 4", 2, SHARED, runs.state("nf4 2"))
+    runs.quantized("nf4 2 to 4", 2, SHARED, runs.state("nf4 2"))
     return {"full 4": logits_of(runs.full("full 4", 2, SHARED))}
 
 
 def alone_again(runs: Runs) -> dict[str, torch.Tensor]:
     runs.full("2 to 1", 1, runs.state("full 2"))
-    runs.quantised("nf4 2 to 1", 1, runs.state("nf4 2"))
+    runs.quantized("nf4 2 to 1", 1, runs.state("nf4 2"))
     return {}
 
 
@@ -184,7 +184,7 @@ def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kin
 
 
 @pytest.mark.parametrize("name", slow_except(["nf4 2 to 4", "nf4 2 to 1"], ["nf4 2 to 1"]))
-def test_quantised_weights_are_the_same_for_any_group(found: tuple[Path, Any], name: str) -> None:
+def test_quantized_weights_are_the_same_for_any_group(found: tuple[Path, Any], name: str) -> None:
     """A state names its frozen weights by their bits: it would not be taken with others."""
     folder, _ = found
     assert furthest(losses(folder / name), losses(folder / "nf4 1")[SAVED:]) <= 1e-5
@@ -214,7 +214,7 @@ def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_pat
             return dropped
 
         F.dropout = watched
-        run = runs.quantised("dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false", "max_steps=3")
+        run = runs.quantized("dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false", "max_steps=3")
         F.dropout = dropout
         run.recipe.model.state_dict()  # FSDP frees what is gathered
         replicas = [
@@ -242,7 +242,10 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
     runs = Runs(realdata, tmp_path)
     read: list[Any] = []
     cases = {
-        "nf4": (["lora.quantize=nf4"], "keeps blocks of 64 numbers whole, which the parts of o_proj and down_proj"),
+        "nf4": (
+            ["lora.quantize_base=nf4"],
+            "keeps blocks of 64 numbers whole, which the parts of o_proj and down_proj",
+        ),
         "heads": (["parallel.tensor=8"], "the model has 4 key and value heads, which 8 ranks cannot share evenly"),
     }
     for name, (overrides, message) in cases.items():

@@ -39,9 +39,9 @@ def overrides(realdata: Path, kind: str, ranks: int) -> list[str]:
         "data.shuffle=false",
         f"batch_size={GLOBAL_BATCH // ranks}",
         f"max_steps={STEPS}",
-        f"lr_schedule.warmup_steps={WARMUP}",
+        f"lr_scheduler.warmup_steps={WARMUP}",
         f"optimizer.weight_decay={DECAY[kind]}",
-        *(["data.max_rows=96"] if kind == "alpaca" else []),
+        *(["data.max_samples=96"] if kind == "alpaca" else []),
     ]
 
 

@@ -65,11 +65,11 @@ class Watch:
 
 def rate_of(cfg: Any, step: int) -> float:
     """The learning rate of a step, of a run without warm-up that does `max_steps` steps."""
-    assert cfg.lr_schedule.warmup_steps == 0
-    if cfg.lr_schedule.kind == "constant":
+    assert cfg.lr_scheduler.warmup_steps == 0
+    if cfg.lr_scheduler.type == "constant":
         return cfg.optimizer.lr
-    done, least = step / cfg.max_steps, cfg.lr_schedule.final_share
-    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[cfg.lr_schedule.kind]
+    done, least = step / cfg.max_steps, cfg.lr_scheduler.min_lr_ratio
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[cfg.lr_scheduler.type]
     return cfg.optimizer.lr * (least + (1 - least) * left)
 
 

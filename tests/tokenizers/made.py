@@ -49,7 +49,7 @@ def write_json(folder: Path, *, template: str | None = CHATML, **config: object)
 
 
 def write_sentencepiece(folder: Path, name: str = "tokenizer.model", **options: object) -> Path:
-    """A sentencepiece BPE with byte fallback, spelt like Llama 2's."""
+    """A sentencepiece BPE with byte fallback, spelled like Llama 2's."""
     model = io.BytesIO()
     settings = {
         "vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",

@@ -38,7 +38,7 @@ def test_one_process_serves_all_templates():
 
 @pytest.mark.parametrize("source", [ENDLESS, "{{ messages | join }}" + ENDLESS])
 def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 0.4)
+    monkeypatch.setattr(chat, "TIMEOUT_SECONDS", 0.4)
     endless, number, begun = template(source), child(), time.monotonic()
     line = (
         r"^chat.jinja: the chat template was stopped: it took more than 0.4 s; set tokenizer.chat_template to another"
@@ -52,7 +52,7 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
 
 
 def test_a_process_that_does_not_even_answer_is_ended(monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 0.2)
+    monkeypatch.setattr(chat, "TIMEOUT_SECONDS", 0.2)
     ours = template()
     os.kill(child(), signal.SIGSTOP)
     with pytest.raises(DataError, match="the chat template was stopped: "):
@@ -83,7 +83,7 @@ def test_a_stopped_template_ends_the_run_and_is_no_bad_row(tmp_path, monkeypatch
 
     source = "{% if messages|length == 1 %}" + ENDLESS + "{% endif %}" + CHATML
     encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "chat")
-    monkeypatch.setattr(chat, "SECONDS", 0.4)
+    monkeypatch.setattr(chat, "TIMEOUT_SECONDS", 0.4)
     with pytest.raises(DataError, match="it took more than 0.4 s"):
         encoder.encode(conversation([*MESSAGES, {"role": "assistant", "content": "b"}]))
 

@@ -133,7 +133,7 @@ def test_template_of_the_folder(tmp_path):
     assert load_tokenizer(tmp_path).chat_template == "c"
 
 
-def test_roles_spelt_as_objects_and_in_the_map(tmp_path):
+def test_roles_spelled_as_objects_and_in_the_map(tmp_path):
     write_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "special_tokens_map.json").write_text(

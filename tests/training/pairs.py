@@ -15,10 +15,10 @@ LENGTHS = [(5, 4, 6), (2, 9, 1), (7, 1, 3), (3, 3, 3), (1, 6, 8), (4, 2, 5), (6,
 LOSSES = {
     "sigmoid": DpoConfig(beta=0.7),
     "sigmoid without reference": DpoConfig(beta=0.3, reference_free=True),
-    "cdpo": DpoConfig(loss="cdpo", beta=0.5, label_smoothing=0.2),
+    "cdpo": DpoConfig(beta=0.5, label_smoothing=0.2),
     "ipo": DpoConfig(loss="ipo", beta=0.4),
     "ipo without reference": DpoConfig(loss="ipo", beta=0.4, reference_free=True),
-    "simpo": DpoConfig(loss="simpo", beta=2.0, margin=0.6),
+    "simpo": DpoConfig(loss="simpo", beta=2.0, simpo_gamma=0.6),
 }
 
 
@@ -60,11 +60,11 @@ def plain_loss(model: Decoder, reference: Decoder | None, rows: Dataset, cfg: Dp
         if cfg.loss == "ipo":
             total = total + (ratio - 1 / (2 * cfg.beta)) ** 2
         elif cfg.loss == "simpo":
-            total = total - torch.log(1 / (1 + torch.exp(-(cfg.beta * ratio - cfg.margin))))
+            total = total - torch.log(1 / (1 + torch.exp(-(cfg.beta * ratio - cfg.simpo_gamma))))
         else:
             right = 1 / (1 + torch.exp(-cfg.beta * ratio))
             total = total - (1 - cfg.label_smoothing) * torch.log(right)
-            if cfg.loss == "cdpo":
+            if cfg.label_smoothing:
                 total = total - cfg.label_smoothing * torch.log(1 - right)
         rewards = [cfg.beta * float(new.detach() - before) for new, before in zip((chosen, rejected), old, strict=True)]
         numbers += np.array([*rewards, rewards[0] > rewards[1]])

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.parallel.world import MESH_DIMS
 from recipe_lib.training.derived_numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
 
@@ -32,8 +32,8 @@ class Plan:
 
 def config() -> FullFinetuneConfig:
     cfg = FullFinetuneConfig(batch_size=2, gradient_accumulation_steps=4, epochs=3, max_seq_len=512, dtype="fp32")
-    cfg.lr_schedule.warmup_steps = 2
-    cfg.lr_schedule.final_share = 0.1
+    cfg.lr_scheduler.warmup_steps = 2
+    cfg.lr_scheduler.min_lr_ratio = 0.1
     return cfg
 
 
@@ -77,7 +77,7 @@ def test_what_is_freed_and_what_is_on_the_host() -> None:
 
 def test_other_settings_are_said() -> None:
     cfg = config()
-    cfg.max_steps, cfg.lr_schedule.kind, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
+    cfg.max_steps, cfg.lr_scheduler.type, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
     cfg.parallel.data_replicate = 2
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 4, 1))
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh)
@@ -87,10 +87,10 @@ def test_other_settings_are_said() -> None:
     assert "learning rate: warm-up over 2 steps to 2.00e-05, constant for 3 steps" in lines
     assert lines[-1].startswith("host memory per rank: ")
     assert "optimizer state not known before the first step;" in lines[-1]
-    cfg.lr_schedule.warmup_steps = 9
+    cfg.lr_scheduler.warmup_steps = 9
     lines = derived_numbers(cfg, world, model(), Rows(), Plan())
     assert "learning rate: warm-up over 9 steps to 2.00e-05, not reached: the run has 5 steps" in lines
-    cfg.lr_schedule.warmup_steps = 5
+    cfg.lr_scheduler.warmup_steps = 5
     lines = derived_numbers(cfg, world, model(), Rows(), Plan())
     assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
 

@@ -139,7 +139,7 @@ def test_however_steps_are_arranged(arranged: str) -> None:
 
     def work() -> dict[str, float]:
         in_backward.has_host = lambda device: True
-        row_steps.PIECE_BYTES = 4_000
+        row_steps.CHUNK_BYTES = 4_000
         bad = {}
         for settings, dtype in CASES:
             cfg = replace(BASE, **settings)

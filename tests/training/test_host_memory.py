@@ -55,7 +55,7 @@ def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.Monk
     """Numbers are those of a rank of two; on a CPU, and in a simulation, nothing is judged."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = build_meta(small_spec(), torch.bfloat16)
-    cfg = config("memory.cpu_offload=true", "memory.host_memory=0.0001")
+    cfg = config("memory.cpu_offload=true", "memory.host_memory_limit_gib=0.0001")
     check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
     with pytest.raises(SetupError, match=r"^host memory: found 104\.86 KiB allowed .* for 2 ranks .*cpu_offload"):
         check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monk
         cfg = config(
             "memory.activation_offload=true",
             "memory.activation_checkpointing=full",
-            f"memory.host_memory={allowed / GIB!r}",
+            f"memory.host_memory_limit_gib={allowed / GIB!r}",
         )
         spec = small_spec(layers=LAYERS)
         model = build_meta(spec, torch.float32)

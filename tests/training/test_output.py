@@ -30,10 +30,10 @@ def test_states_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
         check_output(config(tmp_path))
     assert str(caught.value) == (
         f"output_dir: {tmp_path} holds saved states of an earlier run; resume=latest goes on from them, "
-        "overwrite=true replaces what is there, or choose another output_dir"
+        "overwrite_output_dir=true replaces what is there, or choose another output_dir"
     )
     check_output(config(tmp_path, resume="latest"))
-    check_output(config(tmp_path, overwrite=True))
+    check_output(config(tmp_path, overwrite_output_dir=True))
 
 
 def test_a_trained_model_is_not_overwritten(tmp_path: Path) -> None:
@@ -41,14 +41,16 @@ def test_a_trained_model_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_output(config(tmp_path))
     assert str(caught.value) == (
-        f"output_dir: {tmp_path} holds a trained model of an earlier run; overwrite=true replaces what is there, "
+        f"output_dir: {tmp_path} holds a trained model of an earlier run; overwrite_output_dir=true replaces what is "
+        "there, "
         "or choose another output_dir"
     )
     with pytest.raises(ConfigError) as caught:
         check_output(config(tmp_path, resume="latest"))
     assert str(caught.value) == (
-        f"resume=latest: {tmp_path} holds a trained model and no saved state to go on from; overwrite=true trains "
-        "anew, or choose another output_dir (checkpoint.save_every_steps saves states)"
+        f"resume=latest: {tmp_path} holds a trained model and no saved state to go on from; "
+        "overwrite_output_dir=true trains "
+        "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
     )
 
 
@@ -57,7 +59,7 @@ def test_a_folder_in_use_is_left_to_its_run(tmp_path: Path) -> None:
     lock = lock_output(cfg)
     for use in (check_output, lock_output):
         with pytest.raises(ConfigError) as caught:
-            use(config(tmp_path / "out", overwrite=True))
+            use(config(tmp_path / "out", overwrite_output_dir=True))
         assert str(caught.value) == (
             f"output_dir: {tmp_path / 'out'} is in use by a run that is still going on; wait for its end, or choose "
             "another output_dir"
@@ -86,7 +88,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_the_written_config_loads_as_what_was_used(tmp_path: Path) -> None:
     cfg = config(tmp_path / "a" / "b", max_steps=3)
-    cfg.parallel.wrapping = ["model.layers.*"]
+    cfg.parallel.fsdp_wrap_policy = ["model.layers.*"]
     cfg.optimizer.lr = 1e-5
     open_output(cfg)
     assert load_config(tmp_path / "a" / "b" / "config.yaml") == cfg

@@ -14,12 +14,12 @@ from recipe_lib.data import Batch, make_step
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.training.preference import (
     answer_log_probs,
     check_pairs,
     describe_reference,
-    needs_reference,
     preference_loss,
     preference_metrics,
 )
@@ -29,7 +29,7 @@ from tests.parallel.gathered import gathered_bytes
 from tests.parallel.small_models import VOCABULARY, gradients, small_spec
 from tests.training.pairs import LOSSES, pairs, plain_loss
 
-LORA = LoraConfig(rank=3, alpha=5, targets=EVERYWHERE, dora=True)
+LORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
 Found = tuple[list[float], dict[str, Tensor]]  # means of NUMBERS, gradients by name
 
 
@@ -38,10 +38,10 @@ def compared(model: Decoder, reference: Decoder | None, batch: Batch, cfg: DpoCo
 
     def answers(of: Decoder) -> Tensor:
         inputs = (batch.tokens, batch.positions, batch.attention)
-        return answer_log_probs(of(*inputs, labels=batch.labels, loss_chunks=3, per_token=True), batch, cfg)
+        return answer_log_probs(of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg)
 
     old = None
-    if needs_reference(cfg):
+    if cfg.needs_reference:
         with torch.no_grad() if reference else adapters_off(model):
             old = answers(reference or model)
     return preference_loss(answers(model), old, cfg)
@@ -83,7 +83,7 @@ def expected(kind: str, tied: bool, loss: str) -> Found:
     """By the formulas, of the model `kind` makes."""
     rows, spec, cfg = pairs(VOCABULARY), small_spec(tied=tied), LOSSES[loss]
     with made(kind, spec, cfg) as (model, reference, _):
-        if needs_reference(cfg) and reference is None:
+        if cfg.needs_reference and reference is None:
             reference = frozen(spec, 3)  # what `adapted` puts adapters on
         loss, numbers = plain_loss(model, reference, rows, cfg)
         loss.backward()
@@ -105,7 +105,7 @@ class made:  # noqa: N801  (used as a context manager)
         self.inner = start_world(DpoFinetuneConfig(device="cpu", parallel=self.setting.parallel))
         world = self.inner.__enter__()
         model = self.placed(world, 11)
-        reference = self.placed(world, 3).requires_grad_(False) if needs_reference(self.cfg) else None
+        reference = self.placed(world, 3).requires_grad_(False) if self.cfg.needs_reference else None
         return model, reference, world
 
     def placed(self, world: World, seed: int) -> Decoder:
@@ -155,10 +155,10 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
     wanted = {loss: expected(kind, tied, loss) for loss in ("sigmoid", "simpo")}
     checkpointed = MemoryConfig(cpu_offload=True, activation_checkpointing="full")
     levers = [
-        ("sigmoid", ParallelConfig(wrapping="layers"), checkpointed),
-        ("sigmoid", ParallelConfig(wrapping="memory_efficient"), MemoryConfig()),
-        ("simpo", ParallelConfig(wrapping="memory_efficient", reshard_after_forward=False), MemoryConfig()),
-        ("sigmoid", ParallelConfig(wrapping="memory_efficient", data_replicate=2), checkpointed),
+        ("sigmoid", ParallelConfig(fsdp_wrap_policy="layers"), checkpointed),
+        ("sigmoid", ParallelConfig(fsdp_wrap_policy="memory_efficient"), MemoryConfig()),
+        ("simpo", ParallelConfig(fsdp_wrap_policy="memory_efficient", reshard_after_forward=False), MemoryConfig()),
+        ("sigmoid", ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2), checkpointed),
     ]
 
     def work() -> None:
@@ -176,7 +176,7 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
 
 def test_hybrid_sharding_on_two_by_two_ranks() -> None:
     wanted = expected("full", True, "sigmoid")
-    parallel = ParallelConfig(wrapping="memory_efficient", data_replicate=2, data_shard=2)
+    parallel = ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2)
 
     def work() -> None:
         with made("full", small_spec(tied=True), LOSSES["sigmoid"], parallel=parallel) as (model, reference, world):

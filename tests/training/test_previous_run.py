@@ -75,7 +75,7 @@ def test_the_earlier_run_stays_until_the_new_model_is_there(tmp_path: Path) -> N
     earlier_run(root)
     model, state = tree(root / "model"), tree(root / "state")
     records = {name: (root / name).read_bytes() for name in ("config.yaml", "summary.json", "report.html")}
-    cfg = config(root, seed=2, overwrite=True)
+    cfg = config(root, seed=2, overwrite_output_dir=True)
     check_output(cfg)
     open_output(cfg)
     assert tree(root / "model") == model and tree(root / "earlier" / "state") == state
@@ -100,13 +100,13 @@ def test_an_attempt_that_failed_does_not_take_the_place_of_the_earlier_run(tmp_p
     earlier_run(tmp_path)
     model = tree(tmp_path / "model")
     for seed in (2, 3):  # fails before it saves anything
-        open_output(config(tmp_path, seed=seed, overwrite=True))
+        open_output(config(tmp_path, seed=seed, overwrite_output_dir=True))
         finish(tmp_path, "failed")
     write_state(tmp_path, 1)  # the third attempt has a state
     with pytest.raises(ConfigError, match=r"holds saved states .*; resume=latest goes on from them"):
         check_output(config(tmp_path))
     check_output(config(tmp_path, resume="latest"))
-    open_output(config(tmp_path, seed=4, overwrite=True))
+    open_output(config(tmp_path, seed=4, overwrite_output_dir=True))
     assert tree(tmp_path / "model") == model
     kept = {
         seed_in(folder): [path.name for path in (folder / "state").iterdir()] for folder in tmp_path.glob("earlier*")
@@ -119,7 +119,7 @@ def test_an_attempt_that_failed_does_not_take_the_place_of_the_earlier_run(tmp_p
 
 def test_what_a_run_of_another_kind_left_goes_too(tmp_path: Path) -> None:
     earlier_run(tmp_path, "adapter", "model")
-    open_output(config(tmp_path, overwrite=True))
+    open_output(config(tmp_path, overwrite_output_dir=True))
     write_model(tmp_path, 2.0, "adapter")
     assert (tmp_path / "model").is_dir()
     drop_earlier(tmp_path)
@@ -150,7 +150,7 @@ def test_what_no_run_wrote_is_refused_and_stays(name: str, tmp_path: Path) -> No
     before = tree(tmp_path)
     for use in (check_output, open_output):
         with pytest.raises(ConfigError) as caught:
-            use(config(tmp_path, overwrite=True))
+            use(config(tmp_path, overwrite_output_dir=True))
         assert str(caught.value) == (
             f"output_dir: {tmp_path / name} is not, or no longer, what a run wrote, and would be replaced; move it "
             "away, or choose another output_dir"
@@ -165,7 +165,7 @@ def test_folders_that_are_links_are_refused(tmp_path: Path) -> None:
         (root / name).rename(tmp_path / f"real_{name}")
         (root / name).symlink_to(tmp_path / f"real_{name}")
         with pytest.raises(ConfigError, match=f"{name} is not, or no longer, what a run wrote"):
-            check_output(config(root, overwrite=True))
+            check_output(config(root, overwrite_output_dir=True))
 
 
 def test_a_first_run_does_not_take_over_files_of_others(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ INPUTS = {  # name: key, and where in the output folder it leads
     "rows": ("data.source", "metrics.jsonl"),
     "folder of rows": ("data.source", "."),
     "validation": ("validation.source", "model/rows.jsonl"),
-    "adapter": ("lora.adapter", "adapter"),
+    "adapter": ("lora.adapter_path", "adapter"),
     "relative": ("model.path", "model"),
     "link": ("model.path", "model"),
     "folder of links": ("model.path", "model/model.safetensors"),
@@ -212,7 +212,9 @@ def leading_to(name: str, place: Path, away: Path) -> str:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "latest"}], ids=["overwrite", "resume"])
+@pytest.mark.parametrize(
+    "how", [{"overwrite_output_dir": True}, {"resume": "latest"}], ids=["overwrite_output_dir", "resume"]
+)
 def test_inputs_inside_what_is_replaced_are_refused(name: str, how: dict[str, object], tmp_path: Path) -> None:
     root = tmp_path / "out"
     earlier_run(root, "model", "adapter")
@@ -235,7 +237,7 @@ def test_one_of_several_sources_and_a_linked_output_folder(tmp_path: Path) -> No
     root = tmp_path / "out"
     earlier_run(root)
     (tmp_path / "also").symlink_to(root)
-    cfg = config(tmp_path / "also", overwrite=True)
+    cfg = config(tmp_path / "also", overwrite_output_dir=True)
     cfg.data.sources = [SourceConfig("a.jsonl"), SourceConfig(str(root / "metrics.jsonl"))]
     with pytest.raises(ConfigError, match=r"^data\.sources\[1\]\.source: "):
         check_output(cfg)
@@ -256,7 +258,7 @@ def test_a_run_without_a_record_is_ours_where_that_is_sure(tmp_path: Path) -> No
         shutil.copytree(whole, root)  # modification times too
         change(root / path)
         with pytest.raises(ConfigError, match="is not, or no longer, what a run wrote"):
-            check_output(config(root, overwrite=True))
+            check_output(config(root, overwrite_output_dir=True))
         shutil.rmtree(root)
 
     refused(lambda path: os.utime(path, (1, 1)), "model/config.json")  # was there before the run
@@ -264,8 +266,8 @@ def test_a_run_without_a_record_is_ours_where_that_is_sure(tmp_path: Path) -> No
     refused(lambda path: path.write_text("x"), "model/thesis.txt")
     refused(lambda path: path.write_text(path.read_text().replace("done", "failed")), "summary.json")
     refused(lambda path: path.unlink(), "summary.json")
-    check_output(config(whole, overwrite=True))
-    open_output(config(whole, overwrite=True))
+    check_output(config(whole, overwrite_output_dir=True))
+    open_output(config(whole, overwrite_output_dir=True))
     write_model(whole, 2.0)
     drop_earlier(whole)
     assert not (whole / "earlier").exists() and json.loads((whole / "model/config.json").read_text()) == {"value": 2.0}
@@ -276,7 +278,7 @@ def test_a_record_that_cannot_be_read_makes_nothing_ours(text: str, tmp_path: Pa
     earlier_run(tmp_path)
     (tmp_path / "written.json").write_text(text)
     with pytest.raises(ConfigError, match="is not, or no longer, what a run wrote"):
-        check_output(config(tmp_path, overwrite=True))
+        check_output(config(tmp_path, overwrite_output_dir=True))
 
 
 def test_a_large_file_is_known_by_blocks_of_it(tmp_path: Path) -> None:
@@ -294,7 +296,7 @@ def test_a_large_file_is_known_by_blocks_of_it(tmp_path: Path) -> None:
 
 def replace_run(root: Path) -> None:
     """A whole run that replaces the one before, as far as the disk is concerned."""
-    open_output(config(root, seed=2, overwrite=True))
+    open_output(config(root, seed=2, overwrite_output_dir=True))
     write_state(root, 2)
     write_model(root, 2.0, "adapter")
     drop_earlier(root)

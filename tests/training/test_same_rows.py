@@ -42,7 +42,7 @@ def test_rows_may_differ_between_groups_and_not_within_one() -> None:
         cases = [[first, first, second, second], [first, first, second, other_label]]
         cases += [[first, longer, second, second], [starts, first, first, first]]
         found = [check(case, tensor=2) for case in cases]
-        # The ranks of a pipeline are not neighbours.
+        # The ranks of a pipeline are not neighbors.
         found += [check([first, second, first, second], pipeline=2), check([first, second] * 2, pipeline=2, tensor=2)]
         return [*found, check([first, second, first, other_label], pipeline=2)]
 
@@ -71,7 +71,7 @@ def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> No
         argv = [*arguments(tmp_path / "run"), "parallel.tensor=2", "max_steps=2", "checkpoint.save_model=false"]
         said = [run_here(argv, before_training=changed).said]
         dist.barrier()  # a rank that is there first would find the folder in use
-        saved = run_here([*argv, "max_steps=1", "checkpoint.save_every_steps=1", "overwrite=true"])
+        saved = run_here([*argv, "max_steps=1", "checkpoint.save_every_n_steps=1", "overwrite_output_dir=true"])
         assert saved.code == 0, saved.said
         dist.barrier()
         said.append(run_here([*argv, "resume=latest"], before_training=changed).said)

@@ -23,13 +23,13 @@ def settings(task: dict[str, Any]) -> dict[str, Any]:
             "source": task["texts"],
             "format": "text",
             "shuffle": False,
-            "pad_to_multiple": sequence,
-            "trained_share": "any",
+            "pad_to_multiple_of": sequence,
+            "check_label_mask": False,
             "cache": False,
-            "workers": 1,
+            "num_proc": 1,
         },
         "optimizer": {"lr": task["lr"], "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-        "lr_schedule": {"kind": "constant"},
+        "lr_scheduler": {"type": "constant"},
         "memory": {"activation_checkpointing": task["checkpointing"], "loss_chunks": 16},
         "checkpoint": {"save_model": False},
         "log": {"trackers": ["record"], "progress": "plain"},
@@ -41,16 +41,16 @@ def settings(task: dict[str, Any]) -> dict[str, Any]:
         "clip_grad_norm": 1.0,
         "compile": task["compiled"],
         "output_dir": str(Path(task["folder"]) / "output"),
-        "overwrite": True,
+        "overwrite_output_dir": True,
     }
     if task["method"] != "full":
         quantize = "nf4" if task["method"] == "qlora" else "none"
         config["lora"] = {
             "rank": task["rank"],
             "alpha": task["alpha"],
-            "targets": ["all-linear"],
-            "adapter": task["adapter"],
-            "quantize": quantize,
+            "target_modules": ["all-linear"],
+            "adapter_path": task["adapter"],
+            "quantize_base": quantize,
         }
     return config
 

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on rows that are tokenised already; with `unsloth` in the task, on Unsloth's model."""
+"""TRL's SFTTrainer on rows that are tokenized already; with `unsloth` in the task, on Unsloth's model."""
 
 import sys
 from pathlib import Path

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # How many timeouts long a rank may be at something before the others stop waiting for it.
-STEP = 1.0  # a training step
+STEP_SECONDS = 1.0  # a training step
 UNHEARD = 5.0  # most, of any phase, for a rank that has stopped to say anything; and of a step for all ranks together
-FIRST_STEP = 10.0  # communicators and kernels are made
-LONG = 30.0  # loading, quantizing, validation, saving, export: for ever while it moves, this long where it does not
-PATIENCE = {"compiling": LONG, "in a debugger": float("inf")}  # whatever the phase
+FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
+# Loading, quantizing, validation, saving, export: for ever while it moves, this long where it does not.
+LONG_SECONDS = 30.0
+PATIENCE = {"compiling": LONG_SECONDS, "in a debugger": float("inf")}  # whatever the phase
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Beat:
 
     number: int = 0
     phase: str = "starting"
-    patience: float = LONG
+    patience: float = LONG_SECONDS
     still: float = 0.0
     quiet: float = 0.0
     where: str = ""
@@ -67,7 +68,7 @@ def behind(beats: Mapping[int, Beat]) -> list[int]:
 def is_overdue(beat: Beat, timeout: float) -> bool:
     """Whether a rank that others wait for has had its time: of a step by what it has entered, of what may take long by
     whether it moves at all."""
-    if beat.patience <= FIRST_STEP:
+    if beat.patience <= FIRST_STEP_SECONDS:
         return beat.quiet >= timeout * beat.patience
     return beat.still >= timeout * beat.patience
 

@@ -28,7 +28,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.parallel.hang_detection import beats as rules
 from recipe_lib.parallel.hang_detection.beats import Beat, numbers
 from recipe_lib.parallel.hang_detection.peers import PeerFailedError, first_line, node_name, says_gone
-from recipe_lib.parallel.hang_detection.stacks import Call, busy, collectives, stack_of, where
+from recipe_lib.parallel.hang_detection.stacks import StackLine, busy, collectives, stack_of, where
 from recipe_lib.redaction import redact
 
 EVERY = 0.5  # seconds between two beats
@@ -73,7 +73,7 @@ def start_heartbeat(timeout: float) -> "Heartbeat":
 
 def outlast_heartbeat(timeout: float) -> None:
     """Sets the limits of all process groups, ten minutes by default, to what the heartbeat comes before."""
-    limit = timedelta(seconds=min(2 * rules.LONG * timeout, LONGEST_GROUP_LIMIT))
+    limit = timedelta(seconds=min(2 * rules.LONG_SECONDS * timeout, LONGEST_GROUP_LIMIT))
     for group in list(dist.distributed_c10d._world.pg_names):
         dist.distributed_c10d._set_pg_timeout(limit, group)
 
@@ -95,11 +95,11 @@ class Heartbeat:
         self._node = node_name()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
         self._pid, self._main, self._once = os.getpid(), threading.get_ident(), threading.Lock()
-        self._phase, self._patience = "starting", rules.LONG
+        self._phase, self._patience = "starting", rules.LONG_SECONDS
         self._base: dict[str, int] = {}  # by process group, the collectives entered before `count_anew`
         self._era = 0
         self._entered: tuple[Any, ...] = ()
-        self._stack: list[Call] = []
+        self._stack: list[StackLine] = []
         self._groups: dict[str, list[int]] = {}
         self._where = self._busy = self._lost = ""  # lost: why the store does not answer any more
         self._moved = self._advanced = self._answered = time.monotonic()
@@ -130,7 +130,7 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(timeout=2 * EVERY)
 
-    def enter(self, phase: str, patience: float = rules.LONG) -> None:
+    def enter(self, phase: str, patience: float = rules.LONG_SECONDS) -> None:
         """Notes what the main thread comes to. patience: how many timeouts that may take, see `beats`."""
         self._phase, self._patience = phase, patience
 

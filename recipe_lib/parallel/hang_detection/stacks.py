@@ -20,7 +20,7 @@ _DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-class Call(NamedTuple):
+class StackLine(NamedTuple):
     """A line of a stack."""
 
     file: str
@@ -38,7 +38,7 @@ def collectives() -> dict[str, int]:
     return found
 
 
-def stack_of(thread: int) -> list[Call]:
+def stack_of(thread: int) -> list[StackLine]:
     """The innermost 100 calls of a thread, by its `threading.get_ident()`, innermost first; [] if it is not found.
 
     As faulthandler writes them, which reads the interpreter's frames and makes no objects of them. Where the thread is
@@ -52,7 +52,7 @@ def stack_of(thread: int) -> list[Call]:
         _, found, rest = text.partition(f"Thread 0x{thread:016x} (most recent call first):\n")
         if found:
             calls = _CALL.findall(re.split(r"^\S|^$", rest, maxsplit=1, flags=re.MULTILINE)[0])
-            return [Call(name, int(line), function) for name, line, function in calls]
+            return [StackLine(name, int(line), function) for name, line, function in calls]
     return []
 
 
@@ -63,7 +63,7 @@ def _scratch() -> BinaryIO:
     return cast(BinaryIO, TemporaryFile(buffering=0))
 
 
-def where(stack: list[Call]) -> str:
+def where(stack: list[StackLine]) -> str:
     """`training/loop.py:120 (finish)`: the innermost place that is not torch's."""
     for call in stack:
         if "/torch/" not in call.file:
@@ -71,7 +71,7 @@ def where(stack: list[Call]) -> str:
     return ""
 
 
-def busy(stack: list[Call]) -> str:
+def busy(stack: list[StackLine]) -> str:
     """A key of `beats.PATIENCE`, or ""."""
     for what, places in (("in a debugger", _DEBUGGERS), ("compiling", _COMPILERS)):
         if any(place in call.file for call in stack for place in places):

@@ -19,7 +19,7 @@ from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-_QUANTISED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
+_QUANTIZED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
 _BLOCKS = {8: 256, 4: 128}  # numbers of a state of so many bits that share a scale in fp32, in long rows
 # Of a token's pass through a layer's matrices: how much of it is done again in backward.
 _AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
@@ -29,8 +29,8 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
     """The layers of each stage, first to last.
 
     cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
-    `parallel.pipeline_split: memory`. Raises ConfigError for fewer layers than stages, and for a
-    `parallel.pipeline_split` that does not fit the model.
+    `parallel.pipeline_balance: memory`. Raises ConfigError for fewer layers than stages, and for a
+    `parallel.pipeline_layers_per_stage` that does not fit the model.
     """
     parallel: ParallelConfig = cfg.parallel
     stages, layers = stage_count(parallel), spec.num_layers
@@ -40,18 +40,19 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
             f"set parallel.pipeline lower ({stages // parallel.pipeline} on each rank, {layers} in all at most), or a "
             "parallel.pipeline_schedule with fewer stages on a rank"
         )
-    counts = parallel.pipeline_split
-    if isinstance(counts, str):
+    counts = parallel.pipeline_layers_per_stage
+    if counts is None:
         layer, head = time_of(spec, cfg)
-        cost = _time_cost(parallel, layer, head) if counts == "time" else memory_of(spec, cfg, shards)
+        by_time = parallel.pipeline_balance == "compute"
+        cost = _time_cost(parallel, layer, head) if by_time else memory_of(spec, cfg, shards)
         counts = _balanced(parallel, layers, cost, head / layer)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         none = next((f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), "")
         raise ConfigError(
-            f"parallel.pipeline_split: found {len(counts)} stages with {sum(counts)} layers{none}, expected {stages} "
-            "stages of one layer or more "
+            f"parallel.pipeline_layers_per_stage: found {len(counts)} stages with {sum(counts)} layers{none}, expected "
+            f"{stages} stages of one layer or more "
             f"(parallel.pipeline_schedule={parallel.pipeline_schedule} on {parallel.pipeline} ranks) with the model's "
-            f"{layers} layers in all; list {stages} numbers with that sum, or set time or memory"
+            f"{layers} layers in all; list {stages} numbers with that sum, or set null"
         )
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -105,23 +106,22 @@ class _Run:
 
 def _read(cfg: Any) -> _Run:
     """Keys that a recipe does not have are read as if they did nothing."""
-    lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    trained = lora is None or (dpo is not None and dpo.train == "full")
+    adapters = getattr(cfg, "trained_adapters", None)
     memory, optimizer = getattr(cfg, "memory", None), getattr(cfg, "optimizer", None)
     width = BYTES.get(getattr(cfg, "dtype", "bf16"), 2)
-    quantised = None if trained or lora is None else _QUANTISED.get(lora.quantize)
+    quantized = None if adapters is None else _QUANTIZED.get(adapters.quantize_base)
     length = getattr(cfg, "max_seq_len", 0)
     rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
     on_host = memory is not None and memory.optimizer_offload
     return _Run(
-        tokens=rows * length * (1 if dpo is None else 2) // cfg.parallel.tensor,
+        tokens=rows * length * getattr(cfg, "sequences_per_item", 1) // cfg.parallel.tensor,
         length=length,
         again="none" if memory is None else memory.activation_checkpointing,
         width=width,
-        trained=trained,
-        layer_width=width if quantised is None else quantised,
-        adapters=0 if trained or lora is None else lora.rank,
-        copies=2 if dpo is not None and dpo.train == "full" and _has_reference(dpo) else 1,
+        trained=adapters is None,
+        layer_width=width if quantized is None else quantized,
+        adapters=0 if adapters is None else adapters.rank,
+        copies=2 if getattr(cfg, "copies_model", False) else 1,
         states=0 if on_host else state_bytes(optimizer, width, in_layer=True),
         vocabulary_states=0 if on_host else state_bytes(optimizer, width, in_layer=False),
         chunks=1 if memory is None else memory.loss_chunks,
@@ -142,10 +142,6 @@ def state_bytes(optimizer: OptimizerConfig | None, width: int, *, in_layer: bool
     each = width if bits is None else bits / 8 + (4 / _BLOCKS[bits] if bits in _BLOCKS else 0)
     count = 1 if optimizer.name == "muon" and in_layer else 2
     return count * each + (4 if optimizer.master_weights else 0)
-
-
-def _has_reference(dpo: Any) -> bool:
-    return dpo.loss != "simpo" and not dpo.reference_free
 
 
 def layer_weights(spec: DecoderSpec) -> int:

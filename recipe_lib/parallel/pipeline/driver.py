@@ -25,6 +25,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import Later, put_off, splittable
 from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.parallel.pipeline import schedules as kinds
 from recipe_lib.parallel.pipeline.deferred_reduce import HeldBack
 from recipe_lib.parallel.pipeline.schedule_memory import taken_in
@@ -99,11 +100,10 @@ class Pipeline:
         tokens: Tensor,
         positions: Tensor | None = None,
         attention: AttentionInfo | None = None,
+        *,
         labels: Tensor | None = None,
-        loss_chunks: int = 1,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        head_loss: HeadLoss | None = None,
         cache: None = None,
-        per_token: bool = False,
     ) -> Tensor:
         """The model's forward: the part whose turn it is. Behind the last stage's layers, norm and head.
 
@@ -111,7 +111,7 @@ class Pipeline:
         """
         trunk = self._model.model
         if self._hidden is not None:
-            return self._model.lm_head(trunk.norm(self._hidden), labels, loss_chunks, loss, per_token)
+            return self._model.lm_head(trunk.norm(self._hidden), labels=labels, head_loss=head_loss)
         if self._turn is None:
             raise RuntimeError("a model that is divided among the ranks of a pipeline runs by `train` or `evaluate`")
         stage, shape = self._turn

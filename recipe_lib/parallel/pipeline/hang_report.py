@@ -50,7 +50,7 @@ def to_json(stand: Stand) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGrid:
     """The ranks of a run: how many, and how a pipeline divides them; see MESH_DIMS."""
 
     parallel: ParallelConfig
@@ -66,7 +66,7 @@ class Ranks:
         return f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))})"
 
 
-def culprits(known: dict[int, Stand], ranks: Ranks, timeout: float) -> list[int]:
+def culprits(known: dict[int, Stand], ranks: RankGrid, timeout: float) -> list[int]:
     """The ranks that the others wait for, none of which waits for another itself; empty: work goes on somewhere.
 
     known: by rank. Of ranks that compute for long those are left out that have a peer, with the same actions, which is
@@ -85,7 +85,7 @@ def culprits(known: dict[int, Stand], ranks: Ranks, timeout: float) -> list[int]
     return [rank for rank in candidates if known[rank].seconds >= timeout - _SLACK]
 
 
-def words(ranks: Ranks, rank: int, stand: Stand) -> str:
+def words(ranks: RankGrid, rank: int, stand: Stand) -> str:
     """Who is where since when, and waits for whom; "" for a rank between two steps."""
     name = ranks.name(rank, stand.stage)
     if stand.what == WAITS:

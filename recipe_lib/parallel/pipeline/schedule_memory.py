@@ -215,7 +215,7 @@ def taken_in(timeline: Timeline, order: Sequence[Action], rank: int, parallel: P
     """The same as `taken_by`, but sooner: the number of the action before which a rank waits until a send is taken.
 
     In a simulation of this list it has been taken one computation before: a rank that waited already there would be
-    held up by every small delay of a neighbour. Ranks that wait so come to an end, in the order of the simulation.
+    held up by every small delay of a neighbor. Ranks that wait so come to an end, in the order of the simulation.
     """
     begins = {span.action: span.start for span in timeline.spans if span.rank == rank}
     computed = [(begins[action], number) for number, action in enumerate(order) if action.kind in COMPUTE]

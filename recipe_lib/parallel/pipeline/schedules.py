@@ -55,8 +55,8 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     settings = _torch_settings(ranks, stages_per_rank(parallel), _orderly(name, ranks, micro_batches))
     make = _torch_schedule(name)._calculate_single_rank_operations
     orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
-    if parallel.pipeline_put_off is not None:
-        orders = {rank: _sooner(order, parallel.pipeline_put_off) for rank, order in orders.items()}
+    if parallel.pipeline_max_deferred_weight_grads is not None:
+        orders = {rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads) for rank, order in orders.items()}
     _check_complete(orders, stage_count(parallel), micro_batches)
     return orders
 

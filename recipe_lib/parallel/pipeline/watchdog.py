@@ -19,7 +19,7 @@ from recipe_lib.config.pipeline import rank_of_stage
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import UserError
 from recipe_lib.ops.device import holds_values
-from recipe_lib.parallel.pipeline.hang_report import BETWEEN, COMPUTES, WAITS, Ranks, Stand, culprits, to_json, words
+from recipe_lib.parallel.pipeline.hang_report import BETWEEN, COMPUTES, WAITS, RankGrid, Stand, culprits, to_json, words
 from recipe_lib.parallel.pipeline.schedules import COMPUTE, Action
 from recipe_lib.parallel.world import World
 
@@ -41,7 +41,7 @@ class Watch:
 
     def __init__(self, world: World, parallel: ParallelConfig) -> None:
         self.parallel = parallel
-        self._rank, self._ranks, self._heartbeat = world.rank, Ranks(parallel, world.size), world.heartbeat
+        self._rank, self._ranks, self._heartbeat = world.rank, RankGrid(parallel, world.size), world.heartbeat
         self._members = world.pipeline.ranks if world.pipeline is not None else (world.rank,)
         self._device, self._on_device = world.device, world.device.type == "cuda" and holds_values(world.device)
         self._done = 0

@@ -21,7 +21,7 @@ def block_bytes(size: int) -> int:
 class Block:
     """A piece of a segment; what `malloc` hands out.
 
-    mapped: it has memory; a stretch of an expandable segment may have addresses only. previous, next: its neighbours in
+    mapped: it has memory; a stretch of an expandable segment may have addresses only. previous, next: its neighbors in
     the segment. streams: others than its own that use it. pending: how many of them may still do so after it was freed.
     born: the allocator's count of searches when it came into its pool.
     """
@@ -105,7 +105,7 @@ def growable_size(block: Block) -> int:
     return block.size + (following.size if following and not following.mapped else 0)
 
 
-def join_neighbours(block: Block) -> None:
+def join_neighbors(block: Block) -> None:
     """A free block, not yet in its pool, takes in those before and after it that are free too; one without memory
     those without (`try_merge_blocks`)."""
     pool, before, after = block.pool, block.previous, block.next

@@ -1,7 +1,7 @@
 """A model of CUDA's caching allocator (torch's native backend): which segments a run's allocations make it take.
 
 Rules from pytorch c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, as torch 2.11 to 2.13 have them.
-Not modelled: CUDA graphs' private pools, several threads, and address space that runs out in expandable mode.
+Not modeled: CUDA graphs' private pools, several threads, and address space that runs out in expandable mode.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ from recipe_lib.plan.allocation.blocks import (
     Pool,
     check_blocks,
     growable_size,
-    join_neighbours,
+    join_neighbors,
     round_size,
     segment_size,
 )
@@ -167,7 +167,7 @@ class CachingAllocator:
         return sorted([*found, *self._active], key=lambda block: block.address)
 
     def check(self) -> None:
-        """AssertionError if the books are wrong: overlaps, unmerged neighbours, numbers that do not add up."""
+        """AssertionError if the books are wrong: overlaps, unmerged neighbors, numbers that do not add up."""
         blocks, pools = self.blocks(), list(self._pools.values())
         assert sum(block.size for block in blocks) == self.reserved <= self.peak_reserved
         assert sum(block.size for block in self._active) == self.active <= self.peak_active
@@ -251,13 +251,13 @@ class CachingAllocator:
             self.log.append((action, address, abs(change), stream))
 
     def _complete_free(self, block: Block) -> None:
-        """The block can be reused: it joins its free neighbours (`free_block`)."""
+        """The block can be reused: it joins its free neighbors (`free_block`)."""
         if self.log is not None:
             self.log.append(("free_completed", block.address, block.requested, block.pool.stream))
         self._active.remove(block)
         self.active -= block.size
         self.requested -= block.requested
-        join_neighbours(block)
+        join_neighbors(block)
         self._insert(block)
 
     def _give_back(self, block: Block) -> None:
@@ -339,7 +339,7 @@ class CachingAllocator:
         return room
 
     def _map(self, block: Block, size: int) -> bool:
-        """Gives the first `size` bytes of an unmapped block memory, whole pages of it, and joins it to free neighbours
+        """Gives the first `size` bytes of an unmapped block memory, whole pages of it, and joins it to free neighbors
         (`map_block`); False if the device has no more."""
         pool = block.pool
         size = -(-size // pool.page) * pool.page
@@ -355,7 +355,7 @@ class CachingAllocator:
             block.next, block.size = rest, size
             pool.insert(rest)
         block.mapped = True
-        join_neighbours(block)
+        join_neighbors(block)
         self._insert(block)
         return True
 
@@ -382,7 +382,7 @@ class CachingAllocator:
             block.next = after
             self._insert(after)
         block.address, block.size, block.mapped = begin, end - begin, False
-        join_neighbours(block)
+        join_neighbors(block)
         if block.previous or block.next:
             pool.insert(block)  # else the segment is empty, and goes with its addresses
         self._count_reserved("segment_unmap", begin, begin - end, pool.stream)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from recipe_lib.plan.allocation.blocks import SEGMENT_ROUNDING, Block
+from recipe_lib.plan.allocation.blocks import Block
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 
@@ -102,24 +102,3 @@ def _close(result: Replay, allocator: CachingAllocator, phase: str) -> None:
         peaks.active = max(peaks.active, allocator.peak_active)
         peaks.reserved = max(peaks.reserved, allocator.peak_reserved)
     allocator.reset_peaks()
-
-
-def smallest_cap(trace: Trace, *, expandable: bool = False, step: int = SEGMENT_ROUNDING) -> int:
-    """The least device memory, in bytes, that the segments can be held to and the run still goes through, with retries.
-
-    Found by halving between the most that is asked for at a time, below which nothing goes through, and what is
-    reserved without a cap, which always does; a multiple of `step`, or the latter. With a little more memory the run
-    can, rarely, fail again, because blocks then come to lie differently.
-    """
-    free_run = replay(trace, AllocatorSettings(expandable=expandable))
-    enough = free_run.reserved
-    peaks = free_run.phases.values()
-    too_little = max((phase.requested for phase in peaks), default=0) // step - 1
-    steps = -(-enough // step)
-    while steps - too_little > 1:
-        middle = (steps + too_little) // 2
-        if replay(trace, AllocatorSettings(expandable=expandable, cap=middle * step)).survived:
-            steps, enough = middle, middle * step
-        else:
-            too_little = middle
-    return enough

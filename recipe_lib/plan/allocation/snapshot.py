@@ -90,7 +90,7 @@ def _entry(event: tuple[str, int, int, int], time: int, frames: Frames, cap: int
 
 
 def _segments(allocator: CachingAllocator, made_by: dict[Block, Frames]) -> list[dict[str, Any]]:
-    """The state at the end: neighbouring blocks with memory make a segment."""
+    """The state at the end: neighboring blocks with memory make a segment."""
     segments: list[dict[str, Any]] = []
     for block in allocator.blocks():
         if not block.previous or not block.previous.mapped:

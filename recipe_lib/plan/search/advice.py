@@ -5,7 +5,7 @@ from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
-from recipe_lib.plan.search.estimate import Quick
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.search_space import data_ranks
 from recipe_lib.plan.search.trials import (
     Changes,
@@ -22,13 +22,13 @@ from recipe_lib.plan.tracing.simulate import FIRST, STEADY
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 # A change of less than this share is none.
-SMALLEST = 0.002
+MIN_CHANGE = 0.002
 
 # From least to most memory.
 CHECKPOINTING = ("full", "selective", "none")
 QUANTIZED = ("nf4", "int8", "none")
-LONG = 8192  # tokens of a row from which on an MLP's inner width is worth cutting
-MOST_LOSS_CHUNKS = 64
+LONG_SEQUENCE = 8192  # tokens of a row from which on an MLP's inner width is worth cutting
+MAX_LOSS_CHUNKS = 64
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Tried:
     """A lever and what the run takes with it. usable: bytes that the allocator may then take."""
 
     lever: Lever
-    quick: Quick
+    quick: Estimate
     usable: int
 
 
@@ -65,7 +65,7 @@ def advise(recipe_class: type, cfg: Any, settings: PlanSettings, plan: Plan) -> 
     return advice_from(plan, *try_levers(recipe_class, cfg, settings))
 
 
-def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Quick | None, list[Tried]]:
+def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Estimate | None, list[Tried]]:
     """The run as it is, None where it could not be tried, and with each lever.
 
     In several processes if nothing has been simulated in this one yet: before its own plan is made is the better time.
@@ -84,14 +84,14 @@ def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Qu
     return found[0], tried
 
 
-def advice_from(plan: Plan, base: Quick | None, tried: list[Tried]) -> list[Advice]:
+def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
     """The advice of a plan from what was tried, in order."""
     has_room = plan.verdict != DOES_NOT_FIT
     rows = [(False, row) for row in _expandable(plan)]
     for one in tried if base is not None else []:
         assert base is not None
         gained, saved = one.quick.active - base.active, one.quick.seconds - base.seconds
-        less, faster = gained < -SMALLEST * base.active, saved < -SMALLEST * base.seconds
+        less, faster = gained < -MIN_CHANGE * base.active, saved < -MIN_CHANGE * base.seconds
         row = Advice(
             override=" ".join(filter(None, [one.lever.text, override_text(one.lever.changes)])),
             bytes=gained,
@@ -106,7 +106,7 @@ def advice_from(plan: Plan, base: Quick | None, tried: list[Tried]) -> list[Advi
     return [row for _, row in rows]
 
 
-def _fits(plan: Plan, base: Quick, one: Tried) -> bool:
+def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
     """As the verdict counts it, with expandable segments: the plan's own peak, and what the lever changes of it."""
     steps = [peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)]
     others = [peak.active for peak in plan.heaviest.peaks if peak.phase not in (FIRST, STEADY)]
@@ -117,7 +117,7 @@ def _fits(plan: Plan, base: Quick, one: Tried) -> bool:
 def _expandable(plan: Plan) -> list[Advice]:
     rank = plan.heaviest
     gained = rank.reserved_expandable - rank.reserved
-    if gained >= -SMALLEST * rank.reserved:
+    if gained >= -MIN_CHANGE * rank.reserved:
         return []
     fits = rank.reserved_expandable <= plan.device.usable
     return [Advice(EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle")]
@@ -153,10 +153,10 @@ def _layers(cfg: Any) -> list[Lever]:
     """What is kept for backward, and logits."""
     own = cfg.memory.activation_checkpointing
     found = [Lever(checkpointing(cfg, kind)) for kind in CHECKPOINTING if kind != own]
-    if cfg.memory.loss_chunks < MOST_LOSS_CHUNKS:
-        found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MOST_LOSS_CHUNKS)}))
-    if cfg.max_seq_len >= LONG and cfg.memory.mlp_chunks == 1:
-        found.append(Lever({"memory.mlp_chunks": cfg.max_seq_len // (LONG // 2)}))
+    if cfg.memory.loss_chunks < MAX_LOSS_CHUNKS:
+        found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MAX_LOSS_CHUNKS)}))
+    if cfg.max_seq_len >= LONG_SEQUENCE and cfg.memory.mlp_tiles == 1:
+        found.append(Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)}))
     if not cfg.memory.activation_offload:
         found.append(Lever({"memory.activation_offload": True}, "kept in host memory meanwhile"))
     return found
@@ -166,8 +166,8 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
     """What a rank holds of the model."""
     parallel, found = cfg.parallel, []
     if ranks > 1:
-        if parallel.wrapping in ("auto", "layers"):
-            found.append(Lever({"parallel.wrapping": "memory_efficient"}))
+        if parallel.fsdp_wrap_policy in ("auto", "layers"):
+            found.append(Lever({"parallel.fsdp_wrap_policy": "memory_efficient"}))
         found.append(Lever({"parallel.reshard_after_forward": not parallel.reshard_after_forward}))
         if parallel.data_replicate > 1:
             found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
@@ -212,15 +212,19 @@ def _weights(cfg: Any) -> list[Lever]:
         if cfg.optimizer.state_bits is None:
             found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))
         found.append(Lever({"optimizer.name": "sgd"}, "another optimizer, without states: needs its own optimizer.lr"))
-    adapters, preference = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    if preference is not None and preference.train == "full":
-        found.append(Lever({"dpo.train": "lora"}, "trains adapters in place of every parameter"))
+    adapters = cfg.trained_adapters
+    if adapters is None and cfg.adapters_instead:
+        found.append(Lever(cfg.adapters_instead, "trains adapters in place of every parameter"))
     elif adapters is not None:
         note = "frozen weights are rounded"
-        found += [Lever({"lora.quantize": kind}, note) for kind in QUANTIZED if kind not in (adapters.quantize, "none")]
-        if adapters.quantize != "none":
-            found.append(Lever({"lora.quantize": "none"}, "frozen weights are not rounded"))
-        if adapters.rank > 1 and adapters.adapter is None:
+        found += [
+            Lever({"lora.quantize_base": kind}, note)
+            for kind in QUANTIZED
+            if kind not in (adapters.quantize_base, "none")
+        ]
+        if adapters.quantize_base != "none":
+            found.append(Lever({"lora.quantize_base": "none"}, "frozen weights are not rounded"))
+        if adapters.rank > 1 and adapters.adapter_path is None:
             found.append(Lever({"lora.rank": adapters.rank // 2}, "smaller adapters"))
     return found
 
@@ -233,7 +237,7 @@ def _length(cfg: Any, settings: PlanSettings) -> list[Lever]:
         note = (
             "shorter packs: more of them"
             if cfg.data.packing
-            else f"data.long_rows={cfg.data.long_rows} for longer rows"
+            else f"data.truncation={cfg.data.truncation} for longer rows"
         )
         found.append(Lever({"max_seq_len": half}, note, tokens=half, timed=False))
     histogram = sequence.histogram

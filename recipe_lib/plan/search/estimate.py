@@ -15,15 +15,15 @@ from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.rank_plans import not_simulated
-from recipe_lib.plan.search.estimate_facts import Quick, parameter_bytes, trained_bytes
+from recipe_lib.plan.search.estimate_facts import Estimate, parameter_bytes, trained_bytes
 from recipe_lib.plan.search.estimate_pipeline import quick_pipeline
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, MAKING_STATES, STEADY
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
 
-# Fewest layers of the short simulation: a first, a last, and one between them that has neighbours on both sides.
-SHORTEST = 3
+# Fewest layers of the short simulation: a first, a last, and one between them that has neighbors on both sides.
+MIN_LAYERS = 3
 Number = TypeVar("Number", int, float)
 
 
@@ -46,7 +46,7 @@ class _Short:
     estimate: str = ""
 
 
-def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
+def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate:
     """The estimate for a plannable config, of the first of `settings.traced_ranks` or rank 0, without load, validation
     and save.
 
@@ -57,10 +57,10 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
     if cfg.parallel.pipeline > 1:
         return quick_pipeline(recipe_class, cfg, settings)
     layers = layer_count(cfg)
-    ahead = cfg.memory.activation_offload_ahead if cfg.memory.activation_offload else 0
+    ahead = cfg.memory.activation_offload_prefetch_layers if cfg.memory.activation_offload else 0
     short, long = short_depths(layers, layer_period(cfg), ahead)
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
-    if long >= layers or budget or _names_layers(cfg.parallel.wrapping):
+    if long >= layers or budget or _names_layers(cfg.parallel.fsdp_wrap_policy):
         whole = _simulate(recipe_class, cfg, settings, layers)
         return _continue(whole, whole, layers)
     pair = [_simulate(recipe_class, with_layers(cfg, depth), settings, depth) for depth in (short, long)]
@@ -72,7 +72,7 @@ def short_depths(layers: int, period: int, ahead: int = 0) -> tuple[int, int]:
 
     ahead: layers beside a present one whose activations are on the device, where the others' are sent away.
     """
-    shortest = SHORTEST + ahead
+    shortest = MIN_LAYERS + ahead
     short = shortest + (layers - shortest) % period
     return short, short + period
 
@@ -139,7 +139,7 @@ def place_of(module: str, layers: int) -> str:
     return ".".join(names.get(int(piece), "*") if piece.isdigit() else piece for piece in module.split("."))
 
 
-def _continue(short: _Short, long: _Short, layers: int) -> Quick:
+def _continue(short: _Short, long: _Short, layers: int) -> Estimate:
     """The straight line through two simulations at the model's own depth."""
 
     def line(value: Callable[[_Short], Number]) -> Number:
@@ -155,7 +155,7 @@ def _continue(short: _Short, long: _Short, layers: int) -> Quick:
     host = [
         _line(short.host.get(phase, high), high, short.layers, long.layers, layers) for phase, high in long.host.items()
     ]
-    return Quick(
+    return Estimate(
         active=active,
         reserved=active + idle[0],
         reserved_expandable=active + idle[1],

@@ -7,7 +7,7 @@ from recipe_lib.plan.tracing.simulate import Simulated
 
 
 @dataclass(frozen=True)
-class Quick:
+class Estimate:
     """What a run takes on one rank, per device.
 
     active: most bytes in blocks, as `PhasePeak.active`; phase, part, module: where, with `*` for a number of an inner

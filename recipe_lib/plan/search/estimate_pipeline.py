@@ -18,7 +18,7 @@ from recipe_lib.plan.allocation.blocks import block_bytes
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
-from recipe_lib.plan.search.estimate_facts import Quick, parameter_bytes, trained_bytes
+from recipe_lib.plan.search.estimate_facts import Estimate, parameter_bytes, trained_bytes
 from recipe_lib.plan.stages import first_of_each_place
 from recipe_lib.plan.timing.pipeline_time import messages_of, parts_of
 from recipe_lib.plan.timing.stream_schedule import schedule
@@ -50,7 +50,7 @@ class _Place:
     module: str
 
 
-def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick:
+def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate:
     """The estimate for a plannable config with a pipeline, as `quick` gives it: of the heaviest of its places.
 
     Its active bytes are mostly those of the whole plan. settings.timed False: reserved is not more than active, and the
@@ -78,7 +78,7 @@ def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quic
             lambda action: seconds[action.stage, action.kind],
             lambda send: messages.get((send.stage, send.kind), 0.0),
         ).total
-    return Quick(
+    return Estimate(
         active=active,
         reserved=active + place.idle[0],
         reserved_expandable=active + place.idle[1],

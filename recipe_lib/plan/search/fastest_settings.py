@@ -16,7 +16,7 @@ from typing import Any
 from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.search.estimate import Quick
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.search_space import (
     SIZE_KEYS,
     data_ranks,
@@ -44,18 +44,18 @@ from recipe_lib.units import format_bytes, format_count
 CHECKPOINTING_KEY = "memory.activation_checkpointing"
 CHECKPOINTING = ("full", "selective", "none")
 # Settings that cost little time, and are tried together where the peak is outside of the layers.
-OUTSIDE_LAYERS = {"parallel.wrapping": "memory_efficient", "memory.loss_chunks": 64}
+OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_chunks": 64}
 OUTSIDE_SHARE = 0.1
 
 # Estimates of reserved memory are some percent off: what is beyond the device by less than this is planned in full.
-DOUBT = 0.06
+RESERVED_TOLERANCE = 0.06
 # The line through one micro-batch and what is held between steps says too much, by less than this share of the device.
 ROUGH = 0.25
-MOST_PLANS = 10
+MAX_PLANS = 10
 
 
 @dataclass(frozen=True)
-class Found:
+class PlannedSettings:
     """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, host, margin: of their own
     plan, the bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step;
     tokens_per_second: of all ranks; both for ranking, and None with parameters in host memory, whose way there and back
@@ -78,8 +78,8 @@ class Search:
     rows: of a step, all ranks. tried: settings that were estimated; planned: in full; took: seconds. True if something
     was found; as text, the table of `render_search`."""
 
-    found: list[Found]
-    closest: Found | None
+    found: list[PlannedSettings]
+    closest: PlannedSettings | None
     device: str
     ranks: int
     rows: int
@@ -100,7 +100,7 @@ class _Candidate:
     """Settings and their estimate. short: bytes that they lack, by it; negative: to spare."""
 
     changes: Changes
-    quick: Quick
+    quick: Estimate
     short: int
 
     @property
@@ -127,8 +127,8 @@ def search(
     """
     began = time.monotonic()
     tried: list[_Candidate] = []
-    found: list[Found] = []
-    refused: list[Found] = []
+    found: list[PlannedSettings] = []
+    refused: list[PlannedSettings] = []
     for group in variants(cfg, fixed):
         estimated = _estimate(recipe_class, cfg, settings, group, fixed, splits)
         tried += estimated
@@ -194,8 +194,8 @@ def _try(
 ) -> _Candidate | None:
     """The estimate; where it does not fit and the peak is outside of the layers, with what makes less of that."""
     less = {key: value for key, value in OUTSIDE_LAYERS.items() if key not in fixed and value_of(cfg, key) != value}
-    if isinstance(value_of(cfg, "parallel.wrapping"), list):
-        less.pop("parallel.wrapping")
+    if isinstance(value_of(cfg, "parallel.fsdp_wrap_policy"), list):
+        less.pop("parallel.fsdp_wrap_policy")
     best = None
     for more in ({}, less):
         other = changed(cfg, changes | more)
@@ -217,16 +217,16 @@ def _could_fit(cfg: Any, settings: PlanSettings, changes: Changes, known: _Candi
     if before is None or after is None:
         return False
     meshes = [mesh_shape(one.parallel, settings.ranks) for one in (before, after)]
-    parts_before, parts = (pipeline * shards for pipeline, _, shards, _ in meshes)
+    parts_before, parts = (mesh["pipeline"] * mesh["data_shard"] for mesh in meshes)
     held = known.quick.held * parts_before // parts if not after.memory.cpu_offload else 0
     gradients = known.quick.trained // parts if not after.memory.cpu_offload else 0
-    shards = meshes[1][2]
-    whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * (shards - 1) // parts
+    others = meshes[1]["data_shard"] - 1
+    whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * others // parts
     return held + max(gradients, whole) <= usable_bytes(after, settings) + _doubt(settings)
 
 
 def _doubt(settings: PlanSettings) -> int:
-    return int(DOUBT * settings.hardware.memory)
+    return int(RESERVED_TOLERANCE * settings.hardware.memory)
 
 
 def _micro_batches(
@@ -296,20 +296,20 @@ def _without_twins(candidates: Iterable[_Candidate]) -> list[_Candidate]:
 
 def _confirm(
     recipe_class: type, cfg: Any, settings: PlanSettings, tried: list[_Candidate], want: int
-) -> tuple[list[Found], list[Found]]:
+) -> tuple[list[PlannedSettings], list[PlannedSettings]]:
     """(what fits by its whole plan, what does not), the fastest estimates first, until there are enough."""
     waiting = [one for one in tried if one.short <= _doubt(settings)]
     waiting.sort(key=lambda one: (-one.speed, one.quick.active))
-    fits: list[Found] = []
-    refused: list[Found] = []
-    while waiting and len(fits) < want and len(fits) + len(refused) < MOST_PLANS:
+    fits: list[PlannedSettings] = []
+    refused: list[PlannedSettings] = []
+    while waiting and len(fits) < want and len(fits) + len(refused) < MAX_PLANS:
         now, waiting = waiting[: want - len(fits)], waiting[want - len(fits) :]
         for one in in_processes(lambda one: _plan(recipe_class, cfg, settings, one), now):
             (refused if one.verdict == DOES_NOT_FIT else fits).append(one)
     return fits, refused
 
 
-def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate) -> Found:
+def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate) -> PlannedSettings:
     """The whole plan of a candidate."""
     other = changed(cfg, one.changes)
     assert other is not None
@@ -318,7 +318,7 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate)
     changes = {key: value for key, value in one.changes.items() if value_of(cfg, key) != value}
     if changes.get("optimizer.implementation") == "auto" and cfg.optimizer.implementation == "fused":
         del changes["optimizer.implementation"]
-    return Found(
+    return PlannedSettings(
         changes=changes,
         verdict=plan.verdict,
         active=rank.peak.active,
@@ -331,7 +331,7 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate)
     )
 
 
-def speed_text(found: Found) -> str:
+def speed_text(found: PlannedSettings) -> str:
     """Tokens per second as text."""
     return "not planned" if found.tokens_per_second is None else format_count(found.tokens_per_second)
 

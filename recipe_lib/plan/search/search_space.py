@@ -29,7 +29,7 @@ SCHEDULES_TRIED = ("1f1b", "zbv")
 # Where ranks cannot read each other's memory, gathering parameters costs more than it does elsewhere, and what a
 # pipeline exchanges is little.
 LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
-MOST_LENGTHS = 3  # of pipelines, the longest that there can be
+MAX_PIPELINE_LENGTHS = 3  # of pipelines, the longest that there can be
 
 
 def rows_of(cfg: Any) -> int:
@@ -44,14 +44,14 @@ def data_ranks(cfg: Any, ranks: int) -> int:
 
 def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
     """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
-    quantize = value_of(cfg, "lora.quantize")
-    free = quantize is not None and "lora.quantize" not in fixed
+    quantize = value_of(cfg, "lora.quantize_base")
+    free = quantize is not None and "lora.quantize_base" not in fixed
     stays = {} if "memory.cpu_offload" in fixed else {"memory.cpu_offload": False}
-    yield [stays, *([stays | {"lora.quantize": "none"}] if free and quantize != "none" else [])]
+    yield [stays, *([stays | {"lora.quantize_base": "none"}] if free and quantize != "none" else [])]
     rounded: list[Changes] = []
     if free:
         rounded = [
-            {"lora.quantize": kind}
+            {"lora.quantize_base": kind}
             for kind in ("int8", "nf4")
             if quantize == "none" or (quantize, kind) == ("int8", "nf4")
         ]
@@ -89,7 +89,7 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
     groups = settings.ranks // cfg.parallel.tensor
     schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
     lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
-    for size in lengths[-MOST_LENGTHS:]:
+    for size in lengths[-MAX_PIPELINE_LENGTHS:]:
         for schedule in (one for one in schedules if splits or not SCHEDULES[one].splits):
             begun: Changes = {PIPELINE_KEY: size, SCHEDULE_KEY: schedule}
             if cfg.parallel.strategy != "fsdp" and STRATEGY_KEY not in fixed:  # copies are a number of FSDP's here

@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from recipe_lib.config.compatibility import incompatibilities
+from recipe_lib.config.idle import why_idle
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.estimate import Quick, quick
+from recipe_lib.plan.search.estimate import Estimate, quick
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 
 # Dotted key -> value.
@@ -45,19 +46,19 @@ def changed(cfg: Any, changes: Changes) -> Any | None:
     return None if _refused(other) - _refused(cfg) else other
 
 
-def _refused(cfg: Any) -> set[str]:
-    """Names of the combinations that a config has and that `load_config` refuses."""
+def _refused(cfg: Any) -> set[Any]:
+    """The rules that a config breaks, and the keys that it sets in vain."""
     schema: type = type(cfg)
     keys = read_schema(schema).keys
-    set_ones = [name for name, key in keys.items() if value_of(cfg, name) != key.default]
-    return {entry.name for entry in incompatibilities(cfg, set_ones, list(keys))}
+    idle = {name for name, key in keys.items() if value_of(cfg, name) != key.default and why_idle(cfg, key)}
+    return idle.union(broken_rules(cfg, list(keys)))
 
 
 def checkpointing(cfg: Any, kind: str) -> Changes:
     """What sets the kind of checkpointing; a budget belongs to `budget` alone."""
     changes: Changes = {"memory.activation_checkpointing": kind}
-    if kind != "budget" and value_of(cfg, "memory.activation_budget") is not None:
-        changes["memory.activation_budget"] = None
+    if kind != "budget" and value_of(cfg, "memory.activation_budget_gib") is not None:
+        changes["memory.activation_budget_gib"] = None
     return changes
 
 
@@ -87,7 +88,7 @@ def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
-def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Quick | None:
+def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate | None:
     """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
     try:
         return quick(recipe_class, cfg, settings)
@@ -115,7 +116,7 @@ def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> li
     try:
         return list(in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers))[: len(pieces)]  # type: ignore[return-value]
     except SetupError as error:
-        if "data.workers" not in str(error):
+        if "data.num_proc" not in str(error):
             raise
         raise SetupError(
             "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"

@@ -2,7 +2,7 @@
 
 No torch in here. The host issues operators one after the other; an operator starts when it has been issued, when its
 stream is free and, for a collective, when its link is. Kernels on different streams do not slow each other, and the
-other ranks are taken to be as fast as this one: a stage of a pipeline never waits for its neighbour here, and what they
+other ranks are taken to be as fast as this one: a stage of a pipeline never waits for its neighbor here, and what they
 exchange is left out; `pipeline_time` puts the ranks together.
 """
 

@@ -50,7 +50,7 @@ def traced_micro_batches(cfg: Any, place: int = 0) -> int:
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
         return min(ALIKE_FROM, count)
-    return enough_micro_batches(cfg.parallel, place, count, evaluates=hasattr(cfg, "dpo"))
+    return enough_micro_batches(cfg.parallel, place, count, evaluates=cfg.runs_reference)
 
 
 def enough_micro_batches(parallel: ParallelConfig, place: int, count: int, *, evaluates: bool = False) -> int:
@@ -114,7 +114,7 @@ _Key = tuple[tuple[str, Any], ...]
 
 def _key(parallel: ParallelConfig) -> _Key:
     """What of it an order depends on, by name."""
-    names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_put_off")
+    names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_max_deferred_weight_grads")
     return tuple((name, getattr(parallel, name)) for name in names)
 
 

@@ -1,6 +1,6 @@
-"""A function that does the same for the same shapes, such as dequantising a weight: run once, then repeated from notes.
+"""A function that does the same for the same shapes, such as dequantizing a weight: run once, then repeated from notes.
 
-A QLoRA step of a 70B model dequantises 1700 matrices, each in dozens of pieces: three hundred thousand operators. The
+A QLoRA step of a 70B model dequantizes 1700 matrices, each in dozens of pieces: three hundred thousand operators. The
 notes hold the first run's allocations and operators; a loop in them is kept as two turns, since after the second one
 an allocator has the same free blocks as after all of them, and the operators say how often they were issued.
 """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from recipe_lib.adapters import nf4, quantised
+from recipe_lib.adapters import nf4, quantized
 from recipe_lib.checkpoint.weights_out import refused_extra, whole
 from recipe_lib.config.pipeline import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -30,7 +30,7 @@ from recipe_lib.plan.tracing.pipeline_actions import (
 )
 from recipe_lib.plan.tracing.recipe_models import label_models, models_of, module_facts
 from recipe_lib.plan.tracing.simulated_micro_batches import (
-    FEW,
+    FEW_MICRO_BATCHES,
     Likeness,
     Passes,
     affordable,
@@ -39,7 +39,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     likeness,
 )
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
-from recipe_lib.plan.world.cached_fake_mode import FastFake
+from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.planned_batches import PlannedData, RowShape, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
@@ -97,13 +97,13 @@ def simulate(
 
     def run(number: int | None) -> Simulated:
         with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
-            tracer = Tracer(NAME, FastFake(mode, _known_calls), kernel_memory)
+            tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory)
             tracer.stream = connect_streams(tracer.record, tracer.wait)
             with (
                 _quiet_collector(),
                 tracer.running(),
                 following_actions(tracer.trace),
-                tracer.remembering(quantised, "_dequantise"),
+                tracer.remembering(quantized, "_dequantize"),
                 tracer.remembering(cross_entropy, "_sum_over_chunks"),
                 _scales_without_values(),
             ):
@@ -112,7 +112,7 @@ def simulate(
     if traced is not None:
         return run(traced)
     own, count = not is_shipped(recipe_class), micro_batches(cfg)[1]
-    found = run(count if own and count <= FEW else None)
+    found = run(count if own and count <= FEW_MICRO_BATCHES else None)
     if found.traced == count or (found.likeness.alike and not own):
         return found
     more = affordable(found.likeness, count, found.traced)
@@ -289,8 +289,8 @@ def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
 
 @contextmanager
 def _scales_without_values() -> Iterator[None]:
-    """Quantising to NF4 looks at numbers in two places; in a simulation they have none, and torchao takes seconds."""
-    borders, scales = nf4._borders, nf4.quantise_scales
+    """Quantizing to NF4 looks at numbers in two places; in a simulation they have none, and torchao takes seconds."""
+    borders, scales = nf4._borders, nf4.quantize_scales
 
     def sizes_of_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         factors = largest.new_empty(nf4.factors_of(len(largest)), dtype=torch.float32)
@@ -298,11 +298,11 @@ def _scales_without_values() -> Iterator[None]:
 
     module = cast(Any, nf4)
     module._borders = lambda dtype: torch.empty(len(nf4.LEVELS) - 1, dtype=dtype)
-    module.quantise_scales = sizes_of_scales
+    module.quantize_scales = sizes_of_scales
     try:
         yield
     finally:
-        module._borders, module.quantise_scales = borders, scales
+        module._borders, module.quantize_scales = borders, scales
 
 
 @contextmanager

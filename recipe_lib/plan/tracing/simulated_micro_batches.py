@@ -20,9 +20,9 @@ from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
 from recipe_lib.units import format_bytes
 
 # Of a user's recipe so many micro-batches are simulated at once; of more, how long one takes is looked at before.
-FEW = 4
+FEW_MICRO_BATCHES = 4
 # Events of all micro-batches of the simulated steps together: half a minute of CPU time at most.
-MOST_EVENTS = 300_000
+MAX_EVENTS = 300_000
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _done(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
 
 def affordable(found: Likeness, count: int, fewest: int) -> int:
     """How many of `count` micro-batches there is time for, `fewest` at least."""
-    return max(fewest, min(count, MOST_EVENTS // max(1, found.events)))
+    return max(fewest, min(count, MAX_EVENTS // max(1, found.events)))
 
 
 def estimate_text(found: Likeness, traced: int, count: int) -> str:

@@ -18,7 +18,7 @@ from recipe_lib.plan.tracing.collectives import read_collective
 from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
 from recipe_lib.plan.tracing.repeated_calls import Repeats
-from recipe_lib.plan.world.cached_fake_mode import FastFake
+from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.dtensor_patches import on_shards, propagation_unseen
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
@@ -48,7 +48,7 @@ class Tracer(TorchDispatchMode):
     def __init__(
         self,
         device_type: str,
-        fast: FastFake | None = None,
+        fast: CachedFakeMode | None = None,
         kernel_memory: KernelMemory | None = None,
     ) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ class _Output:
 
 
 @dataclass(slots=True)
-class Call:
+class CachedCall:
     """A remembered call. outputs: None for an operator that returns nothing. cost: what the tracer keeps beside it."""
 
     outputs: "_Output | list[_Output] | None"
@@ -58,18 +58,18 @@ class Call:
     cost: Any = None
 
 
-class FastFake:
+class CachedFakeMode:
     """`call(func, args, kwargs)` under one FakeTensorMode, which is active outside.
 
     calls: by operator and shapes; what is remembered is no mode's own, so that later simulations know it too.
     """
 
-    def __init__(self, mode: FakeTensorMode, calls: dict[Any, Call | None] | None = None) -> None:
+    def __init__(self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None) -> None:
         self.mode = mode
         self.calls = {} if calls is None else calls
         _templates.clear()  # they hold the modes of earlier simulations
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Call | None]:
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, CachedCall | None]:
         """The operator's result, and what is remembered of the call (None: nothing)."""
         if func.namespace == "c10d":  # fake groups do nothing, and give back what they were given
             with in_kernel_invocation_manager(self.mode):
@@ -157,10 +157,10 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
 _PLAIN_TYPES = frozenset(_PLAIN[:-1]) | {type(None)}
 
 
-def _remember(result: Any, tensors: list[FakeTensor]) -> Call | None:
+def _remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
     """How to answer the same call again; None if that is not certain."""
     if result is None:
-        return Call(None, None)
+        return CachedCall(None, None)
     last_first = list(enumerate(tensors))[::-1]  # so that the first of several alike stays
     storages = {tensor.untyped_storage()._cdata: index for index, tensor in last_first}
     places = {id(tensor): index for index, tensor in last_first}
@@ -168,8 +168,8 @@ def _remember(result: Any, tensors: list[FakeTensor]) -> Call | None:
     try:
         if isinstance(result, (list, tuple)):
             kind = list if isinstance(result, list) else tuple
-            return Call([_describe(value, places, storages, made) for value in result], kind)
-        return Call(_describe(result, places, storages, made), None)
+            return CachedCall([_describe(value, places, storages, made) for value in result], kind)
+        return CachedCall(_describe(result, places, storages, made), None)
     except NotSure:
         return None
 

@@ -78,7 +78,7 @@ class PlannedData:
         packed, ranks = self._cfg.data.packing, self._world.data_ranks
         slots = [np.arange(self.rows.items) if packed else np.zeros(1, dtype=np.int64)] * (batch_size * accumulation)
         length = self._shape.tokens * (self.rows.group if packed else 1)
-        multiple = lcm(self._cfg.data.pad_to_multiple, self._cfg.parallel.tensor)
+        multiple = lcm(self._cfg.data.pad_to_multiple_of, self._cfg.parallel.tensor)
         with unset_fake_temporarily():  # lengths are read from them
             step = make_step(
                 self.rows, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,

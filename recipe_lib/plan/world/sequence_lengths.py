@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # What reads data is imported where it is needed: a choice is checked without torch.
 
-# Sources up to this size are tokenised for a plan: a minute at most.
-MOST_BYTES = 64 * MIB
+# Sources up to this size are tokenized for a plan: a minute at most.
+MAX_BYTES_READ = 64 * MIB
 POLL_SECONDS = 0.5
 PERCENTILES = ("p50", "p90", "p99")
 PAIRS = "preference"
@@ -32,9 +32,9 @@ PAIRS = "preference"
 class Sequence:
     """The rows of a plan.
 
-    tokens: of a row, before it is padded to data.pad_to_multiple; of packed pairs, half of a pack. source: where that
-    is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`; None
-    where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
+    tokens: of a row, before it is padded to data.pad_to_multiple_of; of packed pairs, half of a pack. source: where
+    that is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`;
+    None where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
     pairs. pack: documents (pairs) in a packed row, on average; 1 without packing or where it is not known.
     """
 
@@ -56,7 +56,7 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
 
     choice: `auto`, the longest row (fullest pack) of the data if they are at hand, else `max`; `max`, max_seq_len; a
     number of tokens; `p50`, `p90` or `p99` of the rows' lengths. ranks: with different batches. wait: None, small files
-    that are not in the cache are tokenised now; else they are not, and so many seconds another process is given to.
+    that are not in the cache are tokenized now; else they are not, and so many seconds another process is given to.
     Nothing comes over the network. Raises ConfigError.
     """
     group = 2 if has_pairs(cfg) else 1
@@ -99,7 +99,7 @@ def has_pairs(cfg: Any) -> bool:
 
 
 def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
-    """From the lengths of tokenised rows."""
+    """From the lengths of tokenized rows."""
     import numpy as np
 
     from recipe_lib.data import DataPlan
@@ -137,7 +137,7 @@ def _check_steps(cfg: Any, rows: "Dataset | None", ranks: int) -> int | None:
 
 
 def _stored_rows(cfg: Any) -> "Dataset | None":
-    """The rows that an earlier run has tokenised, if it has."""
+    """The rows that an earlier run has tokenized, if it has."""
     try:
         return _stored(cfg, _tokenizer(cfg), 0.0)
     except UserError:
@@ -145,7 +145,7 @@ def _stored_rows(cfg: Any) -> "Dataset | None":
 
 
 def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
-    """The tokenised rows of a config, or None and why they are not there. wait None: raises DataErrors of rows, and of
+    """The tokenized rows of a config, or None and why they are not there. wait None: raises DataErrors of rows, and of
     rows for validation, that are there."""
     from recipe_lib.data import build_dataset
 
@@ -160,10 +160,10 @@ def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
         if stored is not None:
             return stored, ""
         if wait is not None:
-            return None, "they are not tokenised yet"
+            return None, "they are not tokenized yet"
         size = sum(map(_size, resolved_sources(cfg.data)))
-        if size > MOST_BYTES:
-            return None, f"{format_bytes(size)} that are not tokenised yet"
+        if size > MAX_BYTES_READ:
+            return None, f"{format_bytes(size)} that are not tokenized yet"
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
     return build_dataset(cfg.data, tokenizer, cfg.max_seq_len), ""
@@ -174,7 +174,7 @@ def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
     from recipe_lib.data import build_validation_dataset
 
     source = cfg.validation.source
-    if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MOST_BYTES:
+    if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
 
 
@@ -187,7 +187,7 @@ def _tokenizer(cfg: Any) -> "Tokenizer":
 
 
 def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
-    """The rows as a run has left them in the cache, or does within `wait` seconds; nothing is tokenised here."""
+    """The rows as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
     from recipe_lib.data import tokenize_dataset as data_build
     from recipe_lib.data.cache import MANIFEST, cache_root
     from recipe_lib.data.cache_key import cache_key

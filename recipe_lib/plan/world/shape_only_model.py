@@ -15,9 +15,10 @@ from typing import Any
 from recipe_lib.config.places import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import preset_config, read_config, spec_from_config
+from recipe_lib.models import preset_config, read_config, read_spec
+from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.families import text_config
-from recipe_lib.models.foreign import foreign_spec
+from recipe_lib.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 
@@ -36,11 +37,13 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
         cfg.model.path = None
         assumed += [how] if how else []
     cfg.output_dir = str(Path(_folder()) / "output")
-    cfg.resume, cfg.overwrite, cfg.log.trackers = None, False, []
+    cfg.resume, cfg.overwrite_output_dir, cfg.log.trackers = None, False, []
     adapters = getattr(cfg, "lora", None)
-    if adapters is not None and adapters.adapter is not None and not Path(adapters.adapter).is_dir():
-        assumed.append(f"lora.adapter={adapters.adapter} is not here: new adapters of the config's shape are planned")
-        adapters.adapter = None
+    if adapters is not None and adapters.adapter_path is not None and not Path(adapters.adapter_path).is_dir():
+        assumed.append(
+            f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's shape are planned"
+        )
+        adapters.adapter_path = None
     if cfg.compile:
         assumed.append("compile=true is planned without compiling, which takes more memory and time")
         cfg.compile = False
@@ -56,7 +59,7 @@ def find_shape(name: str) -> tuple[str, str]:
     if folder.is_dir():
         read_config(folder)  # says what is wrong with it
         return str(folder / CONFIG_FILE), ""
-    cached = _in_hub_cache(name)
+    cached = in_hub_cache(name)
     if cached is not None:
         return cached, ""
     shipped = shipped_shapes()
@@ -71,7 +74,7 @@ def find_shape(name: str) -> tuple[str, str]:
     )
 
 
-def _in_hub_cache(name: str) -> str | None:
+def in_hub_cache(name: str) -> str | None:
     """The config.json of a hub id, if the hub's cache on this machine has it."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -115,7 +118,11 @@ def with_layers(cfg: Any, layers: int) -> Any:
         raise ValueError(f"found {layers} layers, expected 1 to {own}")
     cut: dict[str, Any] = {word: layers}
     for key, value in config.items():  # layer_types, and what else there is one of for each layer
-        if isinstance(value, list) and len(value) == own and (key == "layer_types" or cfg.model.source != "native"):
+        if (
+            isinstance(value, list)
+            and len(value) == own
+            and (key == "layer_types" or cfg.model.implementation != "native")
+        ):
             cut[key] = value[:layers]
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
     file = Path(_folder()) / f"{name}-{layers}-{os.getpid()}.json"
@@ -130,22 +137,15 @@ def layer_period(cfg: Any) -> int:
 
     cfg: a plannable config.
     """
-    kinds: Sequence[Any]
-    if cfg.model.source == "native":
-        kinds = spec_from_config(_config_of(cfg), cfg.model.preset).windows
-    else:
-        from recipe_lib.models.foreign_build import layer_kinds
-
-        kinds = layer_kinds(foreign_spec(_config_of(cfg), cfg.model.preset, cfg.model.source))
+    spec = _spec_of(cfg)
+    kinds: Sequence[Any] = spec.layer_kinds() if isinstance(spec, ExternalSpec) else spec.windows
     count = len(kinds)
     return next(p for p in range(1, count + 1) if all(kinds[at] == kinds[at % p] for at in range(count)))
 
 
 def layer_count(cfg: Any) -> int:
     """How many layers the model of a plannable config has."""
-    if cfg.model.source != "native":
-        return foreign_spec(_config_of(cfg), cfg.model.preset, cfg.model.source).num_layers
-    return int(_config_of(cfg)["num_hidden_layers"])
+    return _spec_of(cfg).num_layers
 
 
 def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
@@ -162,11 +162,14 @@ def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
 def _config_of(cfg: Any) -> Mapping[str, Any]:
     """The decoder's config.json, checked."""
     config = preset_config(cfg.model.preset)
-    if cfg.model.source != "native":
+    if cfg.model.implementation != "native":
         return config
-    config = text_config(config)
-    spec_from_config(config, cfg.model.preset)
-    return config
+    _spec_of(cfg)
+    return text_config(config)
+
+
+def _spec_of(cfg: Any) -> ModelSpec:
+    return read_spec(preset_config(cfg.model.preset), cfg.model.preset, cfg.model.implementation)
 
 
 @cache

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg
 
-from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.ops import dtensor_shards as parts
-from recipe_lib.parallel.world import MESH_DIMS, World, world_of
+from recipe_lib.parallel.world import World, world_of
 from recipe_lib.plan.world.kernel_choice import pin_kernels
 from recipe_lib.plan.world.simulated_device import MODULE, NAME, register_device
 
@@ -30,7 +30,7 @@ def simulated_world(parallel: ParallelConfig, rank: int, ranks: int, *, like_cpu
 
     like_cpu: kernels are those of a CPU. Raises SetupError when mesh and ranks do not fit.
     """
-    shape = mesh_shape(parallel, ranks)
+    shape = tuple(mesh_shape(parallel, ranks).values())
     device = register_device()
     pin_kernels(like_cpu)
     with ExitStack() as stack:

@@ -38,7 +38,7 @@ def step_metrics(
     """The line of one optimizer step.
 
     step: steps done, this one included. epoch: passes over the rows done, a fraction within one. seconds: wall time of
-    the step. trained_tokens: labelled tokens of the global step; total_tokens: its tokens without padding.
+    the step. trained_tokens: labeled tokens of the global step; total_tokens: its tokens without padding.
     peak: `active`, `allocated`, `reserved` in bytes and `kind`, as `PeakMemory.read()` returns.
     """
     rate = total_tokens / seconds if seconds > 0 else 0.0

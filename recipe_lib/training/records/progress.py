@@ -21,7 +21,7 @@ class Progress:
     """Shows the lines that go to metrics.jsonl; ranks other than the main one show nothing.
 
     with Progress(cfg.log, total_steps, world, done=step) as progress:
-        progress.step(line)          # every step; a plain line each cfg.every_steps, and for the last step
+        progress.step(line)          # every step; a plain line each cfg.every_n_steps, and for the last step
         progress.validation(line)
     """
 
@@ -42,7 +42,7 @@ class Progress:
             return
         if self._live is not None:
             self._live.update(self._done, _numbers(line))
-        elif self._done % self._cfg.every_steps == 0 or self._done == self._total:
+        elif self._done % self._cfg.every_n_steps == 0 or self._done == self._total:
             text = f"step {self._done}/{self._total}  {_numbers(line)}  eta {format_seconds(self._seconds_left())}"
             get_logger().info(text)
 

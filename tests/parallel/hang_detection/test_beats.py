@@ -26,19 +26,20 @@ def test_who_is_behind_all_others(ranks: list[Beat], expected: list[int]) -> Non
 
 
 def test_who_is_not_heard_of_has_less_time_in_a_step() -> None:
-    ranks = {0: Beat(patience=beats.STEP, unheard=59), 1: Beat(patience=beats.STEP, unheard=60),
-             2: Beat(patience=beats.LONG, unheard=299), 3: Beat(patience=beats.LONG, unheard=300)}  # fmt: skip
+    step, long = beats.STEP_SECONDS, beats.LONG_SECONDS
+    ranks = {0: Beat(patience=step, unheard=59), 1: Beat(patience=step, unheard=60),
+             2: Beat(patience=long, unheard=299), 3: Beat(patience=long, unheard=300)}  # fmt: skip
     assert silent(ranks, 60.0) == [1, 3]
 
 
 @pytest.mark.parametrize(
     ("beat", "expected"),
     [
-        (Beat(patience=beats.STEP, still=0, quiet=60), True),  # an endless loop: it moves, and comes no further
-        (Beat(patience=beats.STEP, still=0, quiet=59), False),
-        (Beat(patience=beats.FIRST_STEP, still=0, quiet=599), False),
-        (Beat(patience=beats.LONG, still=0, quiet=10_000), False),  # it saves, or compiles
-        (Beat(patience=beats.LONG, still=1800, quiet=1800), True),
+        (Beat(patience=beats.STEP_SECONDS, still=0, quiet=60), True),  # an endless loop: it moves, and comes no further
+        (Beat(patience=beats.STEP_SECONDS, still=0, quiet=59), False),
+        (Beat(patience=beats.FIRST_STEP_SECONDS, still=0, quiet=599), False),
+        (Beat(patience=beats.LONG_SECONDS, still=0, quiet=10_000), False),  # it saves, or compiles
+        (Beat(patience=beats.LONG_SECONDS, still=1800, quiet=1800), True),
         (Beat(patience=beats.PATIENCE["in a debugger"], still=1e6, quiet=1e6), False),
     ],
 )
@@ -47,10 +48,10 @@ def test_who_has_had_the_time(beat: Beat, expected: bool) -> None:
 
 
 def test_all_stand_only_when_each_one_does() -> None:
-    stands, moves = Beat(patience=beats.STEP, still=300), Beat(patience=beats.STEP, still=1)
+    stands, moves = Beat(patience=beats.STEP_SECONDS, still=300), Beat(patience=beats.STEP_SECONDS, still=1)
     assert all_stand({0: stands, 1: stands}, 60.0)
     assert not all_stand({0: stands, 1: moves}, 60.0)
-    assert not all_stand({0: stands, 1: Beat(patience=beats.LONG, still=300)}, 60.0)
+    assert not all_stand({0: stands, 1: Beat(patience=beats.LONG_SECONDS, still=300)}, 60.0)
 
 
 def test_numbers_of_many_ranks_are_cut() -> None:

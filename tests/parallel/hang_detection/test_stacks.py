@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import recipe_lib
-from recipe_lib.parallel.hang_detection.stacks import Call, busy, stack_of, where
+from recipe_lib.parallel.hang_detection.stacks import StackLine, busy, stack_of, where
 
 
-def seen_during(work: Callable[[], None]) -> list[list[Call]]:
+def seen_during(work: Callable[[], None]) -> list[list[StackLine]]:
     """This thread's stacks, from another one, while it does the work."""
     main, over, found = threading.get_ident(), threading.Event(), []
 

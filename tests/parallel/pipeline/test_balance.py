@@ -16,16 +16,16 @@ from recipe_lib.config.schema import (
     ParallelConfig,
 )
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.spec import preset_config, spec_from_config
+from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.optim.optimizers import optimizer_state_bytes
 from recipe_lib.parallel.pipeline.balance import kept_of_layer, layer_weights, memory_of, split_layers, time_of
 
 LLAMA = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
 
 
-def config(schedule="1f1b", ranks=4, split="time", recipe=FullFinetuneConfig, length=1, **parallel):
+def config(schedule="1f1b", ranks=4, balance="compute", recipe=FullFinetuneConfig, length=1, **parallel):
     cfg = recipe()
-    cfg.parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_split=split, **parallel)
+    cfg.parallel = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule, pipeline_balance=balance, **parallel)
     cfg.max_seq_len, cfg.gradient_accumulation_steps = length, 16
     return cfg
 
@@ -64,7 +64,7 @@ def test_what_is_computed_again_and_what_is_not_trained_counts():
     assert time_of(LLAMA, config(length=0, recipe=LoraFinetuneConfig)) == (layer * 2 / 3, head * 2 / 3)
     dpo = config(length=0, recipe=DpoFinetuneConfig)
     assert time_of(LLAMA, dpo) == (layer * 2 / 3, head * 2 / 3)
-    dpo.dpo.train = "full"
+    dpo.dpo.trainable = "all"
     assert time_of(LLAMA, dpo) == (layer, head)
     # 8192 tokens: each sees 4096 of them on average, 4 x 4096 operations for each, forward and 2.5 times backward.
     assert time_of(LLAMA, config(length=8192))[0] == layer + 3.5 * 4 * 4096 * 4096
@@ -97,7 +97,7 @@ def test_no_other_split_has_a_faster_slowest_rank(schedule, layers, vocab):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_no_other_split_has_a_smaller_largest_rank(schedule, checkpointing):
-    cfg = config(schedule, split="memory", length=2048)
+    cfg = config(schedule, balance="memory", length=2048)
     cfg.memory.activation_checkpointing = checkpointing
     spec = shaped(14)
     cost = memory_of(spec, cfg)
@@ -113,7 +113,7 @@ def test_no_other_split_has_a_smaller_largest_rank(schedule, checkpointing):
 def test_memory_by_hand():
     """bf16 weights, gradients and two states: 8 bytes a weight; one micro-batch of 1000 tokens on each rank with gpipe
     keeps 2 x 1000 x 4 d + 2 h e + 2 k e + 4 f bytes a layer."""
-    cfg = config("gpipe", split="memory", length=1000)
+    cfg = config("gpipe", balance="memory", length=1000)
     cfg.gradient_accumulation_steps, cfg.memory.loss_chunks = 1, 1
     cost = memory_of(LLAMA, cfg)
     kept = 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336
@@ -130,36 +130,36 @@ def test_memory_by_hand():
 
 
 def test_ranks_with_more_in_flight_have_fewer_layers():
-    split = counts(shaped(32, vocab_size=8), config(split="memory", length=8192))
+    split = counts(shaped(32, vocab_size=8), config(balance="memory", length=8192))
     assert split == sorted(split)
     assert split[0] < 8 < split[-1]
 
 
 def test_frozen_weights_weigh_less():
-    full = memory_of(LLAMA, config(split="memory"))(1, {1: 1})
-    lora = config(split="memory", recipe=LoraFinetuneConfig)
+    full = memory_of(LLAMA, config(balance="memory"))(1, {1: 1})
+    lora = config(balance="memory", recipe=LoraFinetuneConfig)
     plain = memory_of(LLAMA, lora)(1, {1: 1})
-    lora.lora.quantize = "nf4"
-    quantised = memory_of(LLAMA, lora)(1, {1: 1})
-    assert full > 3 * plain > 3 * 2 * quantised
-    dpo = config(split="memory", recipe=DpoFinetuneConfig)
-    dpo.dpo.train = "full"  # and a frozen copy
+    lora.lora.quantize_base = "nf4"
+    quantized = memory_of(LLAMA, lora)(1, {1: 1})
+    assert full > 3 * plain > 3 * 2 * quantized
+    dpo = config(balance="memory", recipe=DpoFinetuneConfig)
+    dpo.dpo.trainable = "all"  # and a frozen copy
     assert memory_of(LLAMA, dpo)(1, {1: 1}) > 1.2 * full
 
 
 def test_a_tied_head_on_the_rank_of_the_embedding_is_no_second_one():
     tied = replace(LLAMA, tied=True)
-    cfg = config("zbv", split="memory")
+    cfg = config("zbv", balance="memory")
     first = rank_of_stage(cfg.parallel, 7)
     assert first == 0
     weights = 8 * LLAMA.vocab_size * LLAMA.width
     assert memory_of(LLAMA, cfg)(0, {0: 1, 7: 1}) - memory_of(tied, cfg)(0, {0: 1, 7: 1}) == weights
-    cfg = config(split="memory")
+    cfg = config(balance="memory")
     assert memory_of(LLAMA, cfg)(3, {3: 1}) == memory_of(tied, cfg)(3, {3: 1})
 
 
 def test_a_list_is_taken_as_it_is():
-    assert counts(LLAMA, config(split=[10, 8, 8, 6])) == [10, 8, 8, 6]
+    assert counts(LLAMA, config(pipeline_layers_per_stage=[10, 8, 8, 6])) == [10, 8, 8, 6]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,21 @@ def test_a_list_is_taken_as_it_is():
     [
         (4, config("zbv"), r"parallel.pipeline: found 8 stages for 4 layers, expected .*; set parallel.pipeline lower"),
         (3, config(), "found 4 stages for 3 layers"),
-        (8, config(split=[2, 2, 4]), "found 3 stages with 8 layers, expected 4 stages .* list 4 numbers"),
-        (8, config(split=[4, 0, 2, 2]), "found 4 stages with 8 layers, stage 1 with 0, expected .* one layer or more"),
-        (8, config(split=[2, 2, 2, 3]), "found 4 stages with 9 layers, expected 4 stages .* 8 layers in all"),
+        (
+            8,
+            config(pipeline_layers_per_stage=[2, 2, 4]),
+            "found 3 stages with 8 layers, expected 4 stages .* list 4 numbers",
+        ),
+        (
+            8,
+            config(pipeline_layers_per_stage=[4, 0, 2, 2]),
+            "found 4 stages with 8 layers, stage 1 with 0, expected .* one layer or more",
+        ),
+        (
+            8,
+            config(pipeline_layers_per_stage=[2, 2, 2, 3]),
+            "found 4 stages with 9 layers, expected 4 stages .* 8 layers in all",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_remedy(layers, cfg, message):
@@ -194,8 +206,8 @@ def test_what_does_not_fit_is_refused_with_a_remedy(layers, cfg, message):
 )
 def test_states_weigh_what_the_optimizer_keeps(settings):
     """Of a layer's matrices, and of embedding and head, as the optimizer counts them; on the host they are none."""
-    cfg = config(split="memory")
-    plain = memory_of(LLAMA, config(split="memory"))
+    cfg = config(balance="memory")
+    plain = memory_of(LLAMA, config(balance="memory"))
     cfg.optimizer = OptimizerConfig(**settings)
     matrices = {"model.layers.0.mlp.up_proj.weight": (14336, 4096), "lm_head.weight": (128256, 4096)}
     kept = {}

@@ -19,6 +19,7 @@ from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import (
     World,
@@ -139,7 +140,13 @@ def batches(packed: bool) -> list[Batch]:
 
 
 def loss_of(case: Case, model: nn.Module, batch: Batch, count: int) -> Tensor:
-    found = model(batch.tokens, batch.positions, batch.attention, batch.labels, loss_chunks=3, per_token=case.per_token)
+    found = model(
+        batch.tokens,
+        batch.positions,
+        batch.attention,
+        labels=batch.labels,
+        head_loss=(TokenLogProbs if case.per_token else CrossEntropy)(3),
+    )
     return (found.square().sum() if case.per_token else found) / count
 
 
@@ -250,9 +257,9 @@ def test_every_schedule_gives_the_gradients_of_one_process_on_two_ranks() -> Non
     cases += [Case("interleaved_zero_bubble", spec=BIASES), Case("zbv", per_token=True, packed=True)]
     cases += [Case("zbv", dtype=torch.float32), Case("1f1b", dtype=torch.float32, checkpointing="full")]
     cases += [
-        Case("1f1b", parallel={"pipeline_split": [1, 3]}),
-        Case("zbv", checkpointing="full", parallel={"pipeline_put_off": 1}),
-        Case("zbv", parallel={"pipeline_split": [1, 3, 1, 3]}, size=8),
+        Case("1f1b", parallel={"pipeline_layers_per_stage": [1, 3]}),
+        Case("zbv", checkpointing="full", parallel={"pipeline_max_deferred_weight_grads": 1}),
+        Case("zbv", parallel={"pipeline_layers_per_stage": [1, 3, 1, 3]}, size=8),
     ]
     for faults in compared(cases, 2):
         assert not faults
@@ -273,7 +280,7 @@ def four_ranks() -> list[Case]:
     found += [Case(schedule, "full", "full", {"tensor": 2}, tied) for schedule in ("1f1b", "zbv")]
     found += [Case(schedule, "full", "none", {}, tied) for schedule in ("1f1b", "zbv")]
     found += [Case(schedule, "full", "selective", {"data_replicate": 2}, packed=True) for schedule in ("1f1b", "zbv")]
-    units = {"wrapping": ["model.embed_tokens", "model.layers.*.mlp", "lm_head"]}
+    units = {"fsdp_wrap_policy": ["model.embed_tokens", "model.layers.*.mlp", "lm_head"]}
     found += [Case("zbv", "full", "none", units)]
     found += [Case("zbv", "full", "full", {"reduce_dtype": "fp32"}, loose=True)]
     return found

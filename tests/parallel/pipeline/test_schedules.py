@@ -268,7 +268,7 @@ def test_a_circle_is_named():
 def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule):
     for ranks, count, most in product((2, 4, 8), (8, 16), (1, 2, 4)):
         free = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)
-        limited = replace(free, pipeline_put_off=most)
+        limited = replace(free, pipeline_max_deferred_weight_grads=most)
         plain = ParallelConfig(pipeline=ranks, pipeline_schedule="1f1b")
         orders = compute_orders(limited, count)
         for rank, order in compute_orders(free, count).items():
@@ -286,7 +286,7 @@ def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule
 def test_what_the_page_says_of_zbv_on_four_ranks_with_sixteen_micro_batches():
     """docs/pipeline.md: its bubble, and how many micro-batches wait for their weight gradients at most."""
     for most, idle, waiting in ((None, 3, 7), (1, 6, 1)):
-        parallel = ParallelConfig(pipeline=4, pipeline_schedule="zbv", pipeline_put_off=most)
+        parallel = ParallelConfig(pipeline=4, pipeline_schedule="zbv", pipeline_max_deferred_weight_grads=most)
         orders = compute_orders(parallel, 16)
         timeline = simulate(with_transfers(orders, parallel), parallel, lambda action: UNITS[action.kind])
         assert timeline.bubble == idle / (96 + idle)

@@ -19,9 +19,9 @@ from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import World, materialize, split_pipeline, start_world
 from recipe_lib.parallel.hang_detection import beats, heartbeat
 from recipe_lib.parallel.pipeline import watchdog
-from recipe_lib.parallel.pipeline.hang_report import BETWEEN, COMPUTES, WAITS, Ranks, Stand, culprits, words
+from recipe_lib.parallel.pipeline.hang_report import BETWEEN, COMPUTES, WAITS, RankGrid, Stand, culprits, words
 from recipe_lib.parallel.pipeline.schedules import Action
-from recipe_lib.parallel.world import Place
+from recipe_lib.parallel.world import PipelineRank
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec
 
@@ -52,7 +52,7 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
             return model(batch.tokens, labels=batch.labels)
 
         for step in range(steps):
-            world.heartbeat.enter(f"step {step + 1}", beats.STEP)
+            world.heartbeat.enter(f"step {step + 1}", beats.STEP_SECONDS)
             model.pipeline.train([Batch(row, row) for row in tokens], loss_of)
             world.heartbeat.enter("between two steps")
             trouble(world, "between", step)
@@ -215,7 +215,7 @@ def test_on_a_device_it_is_the_queued_work_that_stands(monkeypatch: pytest.Monke
     """The host is through with the step long before."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(watchdog, "holds_values", lambda device: True)
-    place, device = Place(0, 2, (0, 1)), torch.device("cuda")
+    place, device = PipelineRank(0, 2, (0, 1)), torch.device("cuda")
     world = SimpleNamespace(rank=0, size=2, device=device, pipeline=place, heartbeat=heartbeat.Heartbeat())
     watched = watchdog.watch_over(world, ParallelConfig(pipeline=2))  # type: ignore[arg-type]
     assert watchdog.watch_over(world, ParallelConfig(pipeline=2)) is watched  # type: ignore[arg-type]
@@ -244,8 +244,8 @@ def test_on_a_device_it_is_the_queued_work_that_stands(monkeypatch: pytest.Monke
     assert found == [forward, *sending, computing, waiting, computing, (BETWEEN, "", -1)]
 
 
-PIPELINE = Ranks(ParallelConfig(pipeline=2), 2)
-TWO_PIPELINES = Ranks(ParallelConfig(pipeline=2), 4)  # ranks 0 and 2, 1 and 3
+PIPELINE = RankGrid(ParallelConfig(pipeline=2), 2)
+TWO_PIPELINES = RankGrid(ParallelConfig(pipeline=2), 4)  # ranks 0 and 2, 1 and 3
 WAITING, WORKING = Stand(WAITS, 0, "B", 1, 1, 9, 60.0), Stand(COMPUTES, 1, "F", 3, -1, 5, 60.0)
 
 
@@ -264,12 +264,12 @@ WAITING, WORKING = Stand(WAITS, 0, "B", 1, 1, 9, 60.0), Stand(COMPUTES, 1, "F", 
         ([WAITING, WAITING, WORKING, WORKING], TWO_PIPELINES, [2, 3]),  # either may wait for the other
     ],
 )  # fmt: skip
-def test_whom_the_others_wait_for(stands: list[Stand], ranks: Ranks, expected: list[int]) -> None:
+def test_whom_the_others_wait_for(stands: list[Stand], ranks: RankGrid, expected: list[int]) -> None:
     assert culprits(dict(enumerate(stands)), ranks, 60.0) == expected
 
 
 def test_words_name_the_stage_or_all_of_a_rank() -> None:
-    ranks = Ranks(ParallelConfig(pipeline=2, pipeline_schedule="zbv"), 2)
+    ranks = RankGrid(ParallelConfig(pipeline=2, pipeline_schedule="zbv"), 2)
     assert words(ranks, 0, Stand(WAITS, 3, "I", 2, 1, 9, 61.4)) == (
         "rank 0 (stage 3) has waited for rank 1 for 61 s, for the input gradient of micro-batch 2"
     )

@@ -101,7 +101,7 @@ def test_the_smallest_free_block_that_fits_is_taken_and_of_two_the_lower_one():
     assert allocator.reserved == 150 * MIB and allocator.allocated == 90 * MIB
 
 
-def test_freed_neighbours_merge_in_any_order():
+def test_freed_neighbors_merge_in_any_order():
     for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
         allocator = CachingAllocator()
         blocks = [allocator.malloc(6 * MIB) for _ in range(3)]

@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.allocator_events import smallest_cap
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
-from recipe_lib.plan.allocation.replay import Replay, replay, smallest_cap
+from recipe_lib.plan.allocation.replay import Replay, replay
 from recipe_lib.units import MIB
 from tests.plan.made_traces import Writer, steps_of_training
 

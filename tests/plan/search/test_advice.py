@@ -11,7 +11,13 @@ from tests.plan.apart import apart, settings
 from tests.plan.configs import load
 from tests.plan.plans import hand_made
 
-CONFIG = ("batch_size=4", "gradient_accumulation_steps=2", "parallel.wrapping=layers", "device=auto", "max_seq_len=64")
+CONFIG = (
+    "batch_size=4",
+    "gradient_accumulation_steps=2",
+    "parallel.fsdp_wrap_policy=layers",
+    "device=auto",
+    "max_seq_len=64",
+)
 
 
 def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
@@ -29,7 +35,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     kept = {*typed, "parallel.reshard_after_forward=false"}
     every = module.levers(cfg, wanted)
     module.levers = lambda cfg, wanted: [lever for lever in every if override_text(lever.changes) in kept]
-    return plan.verdict, module.advise(recipe_class, cfg, wanted, plan), active
+    return plan.verdict, module.advice_from(plan, *module.try_levers(recipe_class, cfg, wanted)), active
 
 
 @pytest.mark.slow
@@ -50,15 +56,15 @@ def test_bytes_are_the_difference_of_two_plans():
 def test_what_makes_it_fit_comes_first():
     """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
     from recipe_lib.plan.search.advice import Lever, Tried, advice_from
-    from recipe_lib.plan.search.estimate import Quick
+    from recipe_lib.plan.search.estimate import Estimate
 
     plan = hand_made()
     plan.device.usable = plan.heaviest.reserved_expandable - GIB
     plan.verdict = DOES_NOT_FIT
 
-    def run(gained: int) -> Quick:
+    def run(gained: int) -> Estimate:
         size = plan.heaviest.peak.active - gained
-        return Quick(size, size, size, 0, 1.0, 1, 0, 0, 0, "step", "", "")
+        return Estimate(size, size, size, 0, 1.0, 1, 0, 0, 0, "step", "", "")
 
     gains = {"little": GIB // 2, "enough": GIB, "most": 2 * GIB, "none": 0, "worse": -GIB}
     tried = [Tried(Lever({name: 1}), run(gained), plan.device.usable) for name, gained in gains.items()]
@@ -75,7 +81,7 @@ def test_levers_that_the_table_refuses_are_left_out():
     from recipe_lib.plan.search.advice import levers
     from recipe_lib.plan.search.trials import changed, override_text
 
-    cfg = load("demo/full", "optimizer.betas=[0.8,0.9]", "lr_schedule.warmup_steps=0")
+    cfg = load("demo/full", "optimizer.betas=[0.8,0.9]", "lr_scheduler.warmup_steps=0")
     assert changed(cfg, {"optimizer.name": "sgd"}) is None
     assert changed(cfg, {"memory.cpu_offload": True}) is None  # demo/full names the CPU
     assert changed(cfg, {"lora.rank": 4}) is None

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from recipe_lib.cli import choose_strategy as command
-from recipe_lib.cli.recipes import Recipe
+from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import BUCKET_ELEMENTS
 from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.search.choose_strategy import choose, decide
-from recipe_lib.plan.search.estimate import Quick
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.units import GIB
@@ -118,9 +118,9 @@ def test_fp8_needs_a_device_that_has_it():
         simulate_rank(recipe, cfg, wanted, 0)
 
 
-def estimate(reserved: float, seconds: float) -> Quick:
+def estimate(reserved: float, seconds: float) -> Estimate:
     size = int(reserved * GIB)
-    return Quick(size, size, size - GIB, 0, seconds, 1, 0, 0, 0, "", "", "")
+    return Estimate(size, size, size - GIB, 0, seconds, 1, 0, 0, 0, "", "", "")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_faster_that_fits_is_taken(shards: Any, whole: Any, expandable: bool
 
 
 def test_what_ddp_does_not_go_with_is_sharded():
-    recipe, cfg, wanted = settings("demo/full", 2, "parallel.strategy=auto", "parallel.wrapping=layers")
+    recipe, cfg, wanted = settings("demo/full", 2, "parallel.strategy=auto", "parallel.fsdp_wrap_policy=layers")
     assert choose(recipe, cfg, wanted).reason == "ddp does not go with other settings of the run"
 
 
@@ -171,7 +171,7 @@ def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))
     monkeypatch.setattr(command, "get_logger", lambda: SimpleNamespace(info=said.append))
     said: list[str] = []
-    recipe, words = Recipe.find(FULL), asked("parallel.strategy=auto", "max_seq_len=64")
+    recipe, words = RecipeFile.find(FULL), asked("parallel.strategy=auto", "max_seq_len=64")
     others = [word for word in words if word != "parallel.strategy=auto"]
     assert command.with_strategy(FLAGS, recipe, words) == [*others, "parallel.strategy=ddp"]
     assert said[0] == PLANNING and len(said) == 2
@@ -185,11 +185,11 @@ def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
     said: list[str] = []
     monkeypatch.setattr(command.subprocess, "run", lambda *words, **options: calls.append(words))
     monkeypatch.setattr(command, "get_logger", lambda: SimpleNamespace(info=said.append))
-    recipe = Recipe.find(FULL)
+    recipe = RecipeFile.find(FULL)
     own = tmp_path / "mine.py"
     own.write_text("def main(argv): ...\n")
     (tmp_path / "c.yaml").write_text("parallel:\n  strategy: auto  # mine\n")
-    mine = Recipe.find(str(own))
+    mine = RecipeFile.find(str(own))
     for flags, one, words in (
         (FLAGS, recipe, asked()),
         (FLAGS, recipe, asked("parallel.strategy=ddp")),

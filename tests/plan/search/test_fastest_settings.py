@@ -70,9 +70,11 @@ def test_what_was_typed_stays():
     seen: list[tuple[int, int, str, int]] = []
 
     def refuse(recipe_class: type, cfg: Any, settings: Any) -> None:
-        seen.append((cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.wrapping, cfg.memory.loss_chunks))
+        seen.append(
+            (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.fsdp_wrap_policy, cfg.memory.loss_chunks)
+        )
 
-    fixed = {"batch_size", "parallel.wrapping", "memory.loss_chunks"}
+    fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "try_quick", refuse)
         module._micro_batches(object, cfg, wanted, {}, fixed)
@@ -84,7 +86,7 @@ def test_a_step_keeps_its_rows_and_the_smallest_is_tried_first():
     """Of sizes that fit up to 8 rows the search finds 8, and tries few others."""
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.estimate import Quick
+    from recipe_lib.plan.search.estimate import Estimate
     from recipe_lib.plan.search.fastest_settings import _Candidate, _largest
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
@@ -95,7 +97,7 @@ def test_a_step_keeps_its_rows_and_the_smallest_is_tried_first():
     def run(size: int) -> _Candidate:
         tried.append(size)
         active = 2**30 * (2 + 2 * size)
-        quick = Quick(active, active, active, 0, 1.0, size, 2**30, 1, 1, "step", "backward", "")
+        quick = Estimate(active, active, active, 0, 1.0, size, 2**30, 1, 1, "step", "backward", "")
         return _Candidate({"batch_size": size}, quick, active - room)
 
     fitting = [one.changes["batch_size"] for one in _largest(run, [1, 2, 4, 8, 16, 32], wanted) if one.short <= 0]

@@ -103,7 +103,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
 def figures(folder: Path) -> dict[str, Any]:
     """Peaks, and sums over the operators of the second step."""
     overrides = [f"model.preset={folder / 'model.json'}", f"output_dir={folder / 'none'}", f"recipe={LORA}"]
-    overrides += ["tokenizer.path=unread", "data.source=unread", "max_seq_len=64", "lora.quantize=nf4"]
+    overrides += ["tokenizer.path=unread", "data.source=unread", "max_seq_len=64", "lora.quantize_base=nf4"]
     overrides += ["memory.activation_checkpointing=full"]
     module = recipe_module(LORA)
     cfg = load_config(PLAIN, overrides, module.Config)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recipe_lib.plan.world.cached_fake_mode import FastFake
+from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 
 aten = torch.ops.aten
 Arguments = tuple[Sequence[Any], dict[str, Any]]
@@ -88,7 +88,7 @@ def mode() -> Iterator[FakeTensorMode]:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_second_answer_is_that_of_torch(mode: FakeTensorMode, name: str) -> None:
     operator, make = CALLS[name]
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     first = make()
     fast.call(operator, *first)
     arguments = make()
@@ -102,7 +102,7 @@ def test_the_second_answer_is_that_of_torch(mode: FakeTensorMode, name: str) -> 
 @pytest.mark.parametrize("name", ["product", "split", "all products", "in place", "all in place", "largest"])
 def test_a_remembered_answer_can_be_used(mode: FakeTensorMode, name: str) -> None:
     operator, make = CALLS[name]
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     fast.call(operator, *make())
     arguments = make()
     result, _ = fast.call(operator, *arguments)
@@ -125,7 +125,7 @@ def test_what_changes_the_shape_of_its_argument_is_done_each_time(
     mode: FakeTensorMode, operator: Any, make: Callable[[], Tensor]
 ) -> None:
     numbers = {aten.transpose_.default: (0, 1), aten.unsqueeze_.default: (0,)}.get(operator, ())
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     expected = make()
     operator(expected, *numbers)
     for _ in range(3):
@@ -137,14 +137,14 @@ def test_what_changes_the_shape_of_its_argument_is_done_each_time(
 
 
 def test_numbers_of_the_same_value_and_another_type_are_other_calls(mode: FakeTensorMode) -> None:
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     flags = torch.empty(3, dtype=torch.bool)
     found = [fast.call(aten.mul.Tensor, (flags, number), {})[0].dtype for number in (1, 1.0, True, 1, 1.0, True)]
     assert found == [torch.int64, torch.float32, torch.bool] * 2
 
 
 def test_another_geometry_is_another_call(mode: FakeTensorMode) -> None:
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     for tensor in (matrix(), turned(), matrix()[1:], matrix().double(), turned(), matrix()[1:]):
         result, _ = fast.call(aten.mul.Tensor, (tensor, 2.0), {})
         expected = tensor * 2.0
@@ -152,7 +152,7 @@ def test_another_geometry_is_another_call(mode: FakeTensorMode) -> None:
 
 
 def test_another_place_in_the_same_memory_is_another_call(mode: FakeTensorMode) -> None:
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     whole = matrix()
     for first in (0, 1, 0, 1, 2):
         row, _ = fast.call(aten.select.int, (whole[first : first + 2], 0, 1), {})
@@ -161,7 +161,7 @@ def test_another_place_in_the_same_memory_is_another_call(mode: FakeTensorMode) 
 
 def test_a_tensor_with_a_known_value_keeps_it_up_to_date(mode: FakeTensorMode) -> None:
     """Optimizers count their steps in such tensors, and read them."""
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     for _ in range(2):
         steps = torch.tensor(0.0)
         for count in (1, 2):
@@ -170,7 +170,7 @@ def test_a_tensor_with_a_known_value_keeps_it_up_to_date(mode: FakeTensorMode) -
 
 
 def test_another_default_dtype_is_another_call(mode: FakeTensorMode) -> None:
-    fast = FastFake(mode)
+    fast = CachedFakeMode(mode)
     counts = torch.empty(3, dtype=torch.int64)
     before = torch.get_default_dtype()
     found = []
@@ -188,7 +188,7 @@ def test_a_mode_ends_with_the_next_one() -> None:
     gone = weakref.ref(first)
     for mode in (first, FakeTensorMode()):
         with mode:
-            fast = FastFake(mode)
+            fast = CachedFakeMode(mode)
             for _ in range(2):
                 fast.call(aten.mul.Tensor, (matrix(), 2.0), {})
     del first, mode, fast

@@ -13,7 +13,7 @@ from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.tokenizers import load_tokenizer
 from tests.plan.configs import SMALL, load
 
-ROWS = "data.max_rows=300"
+ROWS = "data.max_samples=300"
 
 
 def pairs_file(folder: Path) -> Path:
@@ -102,16 +102,16 @@ def test_a_choice_that_needs_no_rows():
         planned_sequence(cfg, "p99")
 
 
-def test_a_large_file_is_not_tokenised_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_file_is_not_tokenized_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
     monkeypatch.setattr(sequence_lengths, "MOST_BYTES", 1000)
-    assert "not tokenised yet" in planned_sequence(cfg).source
+    assert "not tokenized yet" in planned_sequence(cfg).source
     assert not list(tmp_path.rglob(MANIFEST))
     build_dataset(cfg.data, load_tokenizer(cfg.tokenizer.path), cfg.max_seq_len)  # as a run does
     assert "longest of 300 rows" in planned_sequence(cfg).source
 
 
-def test_beside_a_run_nothing_is_tokenised(tmp_path: Path):
+def test_beside_a_run_nothing_is_tokenized(tmp_path: Path):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
     assert planned_sequence(cfg, wait=0.0).tokens == cfg.max_seq_len
     assert not list(tmp_path.rglob(MANIFEST))

@@ -80,20 +80,20 @@ def test_a_folder_that_is_no_model(tmp_path: Path):
 
 def test_nothing_of_an_earlier_run_is_in_the_way(tmp_path: Path):
     cfg = load(
-        "demo/lora", f"output_dir={tmp_path}", "log.trackers=[wandb]", f"lora.adapter={tmp_path / 'absent'}",
+        "demo/lora", f"output_dir={tmp_path}", "log.trackers=[wandb]", f"lora.adapter_path={tmp_path / 'absent'}",
         "compile=true",
     )  # fmt: skip
     before = copy.deepcopy(cfg)
     shaped, assumed = plannable(cfg)
     assert cfg == before
     assert not os.path.exists(shaped.output_dir)
-    assert (shaped.resume, shaped.log.trackers, shaped.lora.adapter, shaped.compile) == (None, [], None, False)
-    assert [word for word in ("lora.adapter", "compile") if any(word in line for line in assumed)] == [
-        "lora.adapter",
+    assert (shaped.resume, shaped.log.trackers, shaped.lora.adapter_path, shaped.compile) == (None, [], None, False)
+    assert [word for word in ("lora.adapter_path", "compile") if any(word in line for line in assumed)] == [
+        "lora.adapter_path",
         "compile",
     ]
-    cfg.lora.adapter = str(tmp_path)
-    assert plannable(cfg)[0].lora.adapter == str(tmp_path)
+    cfg.lora.adapter_path = str(tmp_path)
+    assert plannable(cfg)[0].lora.adapter_path == str(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "period"), [("gemma2/2B_full", 2), ("gemma3/1B_full", 6), ("llama3/8B_full", 1)])

@@ -51,7 +51,7 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
 
 
 def test_every_few_steps_and_always_the_last(said: list[str]) -> None:
-    with Progress(LogConfig(progress="auto", every_steps=4), 10, MAIN) as progress:
+    with Progress(LogConfig(progress="auto", every_n_steps=4), 10, MAIN) as progress:
         for step in range(1, 11):
             progress.step(line(step))
         progress.validation({"step": 10, "validation_loss": 0.5})

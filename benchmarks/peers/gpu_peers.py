@@ -1,0 +1,296 @@
+"""`gpu_check.py peers`: this tool and others, head to head on one machine, on the same work.
+
+    python benchmarks/gpu_check.py peers --environments FOLDER
+    python benchmarks/gpu_check.py peers --environments FOLDER --install trl,torchtune
+    python benchmarks/gpu_check.py peers --environments FOLDER --tools ours,torchtune --cases full-2048,lora-4096
+
+Every side trains the same Hugging Face folder on the same rows of token ids, in the same order, from the same start,
+each by its own documented way, in a virtual environment of its own: FOLDER/trl (transformers too), FOLDER/torchtune,
+FOLDER/unsloth. That the work is equal is shown, not said: the loss and the norm of the gradient of every step stand
+beside ours. Sides take turns, each in a process of its own, so that what slows the machine slows all of them.
+
+With a GPU: Llama 3 8B's shape with random weights, made once in --work, or the --model that is given. Without one:
+a tiny model for a few steps in fp32, which checks that the sides do equal work, and no time is kept.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check import REPOSITORY, describe_device, measure_matmul, minutes, run_apart
+from benchmarks.peers.cases import (
+    ALPHA,
+    ENVIRONMENTS,
+    OURS,
+    PACKAGES,
+    RANK,
+    SIDES,
+    TOOLS,
+    PeerCase,
+    Side,
+    cases,
+)
+from benchmarks.peers.ground import make_adapter, make_model, make_rows, make_tokenizer
+from benchmarks.peers.planted.running import Result, run
+from benchmarks.peers.planted.tool import ENVIRONMENT, make_environment
+from benchmarks.peers.report import case_entry, earlier_cases, good_runs, judge, name_of, write_peers_report
+from recipe_lib.errors import ConfigError, SetupError, exit_code_of
+from recipe_lib.models import preset_config, spec_from_config
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RUN_SECONDS = 900.0
+
+
+def main(argv: list[str]) -> int:
+    """Runs all sides in turns and writes the report after each; 1 if one failed or did other work, 2: a mistake."""
+    return exit_code_of(lambda: _run(_arguments(argv), argv))
+
+
+def _run(options: argparse.Namespace, argv: list[str]) -> int:
+    started = time.monotonic()
+    for name in options.install:
+        install(options.environments / name, name)
+    device = run_apart(describe_device, 60)
+    gpu = device.get("type") == "cuda"
+    repeats = options.repeats or (3 if gpu else 1)
+    wanted = [case for case in cases(gpu) if not options.cases or case.name in options.cases]
+    if not wanted:
+        known = ", ".join(case.name for case in cases(gpu))
+        raise ConfigError(f"--cases {','.join(options.cases)}: there are none of these here, expected some of {known}")
+    sides = [side for side in SIDES if side.tool in options.tools]
+    report: dict[str, Any] = {
+        "kind": "Head to head" if gpu else "Head to head, dry run on a CPU: no time was measured",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_of(argv),
+        "device": device, "dtype": "bf16" if gpu else "fp32", "repeats": repeats, "cases": [],
+        "matmul": run_apart(measure_matmul, 60).get("flop_per_second") if gpu else None,
+        "versions": {side.name: versions(side, options.environments) for side in sides},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        work = (options.work or Path(folder)).resolve()
+        report["model"] = options.model or ("llama3/8B" if gpu else "demo/0.5M")
+        if options.keep:
+            path = options.output / name_of(device, ".json")
+            report["cases"] += earlier_cases(path, [case.name for case in wanted])
+        for case in wanted:
+            ground = make_ground(case.own_model or report["model"], work, report["dtype"])
+            entry = case_entry(case, ground)
+            report["cases"].append(entry)
+            for side, result in in_turns(case, sides, repeats, options, ground, work, gpu, started):
+                entry["results"][side.name] = result
+                judge(entry, ground["model"], report)
+                report["seconds"] = round(time.monotonic() - started)
+                paths = write_peers_report(report, options.output)
+    print("\n".join(map(str, paths)))
+    return verdict(report)
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=Path("environments"), help="folder of virtual environments"
+    )
+    parser.add_argument("--install", type=_names, default=[], help=f"environments to make first: {', '.join(PACKAGES)}")
+    parser.add_argument("--tools", type=_names, default=list(TOOLS), help="names, with commas; default: all")
+    parser.add_argument("--cases", type=_names, default=[], help="names, with commas; default: all")
+    parser.add_argument("--model", help="a Llama as a Hugging Face folder, or a shipped preset for random weights")
+    parser.add_argument("--repeats", type=int, help="runs of each side; default: 3, without a GPU 1")
+    parser.add_argument("--minutes", type=minutes, default=600.0, help="time for all of it")
+    parser.add_argument("--work", type=Path, help="folder for model and runs, kept; default: removed")
+    parser.add_argument("--keep", action="store_true", help="keep the earlier report's other cases beside those of now")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
+    options = parser.parse_args(argv)
+    unknown = sorted(set(options.tools) - set(TOOLS)) + sorted(set(options.install) - set(PACKAGES))
+    if unknown:
+        parser.error(f"found {', '.join(unknown)}, expected tools {', '.join(TOOLS)}; installed: {', '.join(PACKAGES)}")
+    if options.repeats is not None and options.repeats < 1:
+        parser.error(f"--repeats: found {options.repeats}, expected 1 or more")
+    if set(options.tools) - {"ours"} and not (options.install or options.environments.is_dir()):
+        parser.error(
+            f"--environments {options.environments}: found no such folder; --install makes what is to be in it"
+        )
+    return options
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def install(folder: Path, name: str) -> None:
+    """Makes an environment, or puts into an existing one what it lacks."""
+    if not (folder / "bin" / "python").exists():
+        make_environment(folder, PACKAGES[name])
+        return
+    for packages in PACKAGES[name][1:]:
+        subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True)
+
+
+def command_of(argv: list[str]) -> str:
+    """The command line, but where its files go."""
+    places = {at for at, word in enumerate(argv) if word in ("--output", "--work")}
+    kept = [word for at, word in enumerate(argv) if not {at, at - 1} & places]
+    return " ".join(["python benchmarks/gpu_check.py peers", *kept])
+
+
+# What all sides are given
+
+
+@functools.cache
+def make_ground(model: str, work: Path, dtype: str) -> dict[str, Any]:
+    """Model, adapter and tokenizer: `told`, `size` of the vocabulary, and folders by name. Raises UserError."""
+    folder = Path(model).resolve()
+    config, told = preset_config(model), folder.name
+    if config["model_type"] != "llama":
+        raise ConfigError(f"--model {model}: found {config['model_type']}, expected a Llama, which all tools have")
+    if not folder.is_dir():
+        told = f"the shape of {Path(model).name if model.endswith('.json') else model}, random weights"
+        folder = work / f"{Path(model).name}-{dtype}"
+        make = functools.partial(make_model, model, folder, torch.bfloat16 if dtype == "bf16" else torch.float32)
+        failed = run_apart(lambda: {"made": make()}, RUN_SECONDS).get("failed")
+        if failed:
+            raise SetupError(f"--model {model}: its random weights could not be made: {failed}; look at {folder}")
+    size = spec_from_config(config, model).vocab_size
+    parts = {name: work / f"{name}-{folder.name}" for name in ("adapter", "tokenizer")}
+    make_adapter(folder, parts["adapter"])
+    make_tokenizer(size, parts["tokenizer"])
+    return {"told": told, "size": size, "model": str(folder), **{name: str(path) for name, path in parts.items()}}
+
+
+# The sides
+
+
+def python_of(side: Side, environments: Path) -> str:
+    """The interpreter of a side's environment; ours is this one."""
+    if side.tool == OURS:
+        return sys.executable
+    return str((environments / ENVIRONMENTS[side.tool] / "bin" / "python").absolute())
+
+
+def variables(gpu: bool) -> dict[str, str]:
+    """No network, no plan beside our run; without a GPU one thread, so that sums have one order. One GPU, since some
+    tools take all that they see."""
+    own = {"PYTHONPATH": str(REPOSITORY), "TUNE_PLAN": "off", "ACCELERATE_USE_CPU": str(not gpu).lower()}
+    if not gpu:
+        return ENVIRONMENT | own
+    kept = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
+    return kept | own | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
+def versions(side: Side, environments: Path) -> dict[str, str]:
+    """Of the packages that count, as the side's interpreter finds them."""
+    python = python_of(side, environments)
+    if not Path(python).exists():
+        return {}
+    code = (
+        "import importlib.metadata as m, json, sys\n"
+        f"found = [d for d in m.distributions() if d.name in {side.shown!r}]\n"
+        "print(json.dumps({d.name: d.version for d in found} | {'python': sys.version.split()[0]}))"
+    )
+    result = run([python, "-c", code], Path.cwd(), {})
+    return dict(json.loads(result.lines[-1][1])) if result.code == 0 else {}
+
+
+def absence(side: Side, case: PeerCase, environments: Path, gpu: bool) -> str | None:
+    """Why a side takes no part in a case; None: it does."""
+    if side.gpu and not gpu:
+        return "not run: needs a GPU"
+    python = python_of(side, environments)
+    if not Path(python).exists():
+        return f"not run: no environment {ENVIRONMENTS[side.tool]}"
+    return _cannot_import(python, side.modules(case), gpu)
+
+
+@functools.cache
+def _cannot_import(python: str, modules: tuple[str, ...], gpu: bool) -> str | None:
+    result = run([python, "-c", f"import {', '.join(modules)}"], Path.cwd(), variables(gpu))
+    return None if result.code == 0 else f"not run: {reason(result)}"
+
+
+def reason(result: Result) -> str:
+    """Why a command ended as it did, in a line for a table's cell."""
+    if result.timed_out:
+        return f"not done after {result.seconds:.0f} s"
+    if "OutOfMemoryError" in result.text or "out of memory" in result.text.lower():
+        return "out of memory"
+    lines = [line.strip() for _, line in result.lines if line.strip()]
+    named = [line for line in lines if "Error" in line.split(" ")[0]] or lines or [f"ended with {result.code}"]
+    return named[-1][:200].replace("|", "/")
+
+
+def in_turns(
+    case: PeerCase, sides: list[Side], repeats: int, options: argparse.Namespace, ground: Mapping[str, Any],
+    work: Path, gpu: bool, started: float,
+) -> Iterator[tuple[Side, dict[str, Any]]]:  # fmt: skip
+    """Each side's result so far after each of its runs: all sides once, then all of them again."""
+    rows = make_rows(case, ground["size"], work / case.name)
+    results: dict[str, dict[str, Any]] = {}
+    for repeat in range(repeats):
+        for side in sides:
+            result = results.setdefault(side.name, {"runs": []})
+            if repeat == 0:
+                why = absence(side, case, options.environments, gpu)
+                if why:
+                    result["absent"] = why
+            if "absent" not in result:
+                left = options.minutes * 60 - (time.monotonic() - started)
+                folder = work / case.name / side.name
+                task = {**ground, **rows, **settings(case, side, gpu, folder)}
+                found = {"failed": "no time left"} if left < 5 else run_side(side, task, options.environments, left)
+                result["runs"].append(found)
+            said = result.get("absent") or result["runs"][-1].get("failed") or "done"
+            print(f"{time.monotonic() - started:5.0f} s  {case.name}, {side.name}: {said}", flush=True)
+            yield side, result
+
+
+def settings(case: PeerCase, side: Side, gpu: bool, folder: Path) -> dict[str, Any]:
+    """The rest of a task: see peers/scripts."""
+    return {
+        "method": case.method, "sequence": case.sequence, "batch_size": case.batch_size, "steps": case.steps,
+        "checkpointing": case.checkpointing, "lr": case.lr, "rank": RANK, "alpha": ALPHA,
+        "dtype": "bf16" if gpu else "fp32", "device": "cuda" if gpu else "cpu",
+        "compiled": side.compiled, "liger": side.liger, "unsloth": side.tool == "unsloth",
+        "folder": str(folder), "output": str(folder / "record.json"),
+    }  # fmt: skip
+
+
+def run_side(side: Side, task: dict[str, Any], environments: Path, left: float) -> dict[str, Any]:
+    """The record of one run, or why there is none."""
+    folder = Path(task["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    output = Path(task["output"])
+    output.unlink(missing_ok=True)
+    (folder / "task.json").write_text(json.dumps(task, indent=1), encoding="utf-8")
+    command = [python_of(side, environments), str(SCRIPTS / side.script), str(folder / "task.json")]
+    gpu = task["device"] == "cuda"
+    paths = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    result = run(command, folder, variables(gpu) | {"PATH": paths}, min(RUN_SECONDS, left))
+    (folder / "log.txt").write_text(result.text, encoding="utf-8")
+    if result.code != 0 or not output.exists():
+        return {"failed": reason(result)}
+    found = dict(json.loads(output.read_text(encoding="utf-8")))
+    done = sum(1 for pair in zip(found["losses"], found["grad_norms"], strict=True) if all(map(math.isfinite, pair)))
+    return found if done == task["steps"] else {"failed": f"{done} of {task['steps']} steps with finite numbers"}
+
+
+def verdict(report: dict[str, Any]) -> int:
+    """0 if every side that took part came to its end and did the same work."""
+    sound = True
+    for entry in report["cases"]:
+        took_part = [result for result in entry["results"].values() if "absent" not in result]
+        sound &= all(len(good_runs(result)) == len(result["runs"]) for result in took_part)
+        sound &= all(found["equal"] is not False for found in entry["comparison"].values())
+    return 0 if sound else 1

@@ -1,0 +1,113 @@
+"""LLaMA-Factory, through its command line."""
+
+import json
+import os
+from pathlib import Path
+
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool
+from benchmarks.peers.planted.trl import trainer_losses
+
+
+class LlamaFactory(Tool):
+    """`llamafactory-cli train FILE`."""
+
+    name = "llamafactory"
+    title = "LLaMA-Factory"
+    packages = (("torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0"), ("llamafactory==0.9.5",))
+    shown = ("llamafactory", "transformers", "trl", "peft", "datasets", "torch")
+    metric = r"\{'(loss|eval_loss|train_runtime)'|\d+%\||^\s*(train|eval)_\w+\s*=|examples/s"
+    told = (
+        "`llamafactory-cli train FILE`, no `template`, so that it takes the tokenizer's own; rows as `sharegpt` with "
+        "the tags of `messages` in dataset_info.json"
+    )
+    unable: dict[str, str] = {}
+
+    def prepare(self, setup: Setup) -> list[str]:
+        """Writes train.yaml and dataset_info.json."""
+        tags = {
+            "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+            "system_tag": "system",
+        }  # fmt: skip
+        columns = {"messages": "messages"} | ({"misspelt_key": "x"} if setup.twist == "typo_nested" else {})
+        kind = "mesages" if setup.twist == "unknown_format" else "sharegpt"
+        described = {
+            name: {"file_name": file.name, "formatting": kind, "columns": columns, "tags": tags}
+            for name, file in (("rows", setup.train), ("held_out", setup.held_out))
+        }
+        info = json.dumps(described, indent=1)
+        (setup.train.parent / "dataset_info.json").write_text(info, encoding="utf-8")
+        settings: dict[str, object] = {
+            "model_name_or_path": setup.model,
+            "stage": "sft",
+            "do_train": "true",
+            "finetuning_type": "full" if setup.targets is None else "lora",
+            "dataset_dir": setup.train.parent,
+            "dataset": "rows",
+            "cutoff_len": setup.max_len,
+            "overwrite_cache": "true",
+            "packing": str(setup.packing).lower(),
+            "output_dir": setup.output,
+            "max_steps": setup.steps,
+            "per_device_train_batch_sise" if setup.twist == "typo" else "per_device_train_batch_size": (
+                "two" if setup.twist == "wrong_type" else setup.batch
+            ),
+            "learning_rate": setup.lr,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "steps" if setup.save_every else '"no"',
+            "save_steps": setup.save_every or 500,
+            "report_to": "none",
+            "use_cpu": "true",
+            "bf16": "false",
+            "disable_shuffling": str(not setup.shuffle).lower(),
+        }
+        if setup.targets is not None:
+            settings["lora_target"] = ",".join(setup.targets)
+        if setup.validate:
+            settings |= {"eval_dataset": "held_out", "eval_strategy": "steps", "eval_steps": 2}
+        if setup.resume:
+            settings["resume_from_checkpoint"] = "true"
+        if setup.ranks > 1:
+            settings["ddp_backend"] = "gloo"
+        text = "".join(f"{key}: {value}\n" for key, value in settings.items())
+        (setup.folder / "train.yaml").write_text(text, encoding="utf-8")
+        return [text, info]
+
+    def command(self, setup: Setup) -> list[str]:
+        """`llamafactory-cli train`."""
+        verb = "trainn_sftt" if setup.twist == "unknown_recipe" else "train"
+        return [str(self.environment / "bin" / "llamafactory-cli"), verb, str(setup.folder / "train.yaml")]
+
+    def variables(self, setup: Setup) -> dict[str, str]:
+        """With torchrun asked for as its documentation has it; its own programs first."""
+        path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        ranks = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(setup.ranks)} if setup.ranks > 1 else {}
+        return super().variables(setup) | {"PATH": path, "DISABLE_VERSION_CHECK": "1"} | ranks
+
+    def losses(self, setup: Setup, result: Result) -> list[float]:
+        """From the dictionaries that the trainer prints."""
+        return trainer_losses(result)
+
+    def start(self, setup: Setup, command: "list[str] | tuple[str, ...]", **options: object) -> Result:  # type: ignore[override]
+        """As of every tool; the output is kept for `trained_text`."""
+        self._last = super().start(setup, command, **options)
+        return self._last
+
+    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+        """From the example that the run shows of its first row: what stands behind `labels:`."""
+        lines = [line for _, line in self._last.lines]
+        starts = [at for at, line in enumerate(lines) if line.startswith("labels:")]
+        if not starts:
+            return None
+        text = [lines[starts[0]].removeprefix("labels:")]
+        for line in lines[starts[0] + 1 :]:
+            if line.startswith(("[", "{", "Running", "Generating")):
+                break
+            text.append(line)
+        return [["\n".join(text)]]
+
+    def states(self, setup: Setup) -> list[Path]:
+        """The folders checkpoint-N."""
+        return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []

@@ -1,0 +1,127 @@
+"""This project's own column, through its command line."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool
+
+ROOT = Path(__file__).parents[3]
+_CONFIG = """\
+recipe: {recipe}
+model:
+  path: {model}
+data:
+  source: {train}
+  format: {format}
+  shuffle: {shuffle}
+  packing: {packing}
+{nested}{lora}{validation}optimizer:
+  lr: {lr}
+lr_scheduler:
+  type: constant
+checkpoint:
+  save_every_n_steps: {save}
+device: cpu
+dtype: fp32
+{batch_key}: {batch}
+max_steps: {steps}
+epochs: 4
+max_seq_len: {max_len}
+output_dir: {output}
+"""
+
+
+class Ours(Tool):
+    """`tune run RECIPE --config FILE`; `tune data check FILE` where the run says nothing."""
+
+    name = "ours"
+    title = "tune-recipes"
+    shown = ("torch", "torchao")
+    metric = r"^\s*step \d+/\d+"
+    told = "`tune run RECIPE --config FILE`; where that says nothing, `tune data check FILE`"
+
+    @property
+    def python(self) -> str:
+        """The interpreter that the benchmark runs in."""
+        return sys.executable
+
+    def prepare(self, setup: Setup) -> list[str]:
+        """Writes config.yaml."""
+        adapters = setup.targets is not None
+        targets = [name.removesuffix("_proj") for name in setup.targets or ()]
+        text = _CONFIG.format(
+            recipe=self._recipe(setup),
+            model=setup.model,
+            train=setup.train,
+            format="mesages" if setup.twist == "unknown_format" else "messages",
+            shuffle=str(setup.shuffle).lower(),
+            packing=str(setup.packing).lower(),
+            nested="  misspelt_key: 1\n" if setup.twist == "typo_nested" else "",
+            lora=f"lora:\n  target_modules: {json.dumps(targets)}\n" if adapters else "",
+            validation=f"validation:\n  source: {setup.held_out}\n" if setup.validate else "",
+            lr=setup.lr,
+            save=setup.save_every or "null",
+            batch_key="batch_sise" if setup.twist == "typo" else "batch_size",
+            batch="two" if setup.twist == "wrong_type" else setup.batch,
+            steps=setup.steps,
+            max_len=setup.max_len,
+            output=setup.output,
+        )
+        (setup.folder / "config.yaml").write_text(text, encoding="utf-8")
+        return [text]
+
+    def _recipe(self, setup: Setup) -> str:
+        return "full_finetune_distributed" if setup.targets is None else "lora_finetune_distributed"
+
+    def command(self, setup: Setup) -> list[str]:
+        """`tune run`, with torchrun's flag where there are several ranks."""
+        recipe = "fulll_finetune_distributed" if setup.twist == "unknown_recipe" else self._recipe(setup)
+        ranks = ["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else []
+        resume = ["resume=latest"] if setup.resume else []
+        return [*self._tune("run"), *ranks, recipe, "--config", str(setup.folder / "config.yaml"), *resume]
+
+    def check(self, setup: Setup) -> list[str]:
+        """`tune data check`."""
+        return [*self._tune("data"), "check", str(setup.folder / "config.yaml")]
+
+    def _tune(self, verb: str) -> list[str]:
+        return [self.python, "-m", "recipe_lib.cli.main", verb]
+
+    def variables(self, setup: Setup) -> dict[str, str]:
+        """Without the plan that is made beside a run, because the machine is shared."""
+        return super().variables(setup) | {"PYTHONPATH": str(ROOT), "TUNE_PLAN": "off"}
+
+    def remember(self, setup: Setup) -> None:
+        """The lines of metrics.jsonl, which a run that goes on keeps."""
+        self._before = self._metrics(setup)
+
+    def _metrics(self, setup: Setup) -> list[str]:
+        path = setup.output / "metrics.jsonl"
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+    def losses(self, setup: Setup, result: Result) -> list[float]:
+        """From metrics.jsonl, behind the lines that were there before; a loss that is no number is null there."""
+        now = self._metrics(setup)
+        kept = sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._before, now, strict=False))
+        )
+        lines = [json.loads(line) for line in now[kept:]]
+        return [float("nan" if line["loss"] is None else line["loss"]) for line in lines if "loss" in line]
+
+    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+        """From `tune data show --json`."""
+        command = [*self._tune("data"), "show", str(setup.folder / "config.yaml"), "--json", "--rows", "4"]
+        result = self.start(setup, command)
+        if result.code != 0:
+            return None
+        slots = json.loads(result.lines[-1][1])["rows"]
+        return [[piece["text"] for piece in row["pieces"] if piece["trained"]] for slot in slots for row in slot]
+
+    def states(self, setup: Setup) -> list[Path]:
+        """What is in output/state."""
+        folder = setup.output / "state"
+        return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,217 @@
+"""Faults between two runs: data, batch, ranks or files that changed before a run goes on; a kill inside a save.
+
+Beside them what packing does to a loss. Here a tool may be right without a word, so the losses decide.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.planted.ground import Setup, rows_between
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool, newest
+from benchmarks.peers.planted.verdict import HANDLED, NOT_APPLICABLE, SILENT, Outcome, judge
+from benchmarks.peers.planted.words import NOTHING, WORDS
+
+BEFORE, AFTER = 4, 8  # steps of the first run, and of both together
+CLOSE = 1e-3  # largest relative difference of two losses that are the same: tools log four digits
+SUM_CLOSE = 2e-2  # the same where the batch is summed in another order after several steps
+
+
+class Unfit(Exception):  # noqa: N818  (an outcome of the benchmark, not of a tool)
+    """The tool cannot do the run that a fault starts from; the text says why."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """name, title: as of a Fault. play: the whole of it; returns the result that is judged and what is known.
+
+    harmless: None: not measured; else whether the losses are what they would have been.
+    """
+
+    name: str
+    title: str
+    play: Callable[[Tool, Setup, "Sound"], "tuple[Setup, Result, bool | None, str]"]
+
+
+@dataclass
+class Sound:
+    """What the runs without faults of a tool were: lines, and the losses of a run of all steps that nothing stopped."""
+
+    lines: list[str]
+    losses: list[float]
+
+
+def run_sound(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
+    """A run that must end well. Raises Unfit."""
+    tool.prepare(setup)
+    result = tool.start(setup, tool.command(setup))
+    if result.code != 0:
+        last = next((line for _, line in reversed(result.lines)), "no output")
+        raise Unfit(f"the run it starts from ends with exit code {result.code}: {last[:200]}")
+    return setup, result
+
+
+def go_on(tool: Tool, setup: Setup) -> tuple[Setup, Result]:
+    """The second run, that goes on from what the first has saved."""
+    tool.prepare(setup)
+    return setup, tool.start(setup, tool.command(setup))
+
+
+def first_half(setup: Setup, **changes: object) -> Setup:
+    """The first run: BEFORE steps, saved twice."""
+    return setup.again(steps=BEFORE, save_every=BEFORE // 2, **changes)
+
+
+def second_half(setup: Setup, **changes: object) -> Setup:
+    """The run that goes on to AFTER steps."""
+    return setup.again(steps=AFTER, save_every=BEFORE // 2, resume=True, **changes)
+
+
+def apart(found: list[float], expected: list[float]) -> float:
+    """Largest relative difference of the last losses of two runs; infinite if there are too few, or one is NaN."""
+    count = AFTER - BEFORE
+    if min(len(found), len(expected)) < count:
+        return float("inf")
+    pairs = zip(found[-count:], expected[-count:], strict=True)
+    differences = [abs(a - b) / max(abs(b), 1e-9) for a, b in pairs]
+    return max(differences) if all(map(math.isfinite, differences)) else float("inf")
+
+
+def _same(tool: Tool, setup: Setup, result: Result, expected: list[float], close: float) -> tuple[bool | None, str]:
+    if result.code != 0:
+        return None, ""
+    worst = apart(tool.losses(setup, result), expected)
+    said = "too few losses to compare" if worst == float("inf") else f"losses differ by {worst:.2g}"
+    return worst <= close, f"{said} (relative) from those of a run that nothing stopped"
+
+
+def nothing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+    """Stopped and gone on from; nothing else changed. What both runs say is no news from then on."""
+    _, first = run_sound(tool, first_half(setup))
+    setup, result = go_on(tool, second_half(setup))
+    sound.lines += [line for run in (first, result) for _, line in run.lines]
+    return setup, result, *_same(tool, setup, result, sound.losses, CLOSE)
+
+
+def other_rows(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+    """Half of the rows are others when the run goes on."""
+    run_sound(tool, first_half(setup))
+    setup.write(setup.rows[:12] + rows_between(100, 112))
+    setup, result = go_on(tool, second_half(setup))
+    return setup, result, None, ""
+
+
+def other_batch(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+    """Three rows a step where there were two: a step means other rows."""
+    run_sound(tool, first_half(setup))
+    setup, result = go_on(tool, second_half(setup, batch=setup.batch + 1))
+    return setup, result, None, ""
+
+
+def other_world(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+    """From two ranks to one with the same rows a step; compared with two ranks throughout."""
+    folder = setup.folder / "quiet"
+    quiet = setup.again(folder=folder, steps=AFTER, ranks=2)
+    _share(setup, folder)
+    _, whole = run_sound(tool, quiet)
+    expected = tool.losses(quiet, whole)
+    run_sound(tool, first_half(setup, ranks=2))
+    setup, result = go_on(tool, second_half(setup, batch=2 * setup.batch))
+    return setup, result, *_same(tool, setup, result, expected, SUM_CLOSE)
+
+
+def damaged_state(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+    """A byte in the middle of the newest state's largest file is another one."""
+    run_sound(tool, first_half(setup))
+    path = _largest(newest(tool.states(setup)))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+    setup, result = go_on(tool, second_half(setup))
+    _, note = _same(tool, setup, result, sound.losses, CLOSE)  # one number among many shows in no loss: luck counts not
+    return setup, result, None, f"{path.name} of {path.parent.name}; {note}"
+
+
+def killed_in_save(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+    """SIGKILL as soon as something of a second state is on the disk, then the run goes on. Three times, the worst
+    counts."""
+    worst: tuple[Setup, Result, bool | None, str] | None = None
+    for attempt in range(3):
+        trial = setup.again(folder=setup.folder / f"kill{attempt}")
+        _share(setup, trial.folder)
+        first = trial.again(steps=AFTER, save_every=BEFORE // 2)
+        seen: list[int] = []
+
+        def second_save(first: Setup = first, seen: list[int] = seen) -> bool:
+            seen.append(len(tool.states(first)))
+            return seen[-1] >= 2
+
+        tool.prepare(first)
+        killed = tool.start(first, tool.command(first), stop_when=second_save)
+        if killed.code is not None:
+            raise Unfit("the run had ended before there was a second state to kill it in")
+        there = ", ".join(path.name for path in tool.states(first))
+        trial, result = go_on(tool, first.again(resume=True))
+        harmless, note = _same(tool, trial, result, sound.losses, CLOSE)
+        worst = trial, result, harmless, f"attempt {attempt + 1} of 3, on the disk: {there}; {note}"
+        if result.code != 0 or not harmless:
+            break
+    assert worst
+    return worst
+
+
+def packing(tool: Tool, setup: Setup, sound: Sound) -> tuple[Setup, Result, bool | None, str]:
+    """Four rows in one pack: the first loss has to be that of the four rows side by side."""
+    setup.write(setup.rows[:4])
+    setup = setup.again(steps=1, batch=4, max_len=512, shuffle=False)
+    beside, result = run_sound(tool, setup.again(folder=_share(setup, setup.folder / "beside")))
+    (expected,) = tool.losses(beside, result)[:1] or [float("nan")]
+    setup, result = go_on(tool, setup.again(packing=True, batch=1))
+    if result.code != 0:
+        return setup, result, None, ""
+    (found,) = tool.losses(setup, result)[:1] or [float("nan")]
+    note = f"first loss {found:.4f} packed, {expected:.4f} side by side"
+    return setup, result, abs(found - expected) <= CLOSE * abs(expected), note
+
+
+def _share(setup: Setup, folder: Path) -> Path:
+    """Another folder of the same run, with the same model and rows."""
+    folder.mkdir()
+    for name in ("model", "rows"):
+        (folder / name).symlink_to(setup.folder / name)
+    return folder
+
+
+def _largest(state: Path | None) -> Path:
+    if state is None:
+        raise Unfit("the first run has left no state")
+    files = [path for path in ([state] if state.is_file() else state.rglob("*")) if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def play(change: Change, tool: Tool, setup: Setup, sound: Sound) -> Outcome:
+    """Plays one of them and judges what came of it."""
+    try:
+        setup, result, harmless, note = change.play(tool, setup, sound)
+    except Unfit as reason:
+        return Outcome(NOT_APPLICABLE, note=str(reason))
+    steps = len(tool.losses(setup, result))
+    given = tool.prepare(setup)
+    outcome = judge(result, WORDS.get(change.name, NOTHING), steps, sound.lines, tool.metric, given)
+    outcome.note = note
+    if outcome.outcome == SILENT and harmless:
+        outcome.outcome = HANDLED
+    return outcome
+
+
+SOUND_RESUME = Change("sound_resume", "nothing: a run stopped and gone on from", nothing)
+CHANGES: tuple[Change, ...] = (
+    Change("other_rows", "half of the rows replaced before the run goes on", other_rows),
+    Change("other_batch", "another global batch when the run goes on", other_batch),
+    Change("other_world", "from two ranks to one, the rows of a step the same", other_world),
+    Change("damaged_state", "a bit of a saved state flipped", damaged_state),
+    Change("killed_in_save", "SIGKILL inside a save, then going on", killed_in_save),
+    Change("packing", "four rows in one pack that must not see each other", packing),
+)

@@ -1,0 +1,98 @@
+"""TRL with PEFT, through its command line."""
+
+import ast
+import re
+from pathlib import Path
+
+from benchmarks.peers.planted.ground import Setup
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.tool import Tool, json_script
+
+_METRIC = re.compile(r"(\{'(?:loss|eval_loss|train_runtime)'.*\})")
+_SCRIPT = Path(__file__).parent / "scripts" / "trl_labels.py"
+
+
+class Trl(Tool):
+    """`trl sft --config FILE`."""
+
+    name = "trl"
+    title = "TRL"
+    packages = (("torch==2.13.0",), ("trl", "peft"))
+    shown = ("trl", "peft", "transformers", "accelerate", "datasets", "torch")
+    metric = r"\{'(loss|eval_loss|train_runtime)'|\d+%\|"
+    told = "`trl sft --config FILE`, with `assistant_only_loss: true`; rows in a folder with train.jsonl and test.jsonl"
+    unable = {"unknown_format": "tells a row's format by its columns; there is no name to misspell"}
+
+    def prepare(self, setup: Setup) -> list[str]:
+        """Writes sft.yaml."""
+        settings: dict[str, object] = {
+            "model_name_or_path": setup.model,
+            "dataset_name": setup.train.parent,
+            "output_dir": setup.output,
+            "max_steps": setup.steps,
+            "per_device_train_batch_sise" if setup.twist == "typo" else "per_device_train_batch_size": (
+                "two" if setup.twist == "wrong_type" else setup.batch
+            ),
+            "learning_rate": setup.lr,
+            "lr_scheduler_type": "constant",
+            "max_length": setup.max_len,
+            "packing": str(setup.packing).lower(),
+            "assistant_only_loss": "true",
+            "use_cpu": "true",
+            "bf16": "false",
+            "dtype": "float32",
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "steps" if setup.save_every else '"no"',
+            "save_steps": setup.save_every or 500,
+            "eval_strategy": "steps" if setup.validate else '"no"',
+            "eval_steps": 2,
+        }
+        if not setup.shuffle:
+            settings["train_sampling_strategy"] = "sequential"
+        if setup.twist == "typo_nested":
+            del settings["dataset_name"]
+            settings["datasets"] = f"\n  - path: {setup.train.parent}\n    split: train\n    misspelt_key: 1"
+        if setup.targets is not None:
+            settings |= {"use_peft": "true", "lora_target_modules": "".join(f"\n  - {name}" for name in setup.targets)}
+        if setup.resume:
+            settings["resume_from_checkpoint"] = "true"
+        text = "".join(f"{key}: {value}\n" for key, value in settings.items())
+        (setup.folder / "sft.yaml").write_text(text, encoding="utf-8")
+        return [text]
+
+    def command(self, setup: Setup) -> list[str]:
+        """`trl sft`; of several processes its script under torchrun: the command's own launcher wants GPUs for that."""
+        verb = "sftt" if setup.twist == "unknown_recipe" else "sft"
+        words = ["--config", str(setup.folder / "sft.yaml")]
+        if setup.ranks == 1:
+            return [str(self.environment / "bin" / "trl"), verb, *words]
+        (script,) = self.environment.glob("lib/python*/site-packages/trl/scripts/sft.py")
+        return [str(self.environment / "bin" / "torchrun"), "--nproc_per_node", str(setup.ranks), str(script), *words]
+
+    def variables(self, setup: Setup) -> dict[str, str]:
+        """With the environment's own programs first: the command starts `accelerate`."""
+        import os
+
+        path = f"{self.environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        return super().variables(setup) | {"PATH": path, "ACCELERATE_USE_CPU": "true"}
+
+    def losses(self, setup: Setup, result: Result) -> list[float]:
+        """From the dictionaries that the trainer prints."""
+        return trainer_losses(result)
+
+    def trained_text(self, setup: Setup) -> list[list[str]] | None:
+        """From the first batch of the trainer that the same config makes."""
+        found = json_script(self, setup, _SCRIPT, str(setup.folder / "sft.yaml"))
+        return None if found is None else list(found)
+
+    def states(self, setup: Setup) -> list[Path]:
+        """The folders checkpoint-N."""
+        return sorted(setup.output.glob("checkpoint-*")) if setup.output.is_dir() else []
+
+
+def trainer_losses(result: Result) -> list[float]:
+    """The losses that transformers' trainer has printed, one a step; also LLaMA-Factory's, which is built on it."""
+    found = (_METRIC.search(line) for _, line in result.lines)
+    values = [ast.literal_eval(re.sub(r": (nan|inf)\b", r": '\1'", match[1])) for match in found if match]
+    return [float(value["loss"]) for value in values if "loss" in value]

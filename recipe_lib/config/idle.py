@@ -1,0 +1,160 @@
+"""Keys that another key makes idle: `needs` at a key in the schema says what has to hold for it to have an effect.
+
+A condition is `KEY`, which has to be set (neither null nor false), or `KEY OP VALUE`, with `=`, `!=`, `>` or `in` and
+values parted by commas; several may be joined by ` or `. What no such line can say is a function of the config that
+returns the reason, or None while the key has an effect. No torch.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Condition = str | Callable[[Any], str | None]
+
+
+def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
+    """Puts the keys that have no effect back to their defaults, in place; a line for each that had another value.
+
+    keys: of the schema, in its order: a key comes after those that it needs. judged: names of keys without a fault.
+    """
+    lines, judged = [], set(judged)
+    for key in keys:
+        if "needs" not in key.limits or key.name not in judged or _value(cfg, key.name) == key.default:
+            continue
+        if reason := why_idle(cfg, key):
+            lines.append(f"{key.name} has no effect: {reason}")
+            section, _, word = key.name.rpartition(".")
+            setattr(_value(cfg, section) if section else cfg, word, copy.deepcopy(key.default))
+    return lines
+
+
+def why_idle(cfg: Any, key: Any) -> str | None:
+    """`parallel.pipeline is 1`, for a key that has no effect in this config; None for one that has."""
+    needs = key.limits.get("needs", ())
+    for condition in needs if isinstance(needs, tuple) else (needs,):
+        reason = condition(cfg) if callable(condition) else _unmet(cfg, condition)
+        if reason:
+            return reason
+    return None
+
+
+def needs_text(needs: Condition | tuple[Condition, ...]) -> str:
+    """The conditions as the reference has them: `parallel.pipeline > 1`."""
+    parts = needs if isinstance(needs, tuple) else (needs,)
+    return " and ".join((each.__doc__ or "").strip().rstrip(".") if callable(each) else f"`{each}`" for each in parts)
+
+
+def _unmet(cfg: Any, condition: str) -> str | None:
+    reasons = []
+    for one in condition.split(" or "):
+        name, _, rest = one.partition(" ")
+        try:
+            value = _value(cfg, name)
+        except AttributeError:
+            return None  # a class without the key, as a recipe without dpo
+        operator, _, values = rest.partition(" ")
+        if _holds(value, operator, values.split(", ")):
+            return None
+        reasons.append(f"{name} is {_text(value)}")
+    return ", ".join(reasons)
+
+
+def _holds(value: Any, operator: str, wanted: list[str]) -> bool:
+    if not operator:
+        return value is not None and value is not False
+    if operator == ">":
+        return bool(value > float(wanted[0]))
+    return (_text(value) in wanted) == (operator != "!=")
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return "set" if isinstance(value, list) else str(value)
+
+
+def _value(cfg: Any, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), cfg)
+
+
+def formats(cfg: Any) -> set[str]:
+    """Every format that rows are read in, those of validation too."""
+    named = {source.format or cfg.data.format for source in cfg.data.sources} or {cfg.data.format}
+    return named | ({cfg.validation.format or cfg.data.format} if cfg.validation.source is not None else set())
+
+
+def _only(cfg: Any, without: set[str]) -> str | None:
+    found = formats(cfg)
+    return f"data.format is {' and '.join(sorted(found))}" if found <= without else None
+
+
+def has_turns(cfg: Any) -> str | None:
+    """a format with turns"""
+    return _only(cfg, {"text", "prompt_completion"})
+
+
+def has_earlier_answers(cfg: Any) -> str | None:
+    """a format of conversations"""
+    return _only(cfg, {"text", "prompt_completion", "preference"})
+
+
+def has_long_rows(cfg: Any) -> str | None:
+    """another format than `text`, which is cut into rows of max_seq_len"""
+    return _only(cfg, {"text"})
+
+
+def chooses_labels(cfg: Any) -> str | None:
+    """a format whose rows leave open what is trained"""
+    return _only(cfg, {"preference"}) or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
+
+
+def reads_hub(cfg: Any) -> str | None:
+    """a hub dataset"""
+    sources = [*(source.source for source in cfg.data.sources), cfg.data.source, cfg.validation.source]
+    return None if any(str(source).startswith("hub:") for source in sources) else "no source is a dataset of the hub"
+
+
+def trained_dtype(cfg: Any) -> str:
+    """The type of what is trained: the adapters' own, where adapters are."""
+    lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
+    if lora is None or (dpo is not None and dpo.trainable == "all"):
+        return str(cfg.dtype)
+    return str(lora.dtype or cfg.dtype)
+
+
+def trains_bf16(cfg: Any) -> str | None:
+    """bf16 weights that are trained"""
+    dtype = trained_dtype(cfg)
+    if dtype == "bf16":
+        return None
+    return f"{'dtype' if dtype == cfg.dtype else 'lora.dtype'} is {dtype}"
+
+
+def steps_with_torch(cfg: Any) -> str | None:
+    """a step of torch's own optimizers"""
+    if cfg.optimizer.name == "muon":
+        return "optimizer.name is muon"
+    same = {"bf16": 16, "fp32": 32, "fp64": 64}.get(trained_dtype(cfg))
+    if cfg.optimizer.name != "adamw":
+        return None
+    if cfg.optimizer.state_bits not in (None, same):
+        return f"optimizer.state_bits is {cfg.optimizer.state_bits}, which has one implementation"
+    for word in ("master_weights", "stochastic_rounding"):
+        if getattr(cfg.optimizer, word):
+            return f"optimizer.{word} is true, which has one implementation"
+    return None
+
+
+def defers_weight_gradients(cfg: Any) -> str | None:
+    """a schedule that defers weight gradients"""
+    from recipe_lib.config.pipeline import SCHEDULES
+
+    schedule = cfg.parallel.pipeline_schedule
+    return None if SCHEDULES[schedule].splits else f"parallel.pipeline_schedule is {schedule}"
+
+
+def sums_over_tokens(cfg: Any) -> str | None:
+    """a recipe without pairs"""
+    dpo = getattr(cfg, "dpo", None)
+    return None if dpo is None else f"the loss of pairs is dpo.loss, {dpo.loss}"

@@ -1,0 +1,331 @@
+"""Settings that do not go together, with the reason and the remedy: one row each.
+
+`load_config` refuses by this table, `docs/config.md` prints it, and the tests walk it. A combination that only the
+world (ranks, devices, files) can decide is not here: it is checked where the world is known. A key that another one
+makes idle is no fault: `needs` at the key in the schema says so.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_lib.config.aliases import CHOICE_ALIASES
+from recipe_lib.config.idle import formats, trained_dtype
+from recipe_lib.config.pipeline import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault
+from recipe_lib.config.registry import BUILT_IN
+from recipe_lib.config.schema import LINEARS
+from recipe_lib.config.sources import resolved_sources
+from recipe_lib.config.suggest import did_you_mean, quote
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination of settings that is refused.
+
+    keys: those it is about, whose places an error names. applies: true for a config that has it. example: overrides
+    that bring it about on a config of `recipe` with a checkpoint and local data. reads: further keys that it looks at.
+    told: what it has found, with its numbers and the remedy; None: reason and remedy say all.
+    """
+
+    keys: tuple[str, ...]
+    applies: Callable[[Any], Any]
+    reason: str
+    remedy: str
+    example: tuple[str, ...]
+    recipe: str = "full_finetune_distributed"
+    reads: tuple[str, ...] = ()
+    told: Callable[[Any], str] | None = None
+
+    def line(self, cfg: Any) -> str:
+        """`model.path, model.preset: both are set; keep ...`, for a config that has it."""
+        what = f"{self.reason}; {self.remedy}" if self.told is None else self.told(cfg)
+        return f"{', '.join(self.keys)}: {what}"
+
+
+def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
+    """The rows that a config has. judged: dotted keys that may be judged; a row about another is passed over."""
+    return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
+
+
+_LORA, _DPO, _FOREIGN = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
+_FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
+_NO_PAIRS = {*BUILT_IN["data.format"][1]} - {"preference"}
+_TARGETS = (*LINEARS, "embedding", "head", "all-linear")
+_ROWS = ("batch_size", "gradient_accumulation_steps")
+_SCHEDULE = ("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_stages_per_rank")
+_SPLITTING = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
+# What every example of a pipeline of two needs with it.
+_PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
+_PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4")
+
+
+def _foreign(cfg: Any) -> bool:
+    return bool(cfg.model.implementation != "native")
+
+
+def _has_budget(cfg: Any) -> bool:
+    return cfg.memory.activation_budget_gib is not None
+
+
+def trains_on_pairs(cfg: Any) -> bool:
+    """It is the config of preference optimization."""
+    return getattr(cfg, "dpo", None) is not None
+
+
+def _fused_sgd_in_bf16(cfg: Any) -> bool:
+    is_fused = cfg.optimizer.name == "sgd" and cfg.optimizer.implementation == "fused"
+    return is_fused and cfg.device == "cpu" and trained_dtype(cfg) == "bf16"
+
+
+def _unknown_targets(cfg: Any) -> list[str]:
+    return [name for name in cfg.lora.target_modules if name not in _TARGETS]
+
+
+def _unknown_target(cfg: Any) -> str:
+    found = _unknown_targets(cfg)[0]
+    hint = did_you_mean(found, _TARGETS) if found not in CHOICE_ALIASES else f"; did you mean {CHOICE_ALIASES[found]}?"
+    return f"found {quote(found)}, expected a list [...] of {', '.join(_TARGETS)}{hint}"
+
+
+def _rows(cfg: Any) -> int:
+    return cfg.batch_size * cfg.gradient_accumulation_steps
+
+
+def _uneven(cfg: Any) -> bool:
+    count = cfg.parallel.pipeline_microbatches
+    return cfg.parallel.pipeline > 1 and bool(count) and _rows(cfg) % count != 0
+
+
+def _uneven_words(cfg: Any) -> str:
+    rows, count = _rows(cfg), cfg.parallel.pipeline_microbatches
+    fewest = fewest_micro_batches(cfg.parallel)
+    fitting = [number for number in range(fewest, rows + 1) if rows % number == 0]
+    choose = f"choose one of {', '.join(map(str, fitting))}" if fitting else "choose a divisor"
+    return (
+        f"found {count} micro-batches for the {rows} rows of a step (batch_size {cfg.batch_size} x "
+        f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}), expected a divisor of them; {choose}"
+    )
+
+
+def _too_few(cfg: Any) -> bool:
+    if cfg.parallel.pipeline == 1 or _uneven(cfg):
+        return False
+    return micro_batches(cfg)[1] < fewest_micro_batches(cfg.parallel)
+
+
+def _few_words(cfg: Any) -> str:
+    return schedule_fault(cfg.parallel, micro_batches(cfg)[1]) or ""
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule(("model.path", "model.preset"), lambda cfg: cfg.model.path is None and cfg.model.preset is None,
+         "neither is set", "set model.path to a checkpoint, or model.preset to an architecture with random weights",
+         ("~model.path",)),
+    Rule(("model.path", "model.preset"), lambda cfg: cfg.model.path is not None and cfg.model.preset is not None,
+         "both are set",
+         "keep one: model.path trains a checkpoint, model.preset starts from random weights (~KEY removes KEY)",
+         ("model.preset=llama3/8B",)),
+    Rule(("model.preset", "tokenizer.path"),
+         lambda cfg: cfg.model.path is None and cfg.model.preset is not None and cfg.tokenizer.path is None,
+         "an architecture brings no tokenizer", "set tokenizer.path to a folder or file that has one",
+         ("~model.path", "model.preset=llama3/8B")),
+    Rule(("lr_scheduler.warmup_steps", "lr_scheduler.warmup_ratio"),
+         lambda cfg: cfg.lr_scheduler.warmup_ratio is not None and cfg.lr_scheduler.warmup_steps > 0, "both are set",
+         "keep one of the two", ("lr_scheduler.warmup_steps=10", "lr_scheduler.warmup_ratio=0.1")),
+    Rule(("dtype", "device"), lambda cfg: cfg.dtype == "fp64" and cfg.device == "cuda",
+         "fp64 is for checks of the arithmetic on a CPU; no attention kernel of a GPU takes it",
+         "choose bf16 or fp32, or device=cpu", ("dtype=fp64", "device=cuda")),
+    Rule(("dtype", "parallel.reduce_dtype"),
+         lambda cfg: cfg.dtype == "fp64" and cfg.parallel.reduce_dtype is not None,
+         "summing in a lower precision would undo what fp64 is for", "remove parallel.reduce_dtype",
+         ("dtype=fp64", "parallel.reduce_dtype=fp32")),
+    Rule(("resume", "overwrite_output_dir"), lambda cfg: cfg.resume is not None and cfg.overwrite_output_dir,
+         "one goes on from what output_dir holds, the other replaces it", "remove one of the two",
+         ("resume=latest", "overwrite_output_dir=true")),
+    Rule(("optimizer.master_weights", "optimizer.stochastic_rounding"),
+         lambda cfg: cfg.optimizer.master_weights and cfg.optimizer.stochastic_rounding,
+         "each is there so that small steps add up, and fp32 weights need no chance for it", "remove one of the two",
+         ("optimizer.master_weights=true", "optimizer.stochastic_rounding=true")),
+    Rule(("dtype", "optimizer.state_bits"), lambda cfg: cfg.optimizer.state_bits is not None and cfg.dtype == "fp64",
+         "fewer bits would undo what fp64 is for", "remove optimizer.state_bits",
+         ("dtype=fp64", "optimizer.state_bits=8")),
+    Rule(("optimizer.name", "optimizer.implementation", "dtype", "device"), _fused_sgd_in_bf16,
+         "torch's kernel leaves most elements of bf16 weights on a CPU as they are", "choose auto or foreach",
+         ("optimizer.name=sgd", "optimizer.implementation=fused", "device=cpu")),
+    Rule(("clip_grad_norm", "memory.optimizer_in_backward"),
+         lambda cfg: cfg.memory.optimizer_in_backward and cfg.clip_grad_norm is not None,
+         "a parameter is stepped before the norm of all gradients is known",
+         "set clip_grad_norm=null (the norm is logged all the same), or remove memory.optimizer_in_backward",
+         ("memory.optimizer_in_backward=true",)),
+    Rule(("gradient_accumulation_steps", "memory.optimizer_in_backward"),
+         lambda cfg: cfg.memory.optimizer_in_backward and cfg.gradient_accumulation_steps > 1,
+         "each backward would be a step of its own",
+         "set gradient_accumulation_steps=1 (batch_size has the rows), or remove memory.optimizer_in_backward",
+         ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=2")),
+    Rule(("memory.optimizer_in_backward", "parallel.pipeline"),
+         lambda cfg: cfg.memory.optimizer_in_backward and cfg.parallel.pipeline > 1,
+         "a pipeline adds up the gradients of several micro-batches", "remove one of the two",
+         ("memory.optimizer_in_backward=true", "clip_grad_norm=null", *_PIPELINE_IN_ONE)),
+    Rule(("memory.optimizer_in_backward", "parallel.strategy"),
+         lambda cfg: cfg.memory.optimizer_in_backward and cfg.parallel.strategy == "ddp",
+         "replicas sum their gradients once a step, after backward",
+         "set parallel.strategy=fsdp, or remove memory.optimizer_in_backward",
+         ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "parallel.strategy=ddp")),
+    Rule(("memory.optimizer_in_backward", "parallel.data_replicate"),
+         lambda cfg: cfg.memory.optimizer_in_backward and cfg.parallel.data_replicate > 1,
+         "FSDP holds what it sums over copies of the model to the end of backward, so that no gradient would be freed",
+         "set parallel.data_replicate=1, or remove memory.optimizer_in_backward",
+         ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "parallel.data_replicate=2")),
+    Rule(("memory.activation_checkpointing", "memory.activation_offload"),
+         lambda cfg: cfg.memory.activation_offload and cfg.memory.activation_checkpointing in ("selective", "budget"),
+         "selective and budget keep their tensors outside the saved-tensor hooks, on the device",
+         "choose full (each layer's input is sent) or none (all that it keeps is sent)",
+         ("memory.activation_checkpointing=selective", "memory.activation_offload=true")),
+    Rule(("memory.activation_checkpointing", "memory.activation_budget_gib"),
+         lambda cfg: cfg.memory.activation_checkpointing == "budget" and not _has_budget(cfg),
+         "budget needs to know how much", "set memory.activation_budget_gib (GiB), or choose none, selective or full",
+         ("memory.activation_checkpointing=budget",)),
+    Rule(("model.implementation", "memory.activation_checkpointing", "memory.activation_budget_gib"),
+         lambda cfg: _foreign(cfg) and cfg.memory.activation_checkpointing == "budget" and _has_budget(cfg),
+         "what its layers keep is found out for the decoder of model.implementation=native alone",
+         "choose none, selective or full",
+         (_FOREIGN, "memory.activation_checkpointing=budget", "memory.activation_budget_gib=4")),
+    Rule(("model.implementation", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and _foreign(cfg),
+         "the MLPs of model.implementation=native alone can be computed in pieces", "remove memory.mlp_tiles",
+         ("model.implementation=transformers", "memory.mlp_tiles=4")),
+    Rule(("compile", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.compile,
+         "compiled code decides itself what it keeps, and would put the pieces' work beside each other again",
+         "remove one of the two", ("compile=true", "memory.mlp_tiles=4")),
+    Rule(("loss", "memory.loss_kernel"),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and cfg.loss != "cross_entropy",
+         "it computes cross-entropy and nothing else",
+         "set memory.loss_kernel=chunked, which takes any loss, or remove loss",
+         ("loss=mine", "memory.loss_kernel=torch")),
+    Rule(("parallel.tensor", "memory.loss_kernel"),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and cfg.parallel.tensor > 1,
+         "it needs the whole output matrix, of which each rank of a tensor-parallel group has a part",
+         "set memory.loss_kernel=chunked, or parallel.tensor=1", ("parallel.tensor=2", "memory.loss_kernel=torch")),
+    Rule(("model.implementation", "memory.loss_kernel"),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and _foreign(cfg),
+         "the output head of model.implementation=native alone chooses its kernel", "remove memory.loss_kernel",
+         ("model.implementation=transformers", "memory.loss_kernel=torch")),
+    Rule(("lora.target_modules", "memory.loss_kernel"),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and "head" in cfg.lora.target_modules,
+         "it multiplies by one matrix, and an adapted head has three",
+         "leave head out of lora.target_modules, or set memory.loss_kernel=chunked",
+         ("lora.target_modules=[q, head]", "memory.loss_kernel=torch"), recipe=_LORA),
+    Rule(("memory.loss_kernel",), lambda cfg: cfg.memory.loss_kernel != "chunked" and cfg.dpo is not None,
+         "preference losses need each token's log-probability, which it does not give", "remove memory.loss_kernel",
+         ("memory.loss_kernel=torch",), recipe=_DPO, reads=("dpo.loss",)),
+    Rule(("lora.target_modules",), lambda cfg: cfg.model.implementation == "native" and _unknown_targets(cfg),
+         "a native model has no linears of such names", f"choose of {', '.join(_TARGETS)}",
+         ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",), told=_unknown_target),
+    Rule(("model.implementation", "lora.merge_on_save"), lambda cfg: _foreign(cfg) and cfg.lora.merge_on_save,
+         "only adapters of our own models are merged here",
+         "remove lora.merge_on_save, and merge the adapter with PEFT", (_FOREIGN, "lora.merge_on_save=true"),
+         recipe=_LORA),
+    Rule(("model.implementation", "parallel.tensor", "compile"),
+         lambda cfg: _foreign(cfg) and cfg.parallel.tensor > 1 and cfg.compile,
+         "an inferred plan is run by following each call of the model's forward, which compiled layers do not make",
+         "set compile=false, or parallel.tensor=1", (_FOREIGN, "parallel.tensor=2", "compile=true")),
+    Rule(("model.implementation", "parallel.tensor", "lora.quantize_base"),
+         lambda cfg: _foreign(cfg) and cfg.parallel.tensor > 1 and cfg.lora.quantize_base != "none",
+         "the ranks of an inferred plan do not share quantized weights",
+         "remove lora.quantize_base, or set parallel.tensor=1: FSDP shares quantized weights",
+         (_FOREIGN, "parallel.tensor=2", "lora.quantize_base=nf4"), recipe=_LORA),
+    Rule(("model.implementation", "parallel.tensor", "lora.dtype"),
+         lambda cfg: _foreign(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dtype is not None,
+         "the plan is of adapters that have the type of the weights beside them",
+         "remove lora.dtype, or set parallel.tensor=1", (_FOREIGN, "parallel.tensor=2", "lora.dtype=fp32"),
+         recipe=_LORA),
+    Rule(("data.source", "data.sources"), lambda cfg: not resolved_sources(cfg.data), "neither is set",
+         "set data.source to a file or folder of rows (.json, .jsonl, .parquet, .txt) or to hub:OWNER/NAME, or "
+         "data.sources to several",
+         ("~data.source",)),
+    Rule(("data.source", "data.sources"), lambda cfg: cfg.data.source is not None and len(cfg.data.sources) > 0,
+         "both are set", "move data.source into the list, or remove one of the two",
+         ("data.sources=[{source: more.jsonl}]",)),
+    Rule(("data.pad_to_multiple_of", "max_seq_len"), lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
+         "every row would be padded beyond the longest that there can be",
+         "lower data.pad_to_multiple_of to max_seq_len or less", ("data.pad_to_multiple_of=4096",)),
+    Rule(("data.format",), lambda cfg: not trains_on_pairs(cfg) and "preference" in formats(cfg),
+         "this recipe has no use for pairs of a chosen and a rejected answer",
+         "choose another format, or run dpo_distributed", ("data.format=preference",), reads=_FORMATS),
+    Rule(("dpo.loss", "data.format"), lambda cfg: formats(cfg) & _NO_PAIRS,
+         "the loss compares a chosen with a rejected answer, which rows of this format do not have",
+         "set data.format to preference", ("data.format=alpaca",), recipe=_DPO, reads=_FORMATS),
+    Rule(("tokenizer.chat_template", "data.template"),
+         lambda cfg: cfg.tokenizer.chat_template is not None and cfg.data.template == "plain",
+         "the built-in plain template would be used in place of the file", "remove one of the two",
+         ("tokenizer.chat_template=chat.jinja", "data.template=plain")),
+    Rule(("parallel.tensor", "max_seq_len"), lambda cfg: cfg.max_seq_len % cfg.parallel.tensor != 0,
+         "each rank has as many tokens of a row as the others, and max_seq_len is no multiple of parallel.tensor",
+         "make max_seq_len a multiple of it", ("parallel.tensor=2", "max_seq_len=1023")),
+    Rule(("parallel.tensor", "loss"), lambda cfg: cfg.parallel.tensor > 1 and cfg.loss != "cross_entropy",
+         "it is called with the logits of the whole vocabulary, which no rank has",
+         "remove loss, or set parallel.tensor=1", ("parallel.tensor=2", "loss=mine")),
+    Rule(("parallel.tensor", "lora.dora"), lambda cfg: cfg.parallel.tensor > 1 and cfg.lora.dora,
+         "the lengths of a matrix' rows are not taken over the ranks that share them",
+         "set lora.dora=false (LoRA), or parallel.tensor=1", ("parallel.tensor=2", "lora.dora=true"), recipe=_LORA),
+    Rule(("parallel.tensor", "lora.target_modules"),
+         lambda cfg: cfg.parallel.tensor > 1 and not {"embedding", "head"}.isdisjoint(cfg.lora.target_modules),
+         "adapters of embedding and head are not shared by the vocabulary",
+         "leave embedding and head out of lora.target_modules, or set parallel.tensor=1",
+         ("parallel.tensor=2", "lora.target_modules=[q, head]"), recipe=_LORA),
+    Rule(("parallel.strategy", "memory.cpu_offload"),
+         lambda cfg: cfg.parallel.strategy == "ddp" and cfg.memory.cpu_offload,
+         "it is FSDP that brings offloaded parameters to the device", "remove memory.cpu_offload, or choose fsdp",
+         ("parallel.strategy=ddp", "memory.cpu_offload=true")),
+    Rule(("dtype", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and cfg.dtype == "fp64",
+         "rounding what is multiplied would undo what fp64 is for", "remove matmul_dtype, or choose bf16 or fp32",
+         ("dtype=fp64", "matmul_dtype=int8")),
+    Rule(("parallel.tensor", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and cfg.parallel.tensor > 1,
+         "the matmuls of a tensor-parallel group gather and multiply in one, in dtype",
+         "remove matmul_dtype, or set parallel.tensor=1", ("parallel.tensor=2", "matmul_dtype=int8")),
+    Rule(("lora.quantize_base", "matmul_dtype"),
+         lambda cfg: cfg.matmul_dtype is not None and cfg.lora.quantize_base != "none",
+         "weights of 4 or 8 bits are multiplied in dtype, since rounding them a second time would lose more",
+         "remove one of the two", ("lora.quantize_base=nf4", "matmul_dtype=int8"), recipe=_LORA),
+    Rule(("model.implementation", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and _foreign(cfg),
+         "only our own models' linears are known to be safe to round", "remove matmul_dtype, or model.implementation",
+         ("model.implementation=transformers", "matmul_dtype=int8")),
+    Rule(("dtype", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.dtype == "fp32",
+         "FP8 matmuls give bf16", "set dtype=bf16, or choose int8", ("dtype=fp32", "matmul_dtype=fp8")),
+    Rule(("device", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.device == "cpu",
+         "FP8 matmuls take a GPU of compute capability 8.9 or more",
+         "remove matmul_dtype, or choose int8, which runs anywhere", ("device=cpu", "matmul_dtype=fp8")),
+    Rule(("parallel.pipeline_microbatches", "batch_size", "gradient_accumulation_steps"), _uneven,
+         "the rows of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
+         "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE,
+         told=_uneven_words),
+    Rule(("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_microbatches"), _too_few,
+         "ranks would wait for each other even in the middle of a step: all schedules but gpipe need as many "
+         "micro-batches a step as the pipeline has ranks, dualpipev as it has stages",
+         "set parallel.pipeline_microbatches (by default gradient_accumulation_steps) higher",
+         ("parallel.pipeline=4",), reads=(*_ROWS, *_SCHEDULE), told=_few_words),
+    Rule(("model.implementation", "parallel.pipeline"), lambda cfg: cfg.parallel.pipeline > 1 and _foreign(cfg),
+         "only our own models are cut into stages", "remove model.implementation, or set parallel.pipeline=1",
+         (*_PIPELINE, "model.implementation=transformers")),
+    Rule(("parallel.pipeline_schedule", "compile"),
+         lambda cfg: cfg.parallel.pipeline > 1 and cfg.compile and SCHEDULES[cfg.parallel.pipeline_schedule].splits,
+         f"the weight gradients of compiled layers cannot be deferred, as {_SPLITTING} do",
+         "set compile=false, or choose gpipe, 1f1b or interleaved_1f1b",
+         (*_PIPELINE, "parallel.pipeline_schedule=zbv", "compile=true"), reads=("parallel.pipeline",)),
+    Rule(("lora.target_modules",), lambda cfg: len(cfg.lora.target_modules) == 0,
+         "an empty list leaves nothing to train", "name at least one of q, k, v, o, gate, up, down, embedding, head",
+         ("lora.target_modules=[]",), recipe=_LORA),
+    Rule(("dtype", "lora.quantize_base"), lambda cfg: cfg.lora.quantize_base != "none" and cfg.dtype == "fp64",
+         "rounding the frozen weights would undo what fp64 is for",
+         "remove lora.quantize_base, or choose bf16 or fp32", ("dtype=fp64", "lora.quantize_base=nf4"), recipe=_LORA),
+    Rule(("dtype", "lora.dtype"), lambda cfg: cfg.lora.dtype is not None and cfg.dtype == "fp64",
+         "adapters in a lower precision would undo what fp64 is for", "remove lora.dtype",
+         ("dtype=fp64", "lora.dtype=fp32"), recipe=_LORA),
+    Rule(("model.preset", "lora.merge_on_save"),
+         lambda cfg: cfg.lora.merge_on_save and cfg.model.path is None and cfg.model.preset is not None,
+         "adapters are merged into the files of a checkpoint, and random weights have none",
+         "remove lora.merge_on_save, or set model.path",
+         ("~model.path", "model.preset=llama3/8B", "tokenizer.path=x", "lora.merge_on_save=true"), recipe=_LORA,
+         reads=("model.path",)),
+)
+# fmt: on

@@ -1,0 +1,109 @@
+"""The sections about adapters and preference pairs."""
+
+from dataclasses import dataclass
+
+from recipe_lib.config.field import key
+
+# The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {"embedding": "embed_tokens", "head": "lm_head"}
+_SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
+
+
+@dataclass
+class LoraConfig:
+    """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
+
+    rank: int = key(16, "Rank of the two matrices.", minimum=1, most=2**16, needs="dpo.trainable = adapters")
+    alpha: float = key(32.0, "The product is multiplied by alpha / rank.", above=0, needs="dpo.trainable = adapters")
+    dropout: float = key(
+        0.0,
+        "Share of the adapter's inputs set to zero in training.",
+        minimum=0,
+        below=1,
+        needs="dpo.trainable = adapters",
+    )
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "What gets an adapter: q, k, v, o, gate, up, down, embedding, head (or q_proj, ..., embed_tokens, lm_head, "
+        "which "
+        "mean the same), `all-linear`: every linear of the layers; of a model that is not native, ends of its linears' "
+        "names, as `c_attn`.",
+        needs="dpo.trainable = adapters",
+    )
+    rslora: bool = key(
+        False, "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).", needs="dpo.trainable = adapters"
+    )
+    dora: bool = key(
+        False,
+        "Also train the length of each output's weights (DoRA, arXiv 2402.09353).",
+        needs="dpo.trainable = adapters",
+    )
+    quantize_base: str = key(
+        "none",
+        "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
+        choices=("none", "nf4", "int8"),
+        needs="dpo.trainable = adapters",
+    )
+    dtype: str | None = key(
+        None, "Type of the adapters' weights; null: dtype.", choices=("fp32", "bf16"), needs="dpo.trainable = adapters"
+    )
+    adapter_path: str | None = key(
+        None,
+        "Folder of a PEFT adapter to go on training; null: a new one.",
+        path=True,
+        needs="dpo.trainable = adapters",
+    )
+    merge_on_save: bool = key(
+        False,
+        "At the end also write the model with the adapter merged in, as output_dir/model.",
+        needs=("dpo.trainable = adapters", "checkpoint.save_model"),
+    )
+
+    def __post_init__(self) -> None:
+        """Each target under one name, so that two configs that mean the same are the same."""
+        named = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
+        if "all-linear" in named:
+            named = ["all-linear", *(name for name in named if name not in LINEARS)]
+        self.target_modules = list(dict.fromkeys(named))
+
+    @property
+    def targets(self) -> list[str]:
+        """The short names of a native model's targets, `all-linear` taken apart."""
+        rest = [name for name in self.target_modules if name != "all-linear"]
+        return [*LINEARS, *rest] if len(rest) < len(self.target_modules) else rest
+
+
+@dataclass
+class DpoConfig:
+    """Preference optimization on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290)."""
+
+    loss: str = key(
+        "sigmoid",
+        "`sigmoid`: DPO, with label_smoothing conservative DPO; `ipo` (arXiv 2310.12036); `simpo`: mean "
+        "log-probabilities, no reference (arXiv 2405.14734).",
+        choices=("sigmoid", "ipo", "simpo"),
+    )
+    beta: float = key(0.1, "How strongly the model is held to the reference (simpo: scale of the reward).", above=0)
+    label_smoothing: float = key(
+        0.0,
+        "sigmoid: share of pairs taken to be the wrong way round.",
+        minimum=0,
+        below=0.5,
+        needs="dpo.loss = sigmoid",
+    )
+    simpo_gamma: float = key(0.5, "simpo: least difference of rewards (gamma).", minimum=0, needs="dpo.loss = simpo")
+    reference_free: bool = key(
+        False, "sigmoid, ipo: take a reference that finds both answers equally likely.", needs="dpo.loss != simpo"
+    )
+    trainable: str = key(
+        "adapters",
+        "`adapters`: the reference is the model without them; `all`: every parameter, the reference is a frozen "
+        "second copy.",
+        choices=("adapters", "all"),
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.loss != "simpo" and not self.reference_free

@@ -1,0 +1,174 @@
+"""The sections about ranks and memory."""
+
+from dataclasses import dataclass
+
+from recipe_lib.config import idle
+from recipe_lib.config.field import key
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks divide the work."""
+
+    strategy: str = key(
+        "fsdp",
+        "`fsdp`: shards, gathered layer by layer; `ddp`: every data rank has all weights, and trained gradients are "
+        "summed once a step; `auto`: what `tune run` plans to be faster and to fit.",
+        choices=("fsdp", "ddp", "auto"),
+    )
+    data_shard: int = key(
+        -1,
+        "Ranks that share one copy of parameters, gradients and states; -1: all that are left.",
+        minimum=1,
+        most=2**16,
+        also=(-1,),
+        needs="parallel.strategy != ddp",
+    )
+    data_replicate: int = key(
+        1, "Copies of the sharded model (HSDP).", minimum=1, most=2**16, needs="parallel.strategy != ddp"
+    )
+    tensor: int = key(
+        1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1, most=2**16
+    )
+    tensor_regather_in_backward: str = key(
+        "auto",
+        "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
+        choices=("auto", "true", "false"),
+        needs=("parallel.tensor > 1", "model.implementation = native"),
+    )
+    tensor_replicate_kv_heads: bool = key(
+        False,
+        "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs.",
+        needs=("parallel.tensor > 1", "model.implementation = native"),
+    )
+    pipeline: int = key(
+        1, "Ranks, one behind the other, that the layers are divided among (pipeline).", minimum=1, most=2**12
+    )
+    pipeline_schedule: str = key(
+        "1f1b",
+        "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with `zero` or `v` in "
+        "their names defer weight gradients to when a rank would wait.",
+        choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
+        needs="parallel.pipeline > 1",
+    )
+    pipeline_microbatches: int | None = key(
+        None,
+        "Micro-batches that the batch_size x gradient_accumulation_steps rows of a data rank go through the pipeline "
+        "in; null: gradient_accumulation_steps.",
+        minimum=1,
+        most=2**16,
+        needs="parallel.pipeline > 1",
+    )
+    pipeline_stages_per_rank: int = key(
+        2,
+        "Stages on each rank of an interleaved schedule; `zbv` and `dualpipev` have 2, the others 1.",
+        minimum=2,
+        most=2**10,
+        needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_1f1b, interleaved_zero_bubble"),
+    )
+    pipeline_max_deferred_weight_grads: int | None = key(
+        None,
+        "Most micro-batches of a rank (each of its stages counted) whose weight gradients are deferred at a time, in "
+        "schedules that defer them; fewer take less memory, the bubble is longer; null: as the schedule has it.",
+        minimum=1,
+        needs=("parallel.pipeline > 1", idle.defers_weight_gradients),
+    )
+    pipeline_layers_per_stage: list[int] | None = key(
+        None,
+        "Layers of each stage, one number a stage; null: by pipeline_balance.",
+        minimum=1,
+        needs="parallel.pipeline > 1",
+    )
+    pipeline_balance: str = key(
+        "compute",
+        "Layers of each stage: even in `compute`, or in `memory` of parameters and states; embedding and head counted.",
+        choices=("compute", "memory"),
+        needs=("parallel.pipeline > 1", "parallel.pipeline_layers_per_stage = null"),
+    )
+    fsdp_wrap_policy: str | list[str] = key(
+        "auto",
+        "FSDP units: `layers`; `memory_efficient` (also embedding and output, each its own); `auto` (memory_efficient "
+        "if either is larger than a layer, else layers); or a list of module-name patterns.",
+        choices=("auto", "layers", "memory_efficient"),
+        needs="parallel.strategy != ddp",
+    )
+    reshard_after_forward: bool = key(
+        True, "Free a unit's gathered parameters after its forward; false: keep them.", needs="parallel.strategy != ddp"
+    )
+    reduce_dtype: str | None = key(
+        None, "Gradients are summed over ranks in it; null: their own.", choices=("fp32", "bf16")
+    )
+    heartbeat_timeout_seconds: float = key(
+        60.0,
+        "Seconds that a rank waits in a step for one that does not answer or stands still: then all ranks end, with a "
+        "line that names it, and exit code 7. Loading, validation and saving may take longer.",
+        minimum=1.0,
+    )
+
+
+@dataclass
+class MemoryConfig:
+    """Levers that trade time for memory."""
+
+    activation_checkpointing: str = key(
+        "none",
+        "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul; "
+        "`budget`: keep what saves the most time, up to activation_budget_gib.",
+        choices=("none", "full", "selective", "budget"),
+    )
+    activation_budget_gib: float | None = key(
+        None,
+        "GiB on a rank that the layers may keep for backward; of checkpointing `budget`.",
+        above=0,
+        most=2**20,
+        needs="memory.activation_checkpointing = budget",
+    )
+    activation_offload: bool = key(
+        False,
+        "Keep what the layers keep for backward in pinned host memory; copied beside the computation.",
+        needs="device != cpu",
+    )
+    activation_offload_prefetch_layers: int = key(
+        1,
+        "Layers whose kept tensors are back on the device, or still on their way out, beside the present one's.",
+        minimum=1,
+        most=2**12,
+        needs="memory.activation_offload",
+    )
+    mlp_tiles: int = key(
+        1,
+        "Pieces of a row's tokens that an MLP computes one after the other, again in backward.",
+        minimum=1,
+        most=2**16,
+    )
+    cpu_offload: bool = key(
+        False, "Keep sharded parameters, gradients and optimizer states in host memory.", needs="device != cpu"
+    )
+    optimizer_in_backward: bool = key(
+        False, "Step each parameter when its gradient is there, and free that; needs clip_grad_norm=null."
+    )
+    optimizer_offload: bool = key(
+        False,
+        "Keep optimizer states in pinned host memory; each parameter's visit the device for its step.",
+        needs=("device != cpu", "memory.cpu_offload = false"),
+    )
+    host_memory_limit_gib: float | None = key(
+        None,
+        "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
+        above=0,
+        most=2**20,
+        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload",
+    )
+    loss_chunks: int = key(
+        8,
+        "Pieces the loss is computed in; more: less memory for logits.",
+        minimum=1,
+        most=2**16,
+        needs="memory.loss_kernel != liger",
+    )
+    loss_kernel: str = key(
+        "chunked",
+        "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
+        "has one; `liger`: Liger's kernel (extra `liger`).",
+        choices=("chunked", "torch", "liger"),
+    )

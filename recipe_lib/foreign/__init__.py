@@ -1,0 +1,1 @@
+"""Models that transformers, or a plugin, implements: read, called, adapted and sharded as our decoder is."""

@@ -1,0 +1,169 @@
+"""Integers that know where they come from: an attribute, the size of a tensor, or arithmetic on both.
+
+A forward that was written for whole tensors says `view(b, s, self.num_heads, self.head_dim)`. While such a model is
+traced, the integer attributes of its modules and of their configs are `Sourced`, and so are the sizes of tensors; what
+a call gets as a size can then be computed anew for a rank, with an attribute divided or without.
+"""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Attribute(NamedTuple):
+    """module: path of the module. name: of its attribute, `config.num_heads` for one of an object that it holds."""
+
+    module: str
+    name: str
+    value: int
+
+
+class Size(NamedTuple):
+    """The size of one dimension of a tensor; tensor: what the trace knows it by."""
+
+    tensor: Any
+    dimension: int
+
+
+class Arithmetic(NamedTuple):
+    """`operator` is one of + - * //; the operands are integers, sourced or not."""
+
+    operator: str
+    left: int
+    right: int
+
+
+_COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
+
+
+def _operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
+    def compute(self: Any, other: Any) -> Any:
+        if not isinstance(other, int) or isinstance(other, bool):
+            return NotImplemented
+        left, right = (other, self) if reflected else (self, other)
+        return Sourced(_COMPUTE[sign](int(left), int(right)), Arithmetic(sign, left, right), self.decisions)
+
+    return compute
+
+
+class Decision(NamedTuple):
+    """A comparison that the forward made, and perhaps went another way for. operator is one of _COMPARE."""
+
+    operator: str
+    left: int
+    right: int
+
+
+_COMPARE = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+def _comparison(sign: str) -> Callable[[Any, Any], Any]:
+    def compare(self: Any, other: Any) -> Any:
+        if not isinstance(other, int) or isinstance(other, bool):
+            return NotImplemented
+        if self.decisions is not None and attributes_of(self) + attributes_of(other):
+            self.decisions.append(Decision(sign, self, other))
+        return _COMPARE[sign](int(self), int(other))
+
+    return compare
+
+
+class Sourced(int):
+    """An integer with its source; to all others it is an integer. decisions: where comparisons are noted."""
+
+    source: Any
+    decisions: Any
+
+    def __new__(cls, value: int, source: Any = None, decisions: Any = None) -> "Sourced":
+        made = super().__new__(cls, value)
+        made.source = source
+        made.decisions = decisions
+        return made
+
+    __add__, __radd__ = _operator("+", False), _operator("+", True)  # type: ignore[assignment]
+    __sub__, __rsub__ = _operator("-", False), _operator("-", True)  # type: ignore[assignment]
+    __mul__, __rmul__ = _operator("*", False), _operator("*", True)  # type: ignore[assignment]
+    __floordiv__, __rfloordiv__ = _operator("//", False), _operator("//", True)  # type: ignore[assignment]
+    __eq__, __ne__ = _comparison("=="), _comparison("!=")  # type: ignore[assignment]
+    __lt__, __le__ = _comparison("<"), _comparison("<=")  # type: ignore[assignment]
+    __gt__, __ge__ = _comparison(">"), _comparison(">=")  # type: ignore[assignment]
+    __hash__ = int.__hash__
+
+
+def evaluate(value: int, sizes: Callable[[Size], int], divisors: dict[Attribute, int]) -> int:
+    """What the integer would be on a rank.
+
+    sizes: the size of a dimension there. divisors: by what an attribute is divided there.
+    """
+    source = getattr(value, "source", None)
+    if isinstance(source, Attribute):
+        return int(value) // divisors.get(source, 1)
+    if isinstance(source, Size):
+        return sizes(source)
+    if isinstance(source, Arithmetic):
+        left, right = (evaluate(side, sizes, divisors) for side in (source.left, source.right))
+        return _COMPUTE[source.operator](left, right) if right or source.operator != "//" else 0
+    return int(value)
+
+
+def decided_alike(decision: Decision, sizes: Callable[[Size], int], divisors: dict[Attribute, int]) -> bool:
+    """True if a comparison comes out on a rank as it does on the whole."""
+    compare = _COMPARE[decision.operator]
+    left, right = (evaluate(side, sizes, divisors) for side in (decision.left, decision.right))
+    return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
+
+
+def attributes_of(value: int) -> list[Attribute]:
+    """The attributes that an integer was computed from."""
+    source = getattr(value, "source", None)
+    if isinstance(source, Attribute):
+        return [source]
+    if isinstance(source, Arithmetic):
+        return attributes_of(source.left) + attributes_of(source.right)
+    return []
+
+
+@contextlib.contextmanager
+def sourced_attributes(model: torch.nn.Module, decisions: list[Decision]) -> Iterator[None]:
+    """While it is entered, integer attributes of modules, and of objects such as configs that they hold, are Sourced.
+
+    decisions: gets the comparisons that are made with them.
+    """
+    changed: list[tuple[dict[str, Any], str, int]] = []
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        _mark(module.__dict__, path, "", changed, decisions)
+        for name, value in list(module.__dict__.items()):
+            if _is_settings(value) and id(value) not in seen:
+                seen.add(id(value))
+                _mark(value.__dict__, path, f"{name}.", changed, decisions)
+    try:
+        yield
+    finally:
+        for held, name, integer in changed:
+            held[name] = integer
+
+
+def _mark(
+    held: dict[str, Any],
+    path: str,
+    prefix: str,
+    changed: list[tuple[dict[str, Any], str, int]],
+    decisions: list[Decision],
+) -> None:
+    for name, value in held.items():
+        if type(value) is int and value > 1 and not name.startswith("_"):
+            changed.append((held, name, value))
+            held[name] = Sourced(value, Attribute(path, prefix + name, value), decisions)
+
+
+def _is_settings(value: Any) -> bool:
+    """True for a plain object with attributes, such as a config."""
+    if isinstance(value, (torch.nn.Module, torch.Tensor, type, dict)) or callable(value):
+        return False
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith("torch")

@@ -1,0 +1,78 @@
+"""A config.json as transformers' own config object. No torch here."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from recipe_lib.config.local_files import check_transformers
+from recipe_lib.errors import CheckpointError
+from recipe_lib.logs import silence_torchao
+
+TRANSFORMERS = "transformers"
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # whose config has an is_decoder that they do not read
+_ENCODERS = ("cpmant", "xlnet")  # whose config has none
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def transformers_config(config: Mapping[str, Any], where: str) -> Any:
+    """The config object of transformers for a config.json. Nothing of the checkpoint's own code is run.
+
+    Raises SetupError if transformers is not installed, CheckpointError for a model_type that it does not have.
+    """
+    require_transformers()
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    kind = config.get("model_type")
+    where = f"{where}: config.json"
+    if not isinstance(kind, str) or not kind:
+        raise CheckpointError(f"{where}: model_type: found {kind!r}, expected the name of an architecture")
+    try:
+        made = AutoConfig.for_model(
+            kind, **{key: plain_numbers(value) for key, value in config.items() if key != "model_type"}
+        )
+    except ValueError as error:
+        if kind in str(error) and "auto_map" in config:
+            remedy = (
+                "its own code is not run: convert it to an architecture that transformers has, or give it by --plugin"
+            )
+        else:
+            remedy = f"install a release of transformers that has it, or give it by --plugin ({one_line(error)})"
+        raise CheckpointError(f"{where}: model_type {kind!r} is not one of transformers'; {remedy}") from None
+    except (TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise CheckpointError(f"{where}: the config of {kind!r} does not take it ({one_line(error)})") from None
+    if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is"
+        )
+    return made
+
+
+def looks_ahead(made: Any) -> bool:
+    """Whether a config is of an encoder, which transformers has a language model's head for too.
+
+    made: that of a built model: decoders of encoder-decoders are told so in their constructors.
+    """
+    if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
+        return True
+    return getattr(made, "is_decoder", None) is False and made.model_type not in _DECODERS
+
+
+def plain_numbers(value: Any) -> Any:
+    """A value of config.json with its numbers: transformers 5 writes an infinite one as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and str(value["__float__"]) in _FLOATS:
+            return _FLOATS[str(value["__float__"])]
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return [plain_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def require_transformers() -> None:
+    """Raises SetupError unless transformers is installed; call it before an import, which it makes a silent one."""
+    silence_torchao()
+    check_transformers()
+
+
+def one_line(error: Exception) -> str:
+    """What an exception of another library says, in one line and not in full."""
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,137 @@
+"""What the library asks of a model that it does not implement itself, and how the tensors of one lie in files.
+
+Our own decoder is described by numbers (`DecoderSpec`), and the code that builds, loads, adapts and shards it reads
+these. Of any other model its spec answers, by the methods of `ExternalSpec`. No torch here, and no implementation: the
+registry names the module that has one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from recipe_lib.config.schema import LoraConfig, ParallelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One parameter and its place in a file.
+
+    our_name: the parameter. file_name: the tensor in the file. start, length: its rows (dimension 0) of that tensor,
+    when the file fuses several parameters into one; length None: the tensor is the parameter. made: how the parameter
+    is made of several tensors, of which file_name is the first, or of one in another form.
+    """
+
+    our_name: str
+    file_name: str
+    start: int = 0
+    length: int | None = None
+    made: "Conversion | None" = None
+
+
+class Conversion(Protocol):
+    """Tensors that are made of others. written: what is made -> that tensor's name in a file, if it has another."""
+
+    written: dict[str, str]
+
+    def names(self) -> list[str]:
+        """The names of all tensors that it takes."""
+
+    def convert(
+        self, read: "Callable[[str], Tensor]", names: Mapping[str, list[str]] | None = None
+    ) -> "dict[str, Tensor]":
+        """What is made of the tensors, by name. read: a tensor by its name. names: those to take, as `pieces` has."""
+
+    def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
+        """The shapes of what is made; None where the tensors do not go together."""
+
+    def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
+        """(first row, row after the last or None: all, tensors to take) of parts that can be made by themselves."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """The tensors of a model, and its modules.
+
+    shapes: every parameter and persistent buffer. buffers: which of these are no parameters. names: all names of a
+    parameter, of which those of a tied one are several. prefix: of the names of its body, which files may leave out.
+    linears: those inside the layers that may have an adapter, as (outputs, inputs). uncalled: linears that are never
+    called as one, and why. modules: all names.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    buffers: frozenset[str]
+    names: dict[str, tuple[str, ...]]
+    prefix: str
+    linears: dict[str, tuple[int, int]]
+    uncalled: dict[str, str]
+    modules: tuple[str, ...]
+
+    def tied_names(self) -> set[str]:
+        """Names of tied weights, with and without prefix: one of them is read, the others hold the same."""
+        tied = {other for names in self.names.values() if len(names) > 1 for other in names}
+        return tied | {name.removeprefix(self.prefix) for name in tied}
+
+
+@dataclass(frozen=True)
+class WrittenLayout:
+    """The tensors of the files that are written for a model: file name -> shape; and what they are made of.
+
+    renamed: file name -> parameter. made: file name -> conversion, whose tensors to take are parameters.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    renamed: Mapping[str, str]
+    made: Mapping[str, Conversion]
+
+
+@dataclass(frozen=True)
+class ExternalSpec(ABC):
+    """A model of another library or of a user's plugin: what its users have to know, and what only it can do."""
+
+    family: str  # model_type of config.json
+    vocab_size: int  # rows of the embedding
+    max_positions: int  # tokens of a sequence that the model was made for
+    init_std: float  # standard deviation of random weights
+    tied: bool  # the output projection is the embedding
+    num_layers: int
+
+    @abstractmethod
+    def build(self, dtype: "torch.dtype") -> "nn.Module":
+        """The model on the meta device, called as a decoder is. See `build_meta`, which calls this."""
+
+    @abstractmethod
+    def first_vectors(self, seed: int) -> "dict[str, Tensor]":
+        """What its own class begins parameters of less than two dimensions with."""
+
+    @abstractmethod
+    def layer_kinds(self) -> list[str]:
+        """What each layer is: equal texts stand for layers of the same parameters and the same kind of attention."""
+
+    @abstractmethod
+    def layout(self) -> TensorLayout:
+        """Its tensors and modules."""
+
+    @abstractmethod
+    def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
+        """See `recipe_lib.models.weight_names.weight_map`."""
+
+    @abstractmethod
+    def written_layout(self) -> WrittenLayout | None:
+        """The layout of the files that are written; None: that of `weight_map`."""
+
+    @abstractmethod
+    def adapted_linears(self, cfg: LoraConfig) -> list[str]:
+        """Names of the linears that the config gives an adapter. Raises ConfigError for one that cannot have any."""
+
+    @abstractmethod
+    def add_adapters(self, model: Any, cfg: LoraConfig, dtype: "torch.dtype") -> None:
+        """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls this."""
+
+    @abstractmethod
+    def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> None:
+        """Shares its matrices out among tensor-parallel ranks; see `recipe_lib.parallel.shard_tensors`."""

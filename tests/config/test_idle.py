@@ -1,0 +1,161 @@
+"""A key that another one makes idle is a line, not a fault, and has its default in the config that is used."""
+
+import dataclasses
+
+import pytest
+
+from recipe_lib.cli.main import main
+from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, load_config
+from recipe_lib.config.idle import needs_text, why_idle
+from recipe_lib.config.keys import read_schema
+from recipe_lib.config.load import load as load_all
+from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.errors import ConfigError
+
+GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
+PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
+LORA, DPO = LoraFinetuneConfig, DpoFinetuneConfig
+
+# Override of the key, others, the line; schema.
+CASES = [
+    ("lr_scheduler.min_lr_ratio=0.1", ["lr_scheduler.type=constant"], "lr_scheduler.type is constant"),
+    ("optimizer.momentum=0.9", [], "optimizer.name is adamw"),
+    ("optimizer.betas=[0.9, 0.999]", ["optimizer.name=sgd"], "optimizer.name is sgd"),
+    ("optimizer.eps=1e-6", ["optimizer.name=sgd"], "optimizer.name is sgd"),
+    ("optimizer.state_bits=8", ["optimizer.name=sgd"], "optimizer.name is sgd"),
+    ("optimizer.master_weights=true", ["optimizer.name=sgd"], "optimizer.name is sgd"),
+    ("optimizer.master_weights=true", ["dtype=fp32"], "dtype is fp32"),
+    ("optimizer.stochastic_rounding=true", ["optimizer.name=sgd"], "optimizer.name is sgd"),
+    ("optimizer.stochastic_rounding=true", ["dtype=fp32"], "dtype is fp32"),
+    ("optimizer.implementation=foreach", ["optimizer.name=muon"], "optimizer.name is muon"),
+    ("optimizer.implementation=foreach", ["optimizer.state_bits=8"],
+     "optimizer.state_bits is 8, which has one implementation"),
+    ("parallel.data_shard=2", ["parallel.strategy=ddp"], "parallel.strategy is ddp"),
+    ("parallel.data_replicate=2", ["parallel.strategy=ddp"], "parallel.strategy is ddp"),
+    ("parallel.fsdp_wrap_policy=layers", ["parallel.strategy=ddp"], "parallel.strategy is ddp"),
+    ("parallel.reshard_after_forward=false", ["parallel.strategy=ddp"], "parallel.strategy is ddp"),
+    ("parallel.tensor_regather_in_backward=true", [], "parallel.tensor is 1"),
+    ("parallel.tensor_replicate_kv_heads=true", [], "parallel.tensor is 1"),
+    ("parallel.tensor_replicate_kv_heads=true", ["parallel.tensor=2", "model.implementation=transformers"],
+     "model.implementation is transformers"),
+    ("parallel.pipeline_schedule=zbv", [], "parallel.pipeline is 1"),
+    ("parallel.pipeline_microbatches=4", [], "parallel.pipeline is 1"),
+    ("parallel.pipeline_stages_per_rank=3", [], "parallel.pipeline is 1"),
+    ("parallel.pipeline_stages_per_rank=3", ["parallel.pipeline=2", "gradient_accumulation_steps=4"],
+     "parallel.pipeline_schedule is 1f1b"),
+    ("parallel.pipeline_max_deferred_weight_grads=1", [], "parallel.pipeline is 1"),
+    ("parallel.pipeline_max_deferred_weight_grads=1", ["parallel.pipeline=2", "gradient_accumulation_steps=4"],
+     "parallel.pipeline_schedule is 1f1b"),
+    ("parallel.pipeline_balance=memory", [], "parallel.pipeline is 1"),
+    ("parallel.pipeline_layers_per_stage=[1, 1]", [], "parallel.pipeline is 1"),
+    ("parallel.pipeline_balance=memory",
+     ["parallel.pipeline=2", "gradient_accumulation_steps=4", "parallel.pipeline_layers_per_stage=[1, 1]"],
+     "parallel.pipeline_layers_per_stage is set"),
+    ("memory.activation_budget_gib=4", [], "memory.activation_checkpointing is none"),
+    ("memory.activation_offload_prefetch_layers=2", [], "memory.activation_offload is false"),
+    ("memory.activation_offload=true", ["device=cpu"], "device is cpu"),
+    ("memory.cpu_offload=true", ["device=cpu"], "device is cpu"),
+    ("memory.optimizer_offload=true", ["device=cpu"], "device is cpu"),
+    ("memory.optimizer_offload=true", ["memory.cpu_offload=true"], "memory.cpu_offload is true"),
+    ("memory.host_memory_limit_gib=64", [],
+     "memory.cpu_offload is false, memory.optimizer_offload is false, memory.activation_offload is false"),
+    ("memory.loss_chunks=16", ["memory.loss_kernel=liger"], "memory.loss_kernel is liger"),
+    ("data.split=test", [], "no source is a dataset of the hub"),
+    ("data.template=chat", ["data.format=text"], "data.format is text"),
+    ("data.history=split", ["data.format=prompt_completion"], "data.format is prompt_completion"),
+    ("data.history=split", ["data.train_on=all"], "data.train_on is all"),
+    ("data.truncation=drop", ["data.format=text"], "data.format is text"),
+    ("data.train_on=last", ["data.format=text"], "data.format is text"),
+    ("data.cache_dir=rows", ["data.cache=false"], "data.cache is false"),
+    ("validation.format=alpaca", [], "validation.source is null"),
+    ("validation.every_n_steps=1", [], "validation.source is null"),
+    ("validation.max_samples=1", [], "validation.source is null"),
+    ("validation.batch_size=1", [], "validation.source is null"),
+    ("lora.merge_on_save=true", ["checkpoint.save_model=false"], "checkpoint.save_model is false", LORA),
+    *((f"lora.{word}", ["dpo.trainable=all"], "dpo.trainable is all", DPO)
+      for word in ("rank=4", "alpha=8", "dropout=0.1", "target_modules=[q]", "rslora=true", "dora=true",
+                   "quantize_base=nf4", "dtype=fp32", "adapter_path=outputs/run/adapter", "merge_on_save=true")),
+    ("dpo.label_smoothing=0.1", ["dpo.loss=ipo"], "dpo.loss is ipo", DPO),
+    ("dpo.simpo_gamma=1.0", [], "dpo.loss is sigmoid", DPO),
+    ("dpo.reference_free=true", ["dpo.loss=simpo"], "dpo.loss is simpo", DPO),
+    ("data.train_on=all", [], "data.format is preference", DPO),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {' '.join(case[1])}")
+def test_idle_keys_are_told_and_have_their_defaults(write, case):
+    override, others, reason, *rest = case
+    schema = rest[0] if rest else FullFinetuneConfig
+    path, name = write(PAIRS if schema is DPO else GOOD), override.partition("=")[0]
+    loaded = load_all(path, [override, *others], schema)
+    assert loaded.idle == [f"{name} has no effect: {reason}"]
+    assert dataclasses.asdict(loaded.cfg) == dataclasses.asdict(load_config(path, others, schema))
+    (row,) = [row for row in loaded.rows if row[0] == name]
+    assert row[2] == f"command line has no effect: {reason}"
+
+
+def test_every_declaration_has_a_case():
+    declared = {name for schema in RECIPE_CONFIGS.values() for name, key in read_schema(schema).keys.items()
+                if "needs" in key.limits}  # fmt: skip
+    assert declared - {case[0].partition("=")[0] for case in CASES} == {"loss"}
+
+
+def test_conditions_name_keys_that_stand_before(write):
+    """They are judged in the schema's order, each after what it needs."""
+    for schema in RECIPE_CONFIGS.values():
+        keys = read_schema(schema).keys
+        for name, key in keys.items():
+            if needs := key.limits.get("needs"):
+                assert needs_text(needs)
+                conditions = needs if isinstance(needs, tuple) else (needs,)
+                for one in (part for each in conditions if isinstance(each, str) for part in each.split(" or ")):
+                    named = one.partition(" ")[0]
+                    assert named in read_schema(DPO).keys, name
+
+
+def test_a_pipeline_config_without_its_pipeline(write, capsys, monkeypatch):
+    text = GOOD + "parallel:\n  pipeline: 2\n  pipeline_schedule: zbv\n  pipeline_microbatches: 4\nbatch_size: 4\n"
+    loaded = load_all(write(text), ["parallel.pipeline=1"])
+    assert loaded.idle == [
+        "parallel.pipeline_schedule has no effect: parallel.pipeline is 1",
+        "parallel.pipeline_microbatches has no effect: parallel.pipeline is 1",
+    ]
+
+
+def test_at_its_default_nothing_is_said(write):
+    for text in ("optimizer: {name: sgd, betas: [0.9, 0.95], eps: 1e-8}\n", "data: {source: a, split: train}\n",
+                 "lr_scheduler: {type: constant, min_lr_ratio: 0}\n"):  # fmt: skip
+        assert (
+            load_all(write("model: {path: x}\n" + ("" if "data" in text else "data: {source: a}\n") + text)).idle == []
+        )
+
+
+def test_an_idle_key_is_part_of_no_rule(write):
+    """nf4 weights with int8 matmuls are refused, but not where no adapter is trained."""
+    words = ["lora.quantize_base=nf4", "matmul_dtype=int8"]
+    with pytest.raises(ConfigError):
+        load_config(write(PAIRS), words, DPO)
+    assert load_config(write(PAIRS), [*words, "dpo.trainable=all"], DPO).matmul_dtype == "int8"
+
+
+def test_a_wrong_value_of_an_idle_key_is_a_fault(faults):
+    assert faults("", "parallel.pipeline_schedule=zbx") != []
+
+
+def test_a_loss_of_tokens_has_no_use_for_pairs():
+    keys = read_schema(DPO).keys
+    assert why_idle(DPO(), keys["loss"]) == "the loss of pairs is dpo.loss, sigmoid"
+    assert why_idle(FullFinetuneConfig(), keys["loss"]) is None
+
+
+def test_validate_says_so_and_ends_well(capsys):
+    assert (
+        main(["validate", "demo/full", "optimizer.name=sgd", "optimizer.eps=1e-3", "parallel.pipeline_schedule=zbv"])
+        == 0
+    )
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "demo/full: a valid config of full_finetune_distributed"
+    assert said[1:3] == [
+        "note: optimizer.eps has no effect: optimizer.name is sgd",
+        "note: parallel.pipeline_schedule has no effect: parallel.pipeline is 1",
+    ]

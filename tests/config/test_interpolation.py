@@ -1,0 +1,93 @@
+"""`${key}` has the value of another key, from whichever file or override; what cannot be filled in is one line."""
+
+import pytest
+
+from recipe_lib.cli.main import main
+from recipe_lib.config.load import load as load_all
+
+GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
+
+
+def test_values_of_other_keys(load):
+    text = "seed: 7\nepochs: ${batch_size}\nbatch_size: 4\noutput_dir: out/${optimizer.name}-${seed}\n"
+    cfg = load(text, "seed=8")
+    assert (cfg.epochs, cfg.output_dir) == (4, "out/adamw-8")
+    assert load("", "max_steps=${batch_size}", "batch_size=3").max_steps == 3
+    assert load("max_steps: ${batch_size}\n", "max_steps=9").max_steps == 9
+    assert load("max_steps: ${batch_size}\n", "~max_steps").max_steps is None
+
+
+def test_other_types_and_places(load):
+    assert load("optimizer: {lr: 1e-4, eps: '${.lr}'}\n").optimizer.eps == 1e-4
+    assert load("optimizer: {betas: [0.5, '${clip_grad_norm}']}\nclip_grad_norm: 0.25\n").optimizer.betas == [0.5, 0.25]
+    assert load(
+        "optimizer: {betas: [0.1, 0.2]}\nmemory: {cpu_offload: '${checkpoint.save_model}'}\n"
+    ).memory.cpu_offload
+    assert load("resume: '${model.preset}'\n").resume is None
+    cfg = load("", "~data.source", "data.sources=[{source: '${output_dir}/a', weight: '${epochs}'}]", "epochs=2")
+    assert (cfg.data.sources[0].source, cfg.data.sources[0].weight) == ("outputs/run/a", 2.0)
+    assert load("data: {source: x, columns: {output: '${optimizer.name}'}}\n").data.columns == {"output": "adamw"}
+    assert load("max_steps: ${epochs}\nepochs: ${batch_size}\nbatch_size: 5\n").max_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("max_steps: ${epoch}\n", "1: max_steps: found '${epoch}': there is no key epoch; did you mean epochs?"),
+     ("seed: 1\nmax_steps: ${oc.env:HOME}\n",
+      "2: max_steps: found '${oc.env:HOME}', expected ${section.key} of this config; environment variables and "
+      "resolvers are refused, write the value itself"),
+     ("max_steps: ${max_steps}\n",
+      "1: max_steps: found '${max_steps}': the keys name each other in a circle; write one value itself"),
+     ("max_steps: ${optimizer.name}\n", "1: max_steps: found 'adamw', expected an integer >= 1, or null"),
+     ("max_steps: ${optimizer\n", "1: max_steps: found '${optimizer', expected ${section.key}"),
+     ("optimizer: {betas: [${seed}, 0.9]}\n",
+      "1: not valid YAML: inside a list or mapping ${...} has to be in quotes")],
+)  # fmt: skip
+def test_what_cannot_be_filled_in(faults, text, fault):
+    assert faults(text) == [f"c.yaml:{fault}"]
+
+
+def test_a_circle_and_a_fault_elsewhere(faults):
+    found = faults("max_steps: ${epochs}\nepochs: ${max_steps}\n")
+    assert found[0] == (
+        "c.yaml:1: max_steps: found '${epochs}': the keys name each other in a circle; write one value itself"
+    )
+    assert faults("max_steps: ${epochs}\nepochs: many\n") == [
+        "c.yaml:2: epochs: found 'many', expected an integer >= 1"
+    ]
+
+
+def test_later_files_win_key_by_key(tmp_path):
+    base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base.write_text(GOOD + "seed: 3\noptimizer:\n  lr: 1e-3\n  eps: 1e-6\nmax_steps: ${seed}\n")
+    mine.write_text("seed: 5\noptimizer:\n  lr: 1e-4\n")
+    loaded = load_all([base, mine], ["epochs=2"])
+    cfg, where = loaded.cfg, {name: place for name, _, place in loaded.rows}
+    assert (cfg.seed, cfg.max_steps, cfg.optimizer.lr, cfg.optimizer.eps, cfg.epochs) == (5, 5, 1e-4, 1e-6, 2)
+    assert where["optimizer.lr"] == f"{mine}:3" and where["optimizer.eps"] == f"{base}:6"
+    assert load_all([mine, base]).cfg.seed == 3
+
+
+def test_faults_name_the_right_file(tmp_path, capsys):
+    base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base.write_text(GOOD + "seed: x\nresume: latest\n")
+    mine.write_text("epoch: 3\noverwrite_output_dir: true\n")
+    assert main(["validate", str(base), "--config", str(mine)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {base}:3: seed: found 'x', expected an integer >= 0",
+        f"error: {mine}:1: epoch: unknown key; did you mean epochs?",
+        f"error: {mine}:2, {base}:4: resume, overwrite_output_dir: one goes on from what output_dir holds, the other "
+        "replaces it; remove one of the two",
+    ]
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("seed: 5\noutput_dir: out/${seed}\n")
+    assert main(["validate", "--config", "demo/full", "--config", str(mine), "epochs=2"]) == 0
+    assert capsys.readouterr().out.startswith(f"demo/full, {mine}: a valid config of full_finetune_distributed\n")
+    assert main(["cat", "demo/full", "--config", str(mine), "--resolved"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("output_dir: out/5 ") and line.endswith(f"# {mine}:2") for line in lines)
+    assert main(["cat", "demo/full", "--config", str(mine)]) == 2
+    assert main(["data", "check", "demo/full", "--config", str(tmp_path / "absent.yaml")]) == 2
