@@ -25,7 +25,10 @@ from recipe_lib.units import GIB
 from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check"),
+]
 TINY = PlanCase("full", "demo", 4, 64)
 
 
