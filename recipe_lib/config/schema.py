@@ -92,11 +92,6 @@ class LrSchedulerConfig:
         needs="lr_scheduler.type != constant",
     )
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares with a reference model."""
-        return self.loss != "simpo" and not self.reference_free
-
 
 @dataclass
 class CheckpointConfig:

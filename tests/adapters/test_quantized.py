@@ -255,6 +255,7 @@ def test_random_weights_are_those_that_a_plain_model_draws(kind: str) -> None:
         assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 
 
+@pytest.mark.slow
 def test_importing_torchao_is_late_and_silent() -> None:
     code = (
         "import sys, torch; from recipe_lib.adapters.quantized import dequantized; "
