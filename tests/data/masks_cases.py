@@ -181,68 +181,68 @@ def outcome(encoder: Encoder, column: str) -> list[str] | str:
         return f"refused: {fault.cause}"
 
 
-HEAD = """# What the loss counts
+HEAD = """# Label masking
 
-The loss counts the answers of the assistant, each from the first token behind the prompt that generation would be
-given, up to and including the token that ends the turn. `data.train_on` chooses others: `last`, `all`, or a list of
-roles such as `[assistant, tool]`. A message with `train: false` is left out and one with `train: true` is put in,
-whatever its role. In `prompt_completion` it is the completion and the EOS token behind it, in `text` every token but
-the first, in `preference` the chosen and the rejected answer, whatever `data.train_on` says.
+Label tokens, those that the loss counts, are the answers of the assistant, each from the first token after the
+generation prompt up to and including the token that ends the turn. `data.train_on` chooses others: `last`, `all`, or a
+list of roles such as `[assistant, tool]`. A message with `train: false` is left out and one with `train: true` is
+included, whatever its role. In `prompt_completion` the labels are the completion and the EOS token after it, in `text`
+every token but the first, in `preference` the chosen and the rejected answer, whatever `data.train_on` says.
 
-An answer is found by two renderings of the chat template: of the conversation before it, with the prompt for the next
-answer, and of the conversation in which it comes last. What the second adds to the first is what a model must write,
-and it ends with the last token that the model must write: for Command R7B `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`, for
-gpt-oss `<|return|>`, or `<|call|>` behind a tool call. A line end behind that is not trained, nor an EOS that the
-template puts behind the whole conversation. GLM-4.5 writes no end: the first token of the next turn says that the
-answer is over (`<|user|>`, or `<|observation|>` behind a tool call), and that is trained.
+An answer is located by two renderings of the chat template: of the conversation before it, with the generation prompt,
+and of the conversation in which it comes last. What the second adds to the first is what a model must write, and it
+ends with the last token that the model must write: for Command R7B `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`, for
+gpt-oss `<|return|>`, or `<|call|>` after a tool call. A newline after that is not a label, nor an EOS that the template
+puts after the whole conversation. GLM-4.5 writes no end of turn: the first token of the next turn ends the answer
+(`<|user|>`, or `<|observation|>` after a tool call), and that is a label.
 
 ## Templates that rewrite history
 
-Many templates drop the thoughts of earlier turns, write the last answer with another end, or move the system message.
+Many templates drop the reasoning of earlier turns, write the last answer with another end, or move the system message.
 One sequence cannot hold all answers of such a conversation as they are generated. With `data.history: auto` the answers
-that fit into one sequence share it, and each of the others gets a sequence of its own, which ends with it: its past is
-rendered as when generating and is not trained. Where nothing is rewritten a conversation stays one sequence. The log
-says how many conversations became how many sequences, and what that costs in tokens; `data.packing` puts them into rows
-with others. `split` gives every answer a sequence of its own, and `refuse` makes a row a bad one whose template
-rewrites history, with the first token that differs.
+that fit into one sequence share it, and each of the others gets a separate sequence, which ends with it: the turns
+before it are rendered as for generation and are not labels. Where nothing is rewritten a conversation stays one
+sequence. The log says how many conversations became how many sequences, and what that costs in tokens; `data.packing`
+packs them with others. `split` gives every answer a separate sequence, and `refuse` makes a sample invalid if the
+template rewrites history, with the first token that differs.
 
-Each sequence counts as a row: for `batch_size`, the steps of an epoch, a source's weight, `max_seq_len`, validation,
-copies. Two conversations that begin alike may have a sequence in common. Other roles than the assistant can be
-trained only where one sequence holds the conversation (`data.train_on: [user, assistant]`).
+Each sequence counts separately: for `batch_size`, the steps of an epoch, a source's weight, `max_seq_len`, validation,
+duplicates. Two conversations that begin alike may have a sequence in common. Other roles than the assistant can be
+labels only where one sequence holds the conversation (`data.train_on: [user, assistant]`).
 
-## Thoughts
+## Reasoning
 
-A thought stands between `<think>` and `</think>` at the beginning of an answer, or in the message's
-`reasoning_content`, `thinking` or `reasoning`. It is put where the template reads it: `thinking` for gpt-oss,
-`reasoning_content` for Qwen3. A template that writes none of these fields has the row refused, since a part of the
+Reasoning is between `<think>` and `</think>` at the beginning of an answer, or in the message's `reasoning_content`,
+`thinking` or `reasoning`. It is passed in the field that the template reads: `thinking` for gpt-oss,
+`reasoning_content` for Qwen3. If a template reads none of these fields, the sample is refused, since a part of the
 answer would be left out.
 
-Some templates end the prompt with `<think>` (DeepSeek-R1, Qwen3.5, Nemotron 3). Trained is what a model must write
-behind that: the thought, `</think>`, the answer; without a thought, `</think>` and the answer. The end of the thought
-is written as the template does; DeepSeek's drops thoughts, and there it is a line end, `</think>` and an empty line.
-Where the prompt ends with a thought that is over (`<think>`, `</think>`), an answer without one is trained after it,
-and one with a thought after the prompt that the template has for thinking enabled (`enable_thinking`).
+Some templates end the prompt with `<think>` (DeepSeek-R1, Qwen3.5, Nemotron 3). The labels are what a model must write
+after that: the reasoning, `</think>`, the answer; without reasoning, `</think>` and the answer. The end of the
+reasoning is written as the template does; DeepSeek's drops reasoning, and there it is a newline, `</think>` and an
+empty line. Where the prompt ends with finished reasoning (`<think>`, `</think>`), an answer without any is trained
+after it, and one with reasoning after the prompt that the template has for thinking enabled (`enable_thinking`).
 
 ## Templates that mark answers
 
-Some templates say with `{% generation %}` what an answer is. That is what the loss counts then, as transformers has it
-in `return_assistant_tokens_mask`. The log and `tune data check` say in how many answers it is not what generation is
-asked for (`generation-marks`: the mark begins before the end of the prompt, or has not the end of the turn), with the
-first of them, and in how many it only has white space behind the end.
+Some templates mark with `{% generation %}` what an answer is. The labels are then what is marked, as in transformers'
+`return_assistant_tokens_mask`. The log and `tune data check` say in how many answers it differs from what the
+generation prompt asks for (`generation-marks`: the mark begins before the end of the prompt, or does not contain the
+end of the turn), with the first of them, and in how many it only has white space after the end.
 
 ## What is refused
 
-A row is refused if the template objects to it, if it leaves out a part of an answer, a tool call, or the tools, or if
-an answer does not go on from its prompt. `data.on_invalid: skip` counts such rows and goes on. An answer whose last
-token is none that generation stops at (EOS, those in `generation_config.json`, what ends the template's turn) is
-trained, and `tune data check` counts it (`untrained-ends`).
+A sample is refused if the template rejects it, if the rendering leaves out a part of an answer, a tool call, or the
+tools, or if an answer does not continue its prompt. `data.on_invalid: skip` counts such samples and continues. An
+answer whose last token does not stop generation (EOS, those in `generation_config.json`, what ends the template's turn)
+is trained on, and `tune data check` counts it (`untrained-ends`).
 
-## What real templates do
+## Real templates
 
-The table is what real templates do with a row of each kind. `A` and `B` are the first and the second answer, `T` is
-`<think>`, a thought and `</think>`, and ` ` before an answer is the template's own; *and* stands between sequences.
-Made by `python -m tests.data.masks_cases`. `tests/data/test_history.py` compares those of trl and others with what
-transformers renders for generation.
+The table has the label tokens of one sample of each kind with real templates. `A` and `B` are the first and the second
+answer, `T` is `<think>`, reasoning and `</think>`, and ` ` before an answer is written by the template; *and* separates
+sequences. Made by `python -m tests.data.masks_cases`. `tests/data/test_history.py` compares those of trl and others
+with what transformers renders for generation.
 """
 
 

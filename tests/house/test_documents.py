@@ -2,6 +2,7 @@
 
 import json
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, Lora
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
-from tests.house.files import ROOT
+from tests.house.files import ROOT, python_files
 from tests.house.test_configs import NAMES, flatten
 
 DOCUMENTS = documents()
@@ -122,3 +123,15 @@ def test_figures_of_levers_are_those_of_the_ladder():
         (line,) = [line for line in table.splitlines() if line.startswith(f"| `{lever}`")]
         cells = [cell.strip() for cell in line.split("|")]
         assert (cells[4], cells[8]) == (change, speed), lever
+
+
+# Files of a reader's own in examples, and one that its design note announces.
+NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
+def test_named_files_exist(path: Path):
+    """Every `file.py`, `folder/file.py` and `test_*.py` in the running text, from the root or from a folder in it."""
+    ours = [f"/{file.relative_to(ROOT).as_posix()}" for file in [*python_files(), *(ROOT / "tests").rglob("*.py")]]
+    for name in re.findall(r"`([\w./*-]+\.py)(?:::\w+)?`", path.read_text(encoding="utf-8")):
+        assert Path(name).name in NOT_OURS or any(fnmatch(file, f"*/{name}") for file in ours), name
