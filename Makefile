@@ -1,5 +1,5 @@
 # make demo   fine-tune a tiny model on the CPU and ask it something
-# make test   the tests of everything, but for slow ones and those of benchmarks/; a few minutes
+# make test   the tests except slow ones and those of benchmarks/; a few minutes
 # make test-all   the whole test suite
 # make fuzz   random combinations of settings on several ranks against training by hand; SEED=1000 CASES=30
 # All install what they need into .venv first; nothing is installed outside of it.
@@ -8,18 +8,20 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 OUTPUT ?= outputs/demo
 WORKERS ?= 2
 SEED ?= 1000
 CASES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all fuzz lint format types docs clean
+.PHONY: help install demo test test-all fuzz lint format types docs docs-site clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
-	@echo '  make lint   ruff, the floors of the house, types'
+	@echo '  make lint   ruff, import layers, types'
 	@echo '  make docs   write docs/config.md anew from the schema'
+	@echo '  make docs-site  build the documentation as a site in build/site; a broken link is an error'
 	@echo '  make clean  remove .venv and what runs left behind'
 
 install: $(STAMP)
@@ -62,6 +64,15 @@ format: install
 docs: install
 	$(BIN)/python -m recipe_lib.config.describe > docs/config.md
 
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $(DOCS_STAMP)
+
+# Settings are in mkdocs.yml. Pages may fetch nothing from other hosts, neither scripts nor styles nor pictures.
+docs-site: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@! grep -rlE '(src|<link[^>]* href)="https?:' --include='*.html' build/site
+
 clean:
-	rm -rf $(VENV) outputs dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) outputs build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

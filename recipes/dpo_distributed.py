@@ -1,22 +1,23 @@
-"""Preference optimization: of two answers to a prompt the chosen one is made likelier, on one process or many.
+"""Preference optimization (DPO, IPO, SimPO) on pairs of chosen and rejected answers, on one process or many.
 
-    tune run dpo_distributed --config llama3/8B_dpo                                        adapters on one GPU
+    tune run dpo_distributed --config llama3/8B_dpo                                           adapters on one GPU
     tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.trainable=all      every parameter on four
-    tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.simpo_gamma=1 without a reference
+    tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.simpo_gamma=1  without a reference
 
-data.format=preference: rows of a prompt, a chosen and a rejected answer. A pair counts as one row of batch_size and
-takes two rows of memory; both answers go through the model at once, with data.packing=true several pairs in a row.
+data.format=preference: samples of a prompt, a chosen and a rejected answer. A pair counts as one of batch_size and
+takes the memory of two sequences; both answers go through the model in one batch, with data.packing=true several pairs
+in a sequence.
 
 The losses sigmoid and ipo hold the model to a reference: with dpo.trainable=adapters the model without its adapters,
 which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which costs its
-parameters once more. dpo.loss=simpo and dpo.reference_free=true go without. A run that starts from lora.adapter_path is
-held to the base without it: merge it first (tune export --merge) to be held to both. The other levers:
+parameters once more. dpo.loss=simpo and dpo.reference_free=true need none. A run that starts from lora.adapter_path has
+the base without it as reference: merge it first (tune export --merge) to have both as reference. The other levers:
 
-    memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
+    memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward
-    lora.quantize_base=nf4                      frozen weights in 4 bits
+    lora.quantize_base=nf4                 frozen weights in 4 bits
 
-Each step records the answers' mean rewards, their difference (reward_margin) and how often it is above 0.
+Each step logs the answers' mean rewards, their difference (reward_margin) and how often it is above 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,12 +69,12 @@ class DpoFinetune:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
 
     def setup_data(self) -> None:
-        """Pairs: of item i row 2 i is the chosen answer, with its prompt, and row 2 i + 1 the rejected one."""
+        """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one."""
         self.data = training.TrainingData(self.cfg, self.source, self.world)
         check_pairs(self.data.rows, self.data.validation_rows)
 
     def setup_model(self) -> None:
-        """The model and, when all of it is trained, a reference beside it; neither has values yet."""
+        """The model and, when all of it is trained, a frozen reference; neither has values yet."""
         self.reference = self.placed(trained=False)[0] if self.cfg.copies_model else None
         self.model, self.units = self.placed(trained=True)
         check_reference(self.cfg.dpo, self.model, self.reference)
@@ -95,7 +96,7 @@ class DpoFinetune:
         return model, units
 
     def load_weights(self) -> None:
-        """Both models begin as the same checkpoint, or the same random numbers; adapters change nothing yet."""
+        """Both models start from the same checkpoint, or the same random values; adapters change nothing yet."""
         seed = training.derive_seed(self.cfg.seed, "model")
         for model in (self.model, self.reference):
             if model is not None and self.source.folder:

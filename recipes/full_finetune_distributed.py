@@ -4,23 +4,23 @@
     tune run --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full batch_size=1 four GPUs
     torchrun --nproc_per_node 4 recipes/full_finetune_distributed.py --config llama3/8B_full   without the CLI
 
-A rank holds (parameters + gradients + optimizer states) / ranks, the units that FSDP has gathered at the moment, and
+A rank holds (parameters + gradients + optimizer states) / ranks, the FSDP units that are gathered at the moment, and
 what the layers keep for backward. The levers, in the order in which they are usually pulled:
 
-    batch_size=1                           fewer rows at a time; gradient_accumulation_steps keeps the global batch
-    data.packing=true                      short rows share a row of max_seq_len, so that no memory goes to padding
-    memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
+    batch_size=1                           fewer sequences at a time; gradient_accumulation_steps keeps the global batch
+    data.packing=true                      short sequences packed into one of max_seq_len, so that no memory goes to padding
+    memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     parallel.fsdp_wrap_policy=memory_efficient     gather embedding and output one at a time, not throughout the step
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     parallel.pipeline=4                    a quarter of the layers on each rank; only hidden states are sent
     optimizer.state_bits=8                 half of AdamW's states in bf16, rounded in blocks
-    memory.optimizer_offload=true          states in host memory; each parameter's visit the device for its step
-    memory.optimizer_in_backward=true      step each parameter when its gradient is there; needs clip_grad_norm=null
-    memory.activation_offload=true         what the layers keep waits in host memory
+    memory.optimizer_offload=true          states in host memory; on the device one parameter at a time
+    memory.optimizer_in_backward=true      step each parameter as soon as it has a gradient; needs clip_grad_norm=null
+    memory.activation_offload=true         what the layers keep is in host memory until backward
     memory.cpu_offload=true                parameters, gradients and states in host memory
 
-To change it: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.py --config ...`. A key of your own is
-a field of a subclass of FullFinetuneConfig, named `Config`: it is checked like ours.
+To change it: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.py --config ...`. A new key is a
+field of a subclass of FullFinetuneConfig, named `Config`: it is checked like the others.
 """
 
 from pathlib import Path
@@ -55,7 +55,7 @@ class FullFinetune:
         self.head_loss = training.build_head_loss(cfg)
 
     def setup_data(self) -> None:
-        """Rows of tokens and labels. Which rows a step takes is a function of (seed, epoch, step) alone."""
+        """Tokens and labels. Which sequences a step takes is a function of (seed, epoch, step) alone."""
         self.data = training.TrainingData(self.cfg, self.source, self.world)
 
     def setup_model(self) -> None:
@@ -90,7 +90,7 @@ class FullFinetune:
         self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
 
     def describe(self) -> list[str]:
-        """What the config comes to here: rows, global batch, steps, bytes per rank, FSDP units."""
+        """What the config comes to here: data, global batch, steps, bytes per rank, FSDP units."""
         units = describe_units(self.model, self.units)
         numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
         return [*self.data.report(), *numbers, units]
@@ -109,11 +109,11 @@ class FullFinetune:
         return self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
-        """Mean loss of the trained tokens of all validation rows, each counted once."""
+        """Mean loss of the label tokens of all validation sequences, each counted once."""
         return training.validation_loss(self.model, self.summed_loss, self.data, self.world)
 
     def train(self) -> None:
-        """The loop: rows, step, log, validation, state; ends with the exported model, or with a state if stopped."""
+        """The loop: batch, step, log, validation, state; ends with the exported model, or with a state if stopped."""
         if self.cfg.checkpoint.save_model:
             check_room(self.model, self.output / "model", self.world)
         with training.TrainingLoop(self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:

@@ -1,16 +1,16 @@
-"""LoRA, QLoRA and DoRA: small adapters are trained beside frozen weights, on one process or many.
+"""LoRA, QLoRA and DoRA: small trained adapters on frozen weights, on one process or many.
 
     tune run lora_finetune_distributed --config demo/lora                                  one process
     tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_qlora         two GPUs, base in 4 bits
     tune run lora_finetune_distributed --config llama3/8B_lora lora.dora=true lora.rank=8  DoRA
 
-A rank holds its share of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16 bytes; of the adapters
-it holds weights, gradients and optimizer states. No gradient of a frozen weight ever exists. What layers keep for
-backward is as large as in full fine-tuning: these levers act as they do there:
+A rank holds its shard of the frozen weights, with lora.quantize_base=nf4 a quarter of their bf16 bytes; of the adapters
+it holds weights, gradients and optimizer states. Frozen weights have no gradients. What layers keep for backward
+is as large as in full fine-tuning, and the same levers reduce it:
 
-    lora.quantize_base=nf4                      frozen weights in 4 bits, made while they are read (int8: in 8)
-    memory.activation_checkpointing=full   keep the layers' inputs only, compute the rest again in backward
-    data.packing=true                      short rows share a row of max_seq_len, so that no memory goes to padding
+    lora.quantize_base=nf4                 frozen weights in 4 bits, quantized while they are read (int8: in 8)
+    memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
+    data.packing=true                      short sequences packed into one of max_seq_len, so that no memory goes to padding
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     memory.cpu_offload=true                weights and states in host memory, gathered layer by layer
 
@@ -37,7 +37,7 @@ Config = LoraFinetuneConfig
 
 
 class LoraFinetune:
-    """Trains adapters; the weights beside them are frozen, and perhaps quantized."""
+    """Trains adapters; the base weights are frozen, and quantized if the config says so."""
 
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
@@ -56,7 +56,7 @@ class LoraFinetune:
         self.data = training.TrainingData(self.cfg, self.source, self.world)
 
     def setup_model(self) -> None:
-        """Frozen weights with adapters beside them, before there is memory for either."""
+        """Frozen weights with adapters, before there is memory for either."""
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
         self.model = build_meta(self.spec, dtype)
         split_pipeline(self.model, cfg, self.world)
@@ -93,7 +93,7 @@ class LoraFinetune:
         self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
 
     def describe(self) -> list[str]:
-        """What the config comes to here: rows, global batch, steps, bytes per rank, adapters, FSDP units."""
+        """What the config comes to here: data, global batch, steps, bytes per rank, adapters, FSDP units."""
         numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
         shape = [describe_adapters(self.model, self.cfg.lora), describe_units(self.model, self.units)]
         return self.data.report() + numbers + shape
@@ -103,7 +103,7 @@ class LoraFinetune:
         return self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
-        """Mean loss of the trained tokens of all validation rows, each counted once."""
+        """Mean loss of the label tokens of all validation sequences, each counted once."""
         return training.validation_loss(self.model, self.summed_loss, self.data, self.world)
 
     def train_step(self, batches: StepBatches) -> training.Step:

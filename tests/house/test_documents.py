@@ -108,3 +108,17 @@ def test_readme_arithmetic():
     assert f"That is {common:.2f} GiB" in text
     assert f"= {common + 4 * vocabulary + 3 * logits:.2f} GiB on the one hand" in text
     assert f"one piece of logits: {common + 2 * vocabulary + logits / 16:.2f} GiB" in text
+
+
+def test_figures_of_levers_are_those_of_the_ladder():
+    """docs/memory_levers.md repeats lines of the planned table, of each run without levers and with one."""
+    ladder = (ROOT / "docs" / "measurements" / "ladder.md").read_text(encoding="utf-8")
+    begin = {"full": "## Full fine-tuning", "LoRA": "## LoRA"}
+    guide = (ROOT / "docs" / "memory_levers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+)` \| (full|LoRA) \| (.+) \| (.+) \|$", guide, re.MULTILINE)
+    assert len(rows) > 10
+    for lever, run, change, speed in rows:
+        table = ladder.split(begin[run])[1].split("The config as `tune cp` gives it")[0]
+        (line,) = [line for line in table.splitlines() if line.startswith(f"| `{lever}`")]
+        cells = [cell.strip() for cell in line.split("|")]
+        assert (cells[4], cells[8]) == (change, speed), lever

@@ -1,4 +1,4 @@
-"""The floors of the house, what each import costs, and that only declared packages are imported."""
+"""Import layers, what each import costs, and that only declared packages are imported."""
 
 import ast
 import json
@@ -23,8 +23,8 @@ COMES_WITH = {
 }  # extra or requirement of a direct dependency
 
 
-def test_floors_are_kept():
-    """import-linter: lower floors only, siblings not each other, every folder has a floor, config free of torch."""
+def test_import_layers_are_kept():
+    """import-linter: lower layers only, siblings not each other, every folder has a layer, config free of torch."""
     tool = Path(sys.executable).parent / "lint-imports"
     if not tool.exists():
         pytest.skip("import-linter is not installed beside this Python")

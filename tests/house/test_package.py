@@ -52,7 +52,7 @@ def test_pins_are_in_range():
     )
     pins = {name.replace("-", "_").lower(): version for name, version in pins.items()}
     optional = PROJECT["project"]["optional-dependencies"]
-    for line in [*PROJECT["project"]["dependencies"], *optional["dev"]]:
+    for line in [*PROJECT["project"]["dependencies"], *optional["dev"], *optional["docs"]]:
         requirement = Requirement(line)
         version = pins[requirement.name.replace("-", "_").lower()]
         assert requirement.specifier.contains(version), f"{line}: constraints.txt has {version}"

@@ -97,7 +97,7 @@ def one_card() -> None:
     reserved, host = plan.heaviest.reserved, plan.heaviest.host
     spec = spec_from_config(preset_config("llama3/8B"), "llama3/8B")
     assert fits and spec.num_layers == 32
-    assert f"rows of 2048 tokens: {reserved / GIB:.2f} GiB reserved, of which 14.96 are the weights" in TEXT
+    assert f"sequences of 2048 tokens: {reserved / GIB:.2f} GiB reserved, of which 14.96 are the weights" in TEXT
     assert f"and {host / GIB:.0f} GiB of host memory" in TEXT
 
 
@@ -213,7 +213,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "That is 17.46 GiB": ARITHMETIC,
     "What is in no unit stays gathered": "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy",
     "If only the layers are units": ARITHMETIC,
-    "As units of their own": "tests/parallel/test_fsdp_wrap_policy.py::test_auto_goes_by_size",
+    "As separate units": "tests/parallel/test_fsdp_wrap_policy.py::test_auto_goes_by_size",
     "Logits in fp32 are 4 s v bytes": ARITHMETIC,
     "a piece is 0.12 GiB": ARITHMETIC,
     "So: 17.46": ARITHMETIC,
@@ -222,20 +222,20 @@ TIES: dict[str, Callable[[], None] | str] = {
     "This is arithmetic, not a measurement": nothing_ran_on_a_gpu,
     "Nothing of this project has run on a GPU yet": nothing_ran_on_a_gpu,
     "of the same model on one card": one_card,
-    "These steps are not clipped": one_card,
+    "Gradients are not clipped": one_card,
     "None of these levers has run on a GPU": nothing_ran_on_a_gpu,
-    "with 1, 2, 4 and 8 cards of 24 GB": fit_page,
+    "for 1, 2, 4 and 8 cards of 24 GB": fit_page,
     "tensors have sizes and no bytes": "tests/plan/test_closed_forms.py::"
     "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
     "exit code 0 or 3": exit_code_of_a_plan,
-    "versions that do not go together": "tests/cli/test_doctor.py::test_a_fault_is_found_and_told_with_its_remedy",
+    "versions that do not work together": "tests/cli/test_doctor.py::test_a_fault_is_found_and_told_with_its_remedy",
     "For Llama 3 8B with rank 16": adapters_of_8b,
     "On several cards, configs whose model fits one of 24 GB": "tests/models/test_planned_peaks.py::"
     "test_adapters_have_whole_models_where_they_fit",
     "no rank ever holds the model in 16 bits": "tests/adapters/test_quantized_sharded.py::"
     "test_loading_reads_a_ranks_blocks_in_pieces",
     "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
-    "no row has been measured on a GPU": nothing_ran_on_a_gpu,
+    "no line has been measured on a GPU": nothing_ran_on_a_gpu,
     "| `batch_size=1` with": LEVERS,
     "| `data.packing=true`": "tests/data/test_packing.py::test_within_one_percent_of_the_fewest_possible",
     "activation_checkpointing=budget": "tests/memory/test_budget.py::"
@@ -267,7 +267,6 @@ TIES: dict[str, Callable[[], None] | str] = {
     "A config is `FAMILY/SIZE_METHOD`": PRESETS,
     "a preset `FAMILY/SIZE`": PRESETS,
     "in another size needs no preset": "tests/models/test_spec.py",
-    "[What fits 24 GB]": f"{DOCUMENTS}::test_links_lead_somewhere",
     "## What it does not do yet": methods,
     "No distillation and no reinforcement learning": methods,
     "No context parallelism": no_context_parallelism,
