@@ -146,7 +146,8 @@ def beside(figures: Path, *, before: str = "", stdin: int = subprocess.PIPE) -> 
     It does not give way here, where nothing runs beside it.
     """
     words = [str(figures), "--nproc_per_node", "2", RECIPE, *CONFIG, "data.cache=false", "output_dir=outputs/x"]
-    code = f"import os\nos.nice = id\nfrom recipe_lib.cli import plan_during_run\n{before}\nplan_during_run.main({words!r})"
+    start = f"import os\nos.nice = id\nfrom recipe_lib.cli import plan_during_run\n{before}\n"
+    code = f"{start}plan_during_run.main({words!r})"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdin=stdin, stderr=subprocess.PIPE, text=True
     )

@@ -41,7 +41,7 @@ def test_the_cases_cover_what_is_asked_and_are_valid() -> None:
         "ranks": {1, 2, 4, 8},
         "sequence": {512, 2048, 8192, 32768},
         "checkpointing": {"none", "selective", "full", "budget"},
-        "fsdp_wrap_policy": {"layers", "memory_efficient"},
+        "wrapping": {"layers", "memory_efficient"},
     }.items():
         assert {getattr(case, name) for case in found} == wanted
     assert {case.optimizer for case in found} >= {"fused", "foreach", "single", "sgd foreach"}
