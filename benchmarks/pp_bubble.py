@@ -100,7 +100,7 @@ def _timed_step(model: nn.Module, batches: list[Rows], seconds: float) -> list[f
     driver.on_action = lambda action: ends.append(time.monotonic())
     begin = _agreed_begin(seconds)
     try:
-        model.pipeline.train(batches, lambda number, batch: model(batch.tokens, None, None, batch.labels, 1) / 100)
+        model.pipeline.train(batches, lambda number, batch: model(batch.tokens, labels=batch.labels) / 100)
     finally:
         driver.on_action = None
     model.zero_grad(set_to_none=True)

@@ -338,7 +338,8 @@ class _Tracing:
         return found
 
     def _loss(self, number: int, batch: Rows) -> Tensor:
-        return self._model(batch.tokens, None, None, batch.labels, self._cfg.memory.loss_chunks) / 100
+        head_loss = CrossEntropy(self._cfg.memory.loss_chunks)
+        return self._model(batch.tokens, labels=batch.labels, head_loss=head_loss) / 100
 
     def _note(self, action: Action | None) -> None:
         """Called when an action begins: notes what the one before has left."""

@@ -24,6 +24,7 @@ import recipe_lib
 from recipe_lib import training
 from recipe_lib.config import load_config
 from recipe_lib.data import StepBatches
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import start_world
 from recipe_lib.training.training_data import prepare
 from tests.recipes.runs import recipe_class, recipe_module
@@ -136,7 +137,8 @@ def bare_step(
     began = time.perf_counter()
     optimizer.param_groups[0]["lr"] = lr
     (batch,) = batches.micro_batches
-    loss = model(batch.tokens, batch.positions, batch.attention, batch.labels, cfg.memory.loss_chunks)
+    head_loss = CrossEntropy(cfg.memory.loss_chunks)
+    loss = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=head_loss)
     loss = loss / batches.trained_tokens
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad_norm)

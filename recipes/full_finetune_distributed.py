@@ -8,7 +8,7 @@ A rank holds (parameters + gradients + optimizer states) / ranks, the FSDP units
 what the layers keep for backward. The levers, in the order in which they are usually pulled:
 
     batch_size=1                           fewer sequences at a time; gradient_accumulation_steps keeps the global batch
-    data.packing=true                      short sequences packed into one of max_seq_len, so that no memory goes to padding
+    data.packing=true                      short sequences packed into one of max_seq_len: no memory for padding
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     parallel.fsdp_wrap_policy=memory_efficient     gather embedding and output one at a time, not throughout the step
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time

@@ -10,7 +10,7 @@ is as large as in full fine-tuning, and the same levers reduce it:
 
     lora.quantize_base=nf4                 frozen weights in 4 bits, quantized while they are read (int8: in 8)
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
-    data.packing=true                      short sequences packed into one of max_seq_len, so that no memory goes to padding
+    data.packing=true                      short sequences packed into one of max_seq_len: no memory for padding
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     memory.cpu_offload=true                weights and states in host memory, gathered layer by layer
 

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from recipe_lib.config.pipeline import SCHEDULES
+
 Condition = str | Callable[[Any], str | None]
 
 
@@ -148,8 +150,6 @@ def steps_with_torch(cfg: Any) -> str | None:
 
 def defers_weight_gradients(cfg: Any) -> str | None:
     """a schedule that defers weight gradients"""
-    from recipe_lib.config.pipeline import SCHEDULES
-
     schedule = cfg.parallel.pipeline_schedule
     return None if SCHEDULES[schedule].splits else f"parallel.pipeline_schedule is {schedule}"
 

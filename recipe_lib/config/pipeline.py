@@ -1,9 +1,10 @@
 """Numbers of a pipeline that follow from a config alone: stages, micro-batches, and what a schedule needs. No torch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recipe_lib.config.schema import ParallelConfig
+if TYPE_CHECKING:  # the schema's keys ask this file what a schedule needs
+    from recipe_lib.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -26,26 +27,26 @@ SCHEDULES = {
 }
 
 
-def stages_per_rank(parallel: ParallelConfig) -> int:
+def stages_per_rank(parallel: "ParallelConfig") -> int:
     """Stages on each rank of a pipeline; 1 without one."""
     if parallel.pipeline == 1:
         return 1
     return SCHEDULES[parallel.pipeline_schedule].stages or parallel.pipeline_stages_per_rank
 
 
-def stage_count(parallel: ParallelConfig) -> int:
+def stage_count(parallel: "ParallelConfig") -> int:
     """Stages of the whole pipeline."""
     return parallel.pipeline * stages_per_rank(parallel)
 
 
-def rank_of_stage(parallel: ParallelConfig, stage: int) -> int:
+def rank_of_stage(parallel: "ParallelConfig", stage: int) -> int:
     """The place in its pipeline of the rank that has a stage."""
     turn, place = divmod(stage, parallel.pipeline)
     folded = SCHEDULES[parallel.pipeline_schedule].folded and turn % 2 == 1
     return parallel.pipeline - 1 - place if folded else place
 
 
-def stages_of_rank(parallel: ParallelConfig, rank: int) -> list[int]:
+def stages_of_rank(parallel: "ParallelConfig", rank: int) -> list[int]:
     """The stages of a rank by its place in the pipeline, first to last."""
     return [stage for stage in range(stage_count(parallel)) if rank_of_stage(parallel, stage) == rank]
 
@@ -59,14 +60,14 @@ def micro_batches(cfg: Any) -> tuple[int, int]:
     return rows // count, count
 
 
-def fewest_micro_batches(parallel: ParallelConfig) -> int:
+def fewest_micro_batches(parallel: "ParallelConfig") -> int:
     """The micro-batches a step that a schedule is made for; with fewer, ranks wait even in the middle of the step."""
     if parallel.pipeline == 1 or parallel.pipeline_schedule == "gpipe":
         return 1
     return stage_count(parallel) if parallel.pipeline_schedule == "dualpipev" else parallel.pipeline
 
 
-def schedule_fault(parallel: ParallelConfig, count: int) -> str | None:
+def schedule_fault(parallel: "ParallelConfig", count: int) -> str | None:
     """Why so many micro-batches a step are too few for the schedule, as `found .., expected ..; remedy`; None: they do.
 
     Every schedule can order any number of them. With fewer than this, ranks wait for each other even in the middle of

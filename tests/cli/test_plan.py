@@ -146,7 +146,8 @@ def beside(figures: Path, *, before: str = "", stdin: int = subprocess.PIPE) -> 
     It does not give way here, where nothing runs beside it.
     """
     words = [str(figures), "--nproc_per_node", "2", RECIPE, *CONFIG, "data.cache=false", "output_dir=outputs/x"]
-    code = f"import os\nos.nice = id\nfrom recipe_lib.cli import run_plan\n{before}\nrun_plan.main({words!r})"
+    start = f"import os\nos.nice = id\nfrom recipe_lib.cli import plan_during_run\n{before}\n"
+    code = f"{start}plan_during_run.main({words!r})"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdin=stdin, stderr=subprocess.PIPE, text=True
     )
@@ -166,7 +167,7 @@ def test_the_plan_of_a_run(tmp_path: Path):
 
 
 def test_a_plan_that_takes_too_long_is_one_line(tmp_path: Path):
-    said, code = beside(tmp_path / "figures.json", before="run_plan.CPU_SECONDS = 1")
+    said, code = beside(tmp_path / "figures.json", before="plan_during_run.CPU_SECONDS = 1")
     assert said == "plan: takes more than 1 s of CPU; `tune plan` with the same words makes it\n"
     assert code == 0
     assert list(tmp_path.iterdir()) == []

@@ -36,7 +36,7 @@ def test_a_command_line_of_tune_run_is_one_of_tune_plan(flags: list[str]):
     for order in ([*flags, *words], [*words, *flags]):
         found = plan_request.read(order)
         assert found.flags == flags
-        assert (found.recipe, found.config) == ("full_finetune_distributed", "llama3/8B_full")
+        assert (found.recipe, found.config) == ("full_finetune_distributed", ["llama3/8B_full"])
         assert found.overrides == ["batch_size=1", "~seed"]
         assert found.plugin == ["parts.py"]
 

@@ -26,7 +26,7 @@ def test_every_key_of_the_section_memory_is_a_lever() -> None:
     keys = {word.removeprefix("memory.").partition("=")[0] for lever in LEVERS for word in lever.on}
     told_elsewhere = {
         "activation_offload_prefetch_layers",
-        "host_memory",
+        "host_memory_limit_gib",
     }  # how far ahead, and how much at most, of the others
     assert {field.name for field in dataclasses.fields(MemoryConfig)} <= keys | told_elsewhere
 

@@ -41,7 +41,7 @@ def test_the_cases_cover_what_is_asked_and_are_valid() -> None:
         "ranks": {1, 2, 4, 8},
         "sequence": {512, 2048, 8192, 32768},
         "checkpointing": {"none", "selective", "full", "budget"},
-        "fsdp_wrap_policy": {"layers", "memory_efficient"},
+        "wrapping": {"layers", "memory_efficient"},
     }.items():
         assert {getattr(case, name) for case in found} == wanted
     assert {case.optimizer for case in found} >= {"fused", "foreach", "single", "sgd foreach"}
@@ -52,7 +52,7 @@ def test_the_cases_cover_what_is_asked_and_are_valid() -> None:
         recipe, cfg = case.load()
         assert callable(recipe.train_step) and cfg.max_seq_len == case.rows.tokens
         assert cfg.data.packing == (case.documents > 0) and cfg.memory.activation_checkpointing == case.checkpointing
-        assert getattr(getattr(cfg, "lora", None), "quantize", "none") == {"qlora": "nf4"}.get(case.method, "none")
+        assert getattr(getattr(cfg, "lora", None), "quantize_base", "none") == {"qlora": "nf4"}.get(case.method, "none")
 
 
 def test_every_config_is_run_with_both_allocators_and_some_on_both_sides_of_their_caps() -> None:

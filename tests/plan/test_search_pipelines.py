@@ -96,7 +96,7 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
             assert other is not None
             assert rows_of(other) * data_ranks(other, ranks) == rows_of(cfg) * data_ranks(cfg, ranks)
             assert other.gradient_accumulation_steps >= other.parallel.pipeline
-            assert mesh_shape(other.parallel, ranks)[0] == changes["parallel.pipeline"]
+            assert mesh_shape(other.parallel, ranks)["pipeline"] == changes["parallel.pipeline"]
     return every
 
 

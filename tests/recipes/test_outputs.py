@@ -382,15 +382,9 @@ def test_two_nodes_meet_at_an_endpoint(runs: dict[str, Any], tmp_path: Path):
         port = free.getsockname()[1]
     flags = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv-backend", "c10d", f"--rdzv-endpoint=localhost:{port}"]
     words = ["run", *flags, "full_finetune_distributed", "--config", "demo/full", *arguments(tmp_path / "out")[2:]]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     nodes = [
-        subprocess.Popen(
-            [*TUNE, *words, "max_steps=3"],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*TUNE, *words, "max_steps=3"], cwd=ROOT, env=environment(), text=True, **piped)
         for _ in range(2)
     ]
     try:

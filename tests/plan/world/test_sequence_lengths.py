@@ -104,7 +104,7 @@ def test_a_choice_that_needs_no_rows():
 
 def test_a_large_file_is_not_tokenized_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cfg = load(SMALL, ROWS, f"data.cache_dir={tmp_path}")
-    monkeypatch.setattr(sequence_lengths, "MOST_BYTES", 1000)
+    monkeypatch.setattr(sequence_lengths, "MAX_BYTES_READ", 1000)
     assert "not tokenized yet" in planned_sequence(cfg).source
     assert not list(tmp_path.rglob(MANIFEST))
     build_dataset(cfg.data, load_tokenizer(cfg.tokenizer.path), cfg.max_seq_len)  # as a run does
