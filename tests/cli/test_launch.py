@@ -60,7 +60,8 @@ def add_up(number):
 
 def stop_one(rank):
     from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-    from recipe_lib.parallel import beats, start_world
+    from recipe_lib.parallel import start_world
+    from recipe_lib.parallel.hang_detection import beats
 
     parallel = ParallelConfig(heartbeat_timeout_seconds=1.5)
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:

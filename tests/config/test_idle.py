@@ -148,11 +148,9 @@ def test_a_loss_of_tokens_has_no_use_for_pairs():
     assert why_idle(FullFinetuneConfig(), keys["loss"]) is None
 
 
-def test_validate_says_so_and_ends_well(capsys):
-    assert (
-        main(["validate", "demo/full", "optimizer.name=sgd", "optimizer.eps=1e-3", "parallel.pipeline_schedule=zbv"])
-        == 0
-    )
+def test_validate_says_so_and_ends_well(capsys, tmp_path):
+    levers = ["optimizer.name=sgd", "optimizer.eps=1e-3", "parallel.pipeline_schedule=zbv"]
+    assert main(["validate", "demo/full", f"output_dir={tmp_path / 'new'}", *levers]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "demo/full: a valid config of full_finetune_distributed"
     assert said[1:3] == [

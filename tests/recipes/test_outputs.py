@@ -316,7 +316,7 @@ def own_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (folder / "mine.py").read_text()
     for before, after in {
         "\nConfig = FullFinetuneConfig\n": OWN_CONFIG,
-        "return self.model(*inputs": "return self.cfg.loss_scale * self.model(*inputs",
+        "return self.model(batch": "return self.cfg.loss_scale * self.model(batch",
     }.items():
         assert text.count(before) == 1
         text = text.replace(before, after)
