@@ -1,11 +1,11 @@
-"""What to type with 1, 2, 4 or 8 cards of 24 GB, from 1B to 70B, as docs/fit.md; every line a whole plan.
+"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, from 1B to 70B, as docs/fit.md; every line a whole plan.
 
     python -m benchmarks.fit --output docs/fit.md [--only 8B]
 
 For a model, a way to train it and a number of cards, settings are planned in the order of LADDERS, each rung slower or
-further from the config than the one before; the first that fits is the line. The longest rows are looked for with
-everything on that makes long rows cheap. Needs no GPU, no weights and no data. With --only the other lines of the page
-are kept as they are.
+further from the config than the one before; the first that fits is the line. The longest sequences are searched with
+every lever on that makes long sequences cheap. Needs no GPU, no weights and no data. With --only the other lines are
+kept, so that `--only none` writes the page from the kept lines.
 """
 
 import argparse
@@ -47,7 +47,7 @@ METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
 ON_HOST, PIECES = "memory.optimizer_offload=true", "memory.activation_checkpointing=full"
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=1")
-# `rows`: one row at a time, as many times as the config has rows in a step.
+# `rows`: one sequence at a time, as many times as the config has sequences in a step.
 LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "full": (
         (),
@@ -59,7 +59,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "lora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
     "qlora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
 }
-# Tokens of a row: powers of two, and quarters between them.
+# Tokens of a sequence: powers of two, and quarters between them.
 LENGTHS = [quarters * 2**power for power in range(9, 15) for quarters in (4, 5, 6, 7)] + [2**17]
 CLOSE = 0.02  # of the card: what the estimate may be off by, looked at in full
 
@@ -67,7 +67,7 @@ CLOSE = 0.02  # of the card: what the estimate may be off by, looked at in full
 @dataclass
 class Line:
     """A line of the page. host: bytes of one rank. tokens_per_second: None where it is not planned. longest: tokens of
-    a row, with its settings and bytes of host memory; 0 where not even the shortest fits."""
+    a sequence, with its settings and bytes of host memory; 0 where not even the shortest fits."""
 
     model: str
     method: str
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def plan_line(cell: tuple[str, str, int]) -> Line:
-    """The first rung that fits, and the longest rows."""
+    """The first rung that fits, and the longest sequence."""
     model, method, cards = cell
     line = Line(model, method, cards, None)
     for rung in LADDERS[method]:
@@ -142,7 +142,7 @@ def planned(model: str, method: str, cards: int, rung: tuple[str, ...]) -> tuple
 
 
 def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int, int]:
-    """Tokens of the longest row that fits one at a time, and bytes of host memory, by estimates; see `quick`.
+    """Tokens of the longest sequence that fits one at a time, and bytes of host memory, by estimates; see `quick`.
 
     A config with `parallel.strategy: auto` is estimated with FSDP, which is chosen where only that has the room.
     """
@@ -166,13 +166,13 @@ def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int,
 
 
 def with_long_rows(words: list[str], tokens: int) -> list[str]:
-    """A line's settings for one row of so many tokens at a time."""
+    """A line's settings for one sequence of so many tokens at a time."""
     kept = [word for word in words if not word.startswith(("batch_size", "gradient_accumulation"))]
     return [*kept, *long_rows(tokens)]
 
 
 def long_rows(tokens: int) -> list[str]:
-    """The settings that make long rows cheap; logits of 1024 tokens, and the MLPs of 8192, at a time."""
+    """The settings that make long sequences cheap; logits of 1024 tokens, and the MLPs of 8192, at a time."""
     words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}", PIECES]
     words += ["memory.activation_offload=true", f"memory.loss_chunks={max(1, tokens // 1024)}"]
     return [*words, f"memory.mlp_tiles={max(1, tokens // 8192)}"]
@@ -202,24 +202,24 @@ def page(lines: list[Line]) -> str:
             found = [line for line in lines if (line.model, line.method) == (model, method)]
             if found:
                 cfg = read(model, method, ())
-                rows = f"{cfg.batch_size * cfg.gradient_accumulation_steps} rows of {cfg.max_seq_len} tokens a rank"
+                rows = f"{cfg.batch_size * cfg.gradient_accumulation_steps} sequences of {cfg.max_seq_len} tokens"
                 recipe = recipe_for(f"{config}_{method}").name
                 command = f"tune run --nproc_per_node CARDS {recipe} --config {config}_{method} SETTINGS"
-                parts.append(f"## {model}, {title}\n\n`{command}`, {rows} and step.\n\n" + table(found))
+                parts.append(f"## {model}, {title}\n\n`{command}`, {rows} per rank and step.\n\n" + table(found))
     return "\n\n".join(parts) + "\n"
 
 
 def table(lines: list[Line]) -> str:
     """The lines of one model and method."""
     rows = [
-        "| cards | settings | active | reserved | host | tokens/s | verdict | longest row | its host |",
+        "| cards | settings | active | reserved | host | tokens/s | verdict | longest sequence | its host |",
         "|---:|---|---:|---:|---:|---:|---|---:|---:|",
     ]
     for line in lines:
         if line.settings is None:
             rows.append(f"| {line.cards} | does not fit | | | | | | | |")
             continue
-        words = f"`{' '.join(line.settings)}`" if line.settings else "nothing"  # one span: some go together only
+        words = f"`{' '.join(line.settings)}`" if line.settings else "as shipped"  # one span: some go together only
         speed = "not planned" if line.tokens_per_second is None else format_count(line.tokens_per_second)
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host)))
         far = f"{line.longest:,} | {format_bytes(line.longest_host)}" if line.longest else f"under {LENGTHS[0]:,} | "
@@ -227,27 +227,28 @@ def table(lines: list[Line]) -> str:
     return "\n".join(rows)
 
 
-TEXT = """# What to type
+TEXT = """# Recommended settings for 1-8 x 24 GB
 
 Generated by `{command}` with torch {torch}.
 
 Nothing here was measured: each line is a whole plan (`tune plan`) of the first settings that fit, in this order: the
-config as it is; one row at a time with full checkpointing; optimizer states in host memory; for full fine-tuning also
-stepped in backward, without clipping and one row a step; everything in host memory, stepped on the CPU, whose time is
-not planned. Active and reserved are bytes of the heaviest rank, host those of one rank, which holds them pinned. Rows
-are as long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and are for ranking only. 24GB
-is a card of which CUDA reports 23.5 GiB; context, NCCL and a reserve come off that. `fits` leaves 3 % of the card;
-`risky` leaves less, or needs `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+config as shipped; one sequence at a time with full checkpointing; optimizer states in host memory; for full fine-tuning
+also stepped in backward, without clipping and with one sequence per step; everything in host memory, stepped on the
+CPU, whose time is not planned. Active and reserved are bytes of the heaviest rank, host those of one rank, which holds
+them pinned. Sequences are as long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and are
+for ranking only. 24GB is a card of which CUDA reports 23.5 GiB; context, NCCL and reserved headroom are subtracted.
+`fits` leaves 3 % of the card; `risky` leaves less, or needs `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
-The longest row is the longest that fits, one at a time, with the same settings and, for 65,536 tokens,
+The longest sequence is the longest that fits, one at a time, with the same settings and, for 65,536 tokens,
 {long};
-lengths are powers of two and quarters between them, none over 131,072. These are estimates, of a few of the model's
-layers continued to all of them, and not whole plans; what is reserved has to fit, without a margin and without
-expandable segments, so that a `risky` line can have less than its own rows. Its host memory is one rank's.
+lengths are powers of two and quarters between them, none over 131,072. These are estimates, extrapolated from a few of
+the model's layers, and not whole plans; what is reserved has to fit, without a margin and without expandable segments,
+so that a `risky` line can have less than its shipped length. Its host memory is one rank's.
 
-The command of a line stands above its table. What such a run takes, byte by byte, says `tune plan` in place of
-`tune run`; `tune plan --config CONFIG --search --fit 4x24GB` looks for the fastest settings rather than the first
-ones. A config with `parallel.strategy: auto` is planned with what `tune run` chooses on these cards, DDP or FSDP."""
+Each table's command is above it. `tune plan` instead of `tune run` shows what such a run takes, byte by byte;
+`tune plan --config CONFIG --search --fit 4x24GB` looks for the fastest settings rather than the first ones. A config
+with `parallel.strategy: auto` is planned with what `tune run` chooses on these cards, DDP or FSDP.
+[Which memory lever to pull](memory_levers.md) explains the settings."""
 
 
 if __name__ == "__main__":
