@@ -4,12 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.config.aliases import KEY_ALIASES
+from recipe_lib.config.hints import hint_for
 from recipe_lib.config.interpolation import InterpolationError, check_form, fill_in, is_interpolated, names_in, tree_of
-from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
-from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.keys import Key, Schema, item_schema
 from recipe_lib.config.read_yaml import Node
-from recipe_lib.config.suggest import nearest, show
+from recipe_lib.config.suggest import show
 from recipe_lib.config.values import MismatchError, convert, describe, expected, is_null
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
@@ -224,66 +223,10 @@ def check_items(checked: Checked, key: Key, value: Node, place: str, where: str,
 
 def unknown_key(checked: Checked, place: str, name: str, section: str, *, typed: bool = False) -> None:
     """Notes a key that the schema does not have, with the nearest that it has."""
-    owner = _owner(name, checked.schema)
-    meant = [] if owner else _meant(name, checked.schema)
-    if owner:
-        hint = f"; {owner}"
-    elif meant:
-        hint = f"; did you mean {' or '.join(meant)}?"
-        if not typed and meant == [name] and "." in name:
-            hint = f"; write {name.rpartition('.')[2]}: under {name.rpartition('.')[0]}:"
-    elif section:
-        inside = [child.removeprefix(f"{section}.") for child in checked.schema.children(section)]
-        hint = f"; the keys of {section} are {', '.join(inside)}"
-    else:
-        hint = "; `tune cat CONFIG --describe` lists all keys"
+    hint, meant = hint_for(name, section, checked.schema, in_file=not typed)
     checked.fault(place, "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
     for key in meant:
         checked.doubt(key)
-
-
-def _meant(name: str, schema: Schema) -> list[str]:
-    """Our names for an unknown one: another tool's word, the right section, or the nearest spelling."""
-    valid = [name for name in (*schema.keys, *schema.sections) if name]
-    if name in valid:
-        return [name]
-    section, _, word = name.rpartition(".")
-    for known in (name, word):
-        alias = KEY_ALIASES.get(known.lower().replace("-", "_"))
-        if alias in valid:
-            return [alias]
-    if section.endswith("]"):  # of a list of sections, whose keys are mostly those of the section around it
-        alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{word}".lower(), "")
-        if f"{section}.{alias.rpartition('.')[2]}" in valid:
-            return [f"{section}.{alias.rpartition('.')[2]}"]
-    elsewhere = [key for key in valid if key.rpartition(".")[2] == word.lower()]
-    if elsewhere:
-        top = [key for key in elsewhere if "." not in key]
-        return top or elsewhere[:3]
-    if section in schema.sections:
-        inside = {key.rpartition(".")[2]: key for key in schema.children(section)}
-        close = nearest(word, inside)
-        if close:
-            return [inside[close]]
-    elif section and (close := nearest(name, valid, cutoff=0.7)):
-        return [close]
-    words: dict[str, str] = {}
-    for key in valid:
-        words.setdefault(key.rpartition(".")[2], key)
-    close = nearest(word, words, cutoff=0.75)
-    return [words[close]] if close else []
-
-
-def _owner(name: str, schema: Schema) -> str:
-    """`lora.rank is a key of lora_finetune_distributed`, if that, or its alias, is nothing in the schema at hand."""
-    alias = KEY_ALIASES.get(name.lower().replace("-", "_"), name)
-    if not alias or alias in schema.keys or alias in schema.sections:
-        return ""
-    for recipe, config_class in RECIPE_CONFIGS.items():
-        view = read_schema(config_class)
-        if alias in view.keys or alias in view.sections:
-            return f"{alias} is a {'key' if alias in view.keys else 'section'} of the recipe {recipe}"
-    return ""
 
 
 def _is_broken(node: Node) -> bool:
