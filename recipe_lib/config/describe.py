@@ -60,9 +60,9 @@ def markdown(*schemas: type) -> str:
 
 
 def _table(keys: list[Key]) -> str:
-    rows = ["| key | default | legal values | what it does |", "|---|---|---|---|"]
+    rows = ["| key | default | legal values | what it does | elsewhere |", "|---|---|---|---|---|"]
     for key in keys:
-        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), about(key))
+        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), about(key), key.limits.get("known_as", ""))
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows) + "\n"
 

@@ -20,6 +20,7 @@ def key(
     path: bool | None = None,
     most: float | None = None,
     needs: Any = None,
+    known_as: str | None = None,
 ) -> Any:
     """One key of a section.
 
@@ -29,7 +30,8 @@ def key(
     length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
     items of the list that may stand in place of a choice. path: a file or folder, in which a `~` at the beginning is
     the user's home. needs: what has to hold for it to have an effect (`recipe_lib.config.idle`). most: a bound far
-    above every sensible value, which only an error over it names.
+    above every sensible value, which only an error over it names. known_as: what torch, HF, PEFT, TRL, torchtitan,
+    Megatron, torchtune or another tool calls it; or `none has it: ` and why.
     """
     limits = {
         "choices": choices,
@@ -44,6 +46,7 @@ def key(
         "path": path,
         "most": most,
         "needs": needs,
+        "known_as": known_as,
     }
     metadata = {"help": help} | {name: value for name, value in limits.items() if value is not None}
     if isinstance(default, (list, dict)):
