@@ -1,5 +1,6 @@
 # make demo   fine-tune a tiny model on the CPU and ask it something
-# make test   the whole test suite
+# make test   the tests of everything, but for slow ones and those of benchmarks/; a few minutes
+# make test-all   the whole test suite
 # make fuzz   random combinations of settings on several ranks against training by hand; SEED=1000 CASES=30
 # All install what they need into .venv first; nothing is installed outside of it.
 
@@ -13,7 +14,7 @@ SEED ?= 1000
 CASES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fuzz lint format types docs clean
+.PHONY: help install demo test test-all fuzz lint format types docs clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
@@ -36,8 +37,13 @@ demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo/run.sh $(OUTPUT)
 
 # A file's tests stay in one process, which makes their fixtures once; in order, long files do not come last.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow and not benchmark"
+
+test-all: install
+	$(PYTEST)
 
 # For each seed from SEED on a combination; what is wrong is printed with the command that runs it.
 fuzz: install

@@ -26,8 +26,13 @@ from recipe_lib.errors import UserError
 from recipe_lib.foreign.tensor_plan.certificate import certify
 from recipe_lib.foreign.tensor_plan.gradients import WRONG, gradient_errors
 from recipe_lib.foreign.tensor_plan.plan import TensorPlan
-from recipe_lib.foreign.tensor_plan.shrink import randomize, shrink
-from recipe_lib.foreign.tensor_plan.transformers_models import example_inputs, plan_and_mask, transformers_model
+from recipe_lib.foreign.tensor_plan.transformers_models import (
+    example_inputs,
+    plan_and_mask,
+    randomize,
+    shrink,
+    transformers_model,
+)
 
 COMMAND = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
 SIZE = 2

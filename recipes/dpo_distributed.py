@@ -46,7 +46,6 @@ from recipe_lib.training.preference import (
     check_pairs,
     check_reference,
     describe_reference,
-    needs_reference,
     preference_loss,
     preference_metrics,
     validation_preference,
@@ -61,7 +60,7 @@ class DpoFinetune:
     def __init__(self, cfg: Config, world: World):
         training.check_output(cfg)
         self.cfg, self.world, self.device, self.output = cfg, world, world.device, Path(cfg.output_dir)
-        self.adapts = cfg.dpo.trainable == "adapters"
+        self.adapts = cfg.trained_adapters is not None
         self.source = training.find_model(cfg.model)
         self.spec = self.source.spec
         training.check_sharing(cfg, self.spec)
@@ -75,8 +74,7 @@ class DpoFinetune:
 
     def setup_model(self) -> None:
         """The model and, when all of it is trained, a reference beside it; neither has values yet."""
-        copied = needs_reference(self.cfg.dpo) and not self.adapts
-        self.reference = self.placed(trained=False)[0] if copied else None
+        self.reference = self.placed(trained=False)[0] if self.cfg.copies_model else None
         self.model, self.units = self.placed(trained=True)
         check_reference(self.cfg.dpo, self.model, self.reference)
 
@@ -138,7 +136,7 @@ class DpoFinetune:
 
     def reference_answers(self, micro_batches: Sequence[Batch]) -> Iterator[torch.Tensor | None]:
         """What the reference makes of the same answers, without a graph; None for a loss that needs none."""
-        if not needs_reference(self.cfg.dpo):
+        if not self.cfg.runs_reference:
             return repeat(None)
         model, off = self.reference or self.model, nullcontext if self.reference else partial(adapters_off, self.model)
         return training.result_of_each(model, partial(self.answers, model), micro_batches, inside=off)

@@ -100,8 +100,7 @@ class LoraFinetune:
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of a micro-batch."""
-        inputs = (batch.tokens, batch.positions, batch.attention)
-        return self.model(*inputs, labels=batch.labels, head_loss=self.head_loss)
+        return self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=self.head_loss)
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the trained tokens of all validation rows, each counted once."""

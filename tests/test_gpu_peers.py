@@ -16,7 +16,10 @@ from benchmarks.peers.cases import PACKAGES, SIDES, TOOLS, PeerCase, cases, tole
 from benchmarks.peers.planted.running import Result
 from recipe_lib.tokenizers import load_tokenizer
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real comparison")
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real comparison"),
+]
 RECORDED = Path(__file__).parent.parent / "docs" / "measurements" / "peers-dry-run-cpu.json"
 CASE = PeerCase("full", 8, 1, "none", 1e-3, steps=4, warmup=1)
 

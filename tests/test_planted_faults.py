@@ -23,6 +23,7 @@ from benchmarks.peers.planted.words import WORDS, all_of
 from recipe_lib.cli.main import main
 from recipe_lib.logs import get_logger
 
+pytestmark = pytest.mark.benchmark
 ROOT = Path(__file__).parent.parent
 TOKENIZER = ROOT / "examples" / "demo" / "tokenizer"
 

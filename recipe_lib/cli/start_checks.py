@@ -105,7 +105,7 @@ def _check_model(cfg: Any) -> str | None:
 
 
 def _check_adapter(cfg: Any) -> str | None:
-    adapter = getattr(getattr(cfg, "lora", None), "adapter", None)
+    adapter = cfg.trained_adapters and cfg.trained_adapters.adapter_path
     if not adapter:
         return None
     if _is_made_by_a_run(adapter, ADAPTER_FOLDER):

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.extras import install_line
@@ -17,11 +17,7 @@ from recipe_lib.errors import DONE, ConfigError, SetupError
 from recipe_lib.foreign.transformers_config import plain_numbers
 from recipe_lib.logs import silence_torchao
 
-if TYPE_CHECKING:
-    from recipe_lib.foreign.tensor_plan import TensorPlan
-
 NOT_CERTIFIED = 3  # exit code
-SMALL = 2**20  # parameters of a model that is proven as it is
 # Entries of config.json that say how weights are stored, not what the model is.
 STORED = ("architectures", "auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version")
 DESCRIPTION = """Tells how tensor parallel would share a model among the ranks of a group: which parameter is cut where,
@@ -42,6 +38,8 @@ def run(words: list[str]) -> int:
     arguments = read(words)
     held = config_of(arguments.model)
     with quiet():
+        from recipe_lib.cli.tp_plan_report import as_json, certificates, plans_for, report
+
         config = transformers_config(held, arguments.model)
         whole, plans, illegal = plans_for(config, arguments.tensor)
         proofs = certificates(config, plans) if arguments.certify else []
@@ -54,8 +52,6 @@ def run(words: list[str]) -> int:
         else:
             replace_text(Path(arguments.json), text)
     if arguments.json != "-":
-        from recipe_lib.cli.tp_plan_report import report
-
         report(arguments.model, arguments.tokens, whole, plans, illegal, proofs)
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
 
@@ -91,6 +87,7 @@ def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this machine."""
     from recipe_lib.config.places import list_presets
     from recipe_lib.models.spec import preset_config, read_config
+    from recipe_lib.plan.world.shape_only_model import in_hub_cache
 
     path = Path(name).expanduser()
     presets = list_presets()
@@ -104,18 +101,6 @@ def config_of(name: str) -> dict[str, Any]:
     near = nearest(name, presets)
     hint = f"did you mean {near}?" if near else f"fetch it with `tune download {show(name)}`, or name a preset"
     raise ConfigError(f"tune tp-plan: {show(name)}: found no folder, no preset and nothing in the hub cache; {hint}")
-
-
-def in_hub_cache(name: str) -> str | None:
-    """The config.json of a hub id, if the hub's cache on this machine has it."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # a path and no hub id
-        return None
-    return found if isinstance(found, str) else None
 
 
 def transformers_config(held: dict[str, Any], name: str) -> Any:
@@ -135,104 +120,6 @@ def transformers_config(held: dict[str, Any], name: str) -> Any:
             f"{show(name)}: transformers {transformers.__version__} makes no config of model_type={show(kind)}"
             f" ({type(error).__name__}: {show(line, 200)}); expected one of its causal language models"
         ) from error
-
-
-def plans_for(config: Any, sizes: Sequence[int]) -> tuple["TensorPlan", dict[int, "TensorPlan"], dict[int, str]]:
-    """The plan that cuts every axis; size to plan; and size to why there is none.
-
-    A size that cannot share every axis gets a plan of its own, around those that it can share.
-
-    Raises ConfigError if no size has a plan.
-    """
-    from recipe_lib.foreign.tensor_plan.summary import why_not
-    from recipe_lib.foreign.tensor_plan.transformers_models import plan_for_config
-
-    whole = plan_for_config(config)
-    plans: dict[int, TensorPlan] = {}
-    illegal: dict[int, str] = {}
-    for size in sizes:
-        plan = whole if size in whole.legal_sizes else plan_for_config(config, size)
-        if size in plan.legal_sizes:
-            plans[size] = plan
-        else:
-            illegal[size] = why_not(whole, size)
-    if not plans:
-        legal = ", ".join(map(str, whole.legal_sizes)) or "none"
-        reasons = dict.fromkeys(illegal.values())
-        raise ConfigError(*(f"--tensor {','.join(map(str, sizes))}: {why}; legal sizes: {legal}" for why in reasons))
-    return whole, plans, illegal
-
-
-def certificates(config: Any, plans: dict[int, "TensorPlan"]) -> list[dict[str, Any]]:
-    """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures (lines).
-
-    Forward by taint and rehearsal (certificate.certify), and the gradient of every parameter. The copy has a plan of
-    its own, which has to hold every parameter as the model's does. ranks: fewer than size where it has fewer heads.
-    """
-    from recipe_lib.foreign.tensor_plan.certificate import certify
-    from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
-    from recipe_lib.foreign.tensor_plan.shrink import randomize, shrink
-    from recipe_lib.foreign.tensor_plan.summary import held_differently, held_elements
-    from recipe_lib.foreign.tensor_plan.transformers_models import example_inputs, plan_and_mask, transformers_model
-
-    elements = held_elements(next(iter(plans.values())), 1)
-    small = config if elements <= SMALL else shrink(config)
-
-    def build() -> Any:
-        model = transformers_model(small, "cpu")
-        randomize(model)
-        return model
-
-    whole, mask = plan_and_mask(small)
-    inputs = example_inputs(small, device="cpu", mask=mask)
-    found: list[dict[str, Any]] = []
-    for size, plan in plans.items():
-        copied = plan_and_mask(small, size)[0] if held_differently(plan, whole) else whole
-        failures = held_differently(plan, copied)
-        ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
-        if not ranks:
-            failures.append(f"no {size} ranks or fewer can share the small copy")
-        same = next((each for each in found if each["ranks"] == ranks and each["plan"] == copied.hash()), None)
-        checked = same["checked"] if same else 0
-        if not failures and same is None:
-            certificate = certify(build, copied, ranks, inputs)
-            failures = [*certificate.failures, *gradient_failures(build, copied, ranks, inputs)]
-            checked = certificate.checked + len(copied.parameters)
-        failures = failures or (same["failures"] if same else [])
-        proof = {"size": size, "ranks": ranks, "plan": copied.hash(), "checked": checked, "failures": failures}
-        found.append(proof)
-    return found
-
-
-def as_json(
-    arguments: argparse.Namespace,
-    whole: "TensorPlan",
-    plans: dict[int, "TensorPlan"],
-    illegal: dict[int, str],
-    proofs: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """What --json writes; bytes throughout."""
-    from recipe_lib.foreign.tensor_plan.summary import BYTES, cut_share, held_elements, step_bytes
-
-    unlike = {plan.hash(): plan for plan in plans.values()}
-    sizes = {
-        str(size): {
-            "plan": plan.hash(),
-            "parameter_bytes": BYTES * held_elements(plan, size),
-            "cut_share": cut_share(plan),
-            "sent_bytes": step_bytes(plan, size, arguments.tokens),
-        }
-        for size, plan in plans.items()
-    }
-    return {
-        "model": arguments.model,
-        "tokens": arguments.tokens,
-        "legal_sizes": list(whole.legal_sizes),
-        "sizes": sizes,
-        "not_legal": {str(size): why for size, why in illegal.items()},
-        "plans": {name: plan.to_dict() for name, plan in unlike.items()},
-        "certificates": proofs,
-    }
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
-"""What `tune tp-plan` prints."""
+"""What `tune tp-plan` finds, proves and prints."""
 
-from collections.abc import Iterable
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -8,13 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recipe_lib.errors import visible
+from recipe_lib.errors import ConfigError, visible
+from recipe_lib.foreign.tensor_plan import transformers_models
+from recipe_lib.foreign.tensor_plan.certificate import certify
+from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
 from recipe_lib.foreign.tensor_plan.plan import TensorPlan
 from recipe_lib.foreign.tensor_plan.summary import (
     BYTES,
-    boundary_groups,
+    boundary_counts,
     cut_share,
     exchanges,
+    held_differently,
     held_elements,
     layers_of,
     parameter_groups,
@@ -24,10 +30,95 @@ from recipe_lib.foreign.tensor_plan.summary import (
     step_bytes,
     why_not,
 )
+from recipe_lib.foreign.tensor_plan.transformers_models import randomize, shrink
 from recipe_lib.units import format_bytes, format_count
 
+_SMALL = 2**20  # parameters of a model that is proven as it is
 WIDTH = 160  # columns where there is no terminal to ask
 FORMULA = "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes (ring)"
+
+
+def plans_for(config: Any, sizes: Sequence[int]) -> tuple[TensorPlan, dict[int, TensorPlan], dict[int, str]]:
+    """The plan that cuts every axis; size to plan; and size to why there is none.
+
+    A size that cannot share every axis gets a plan of its own, around those that it can share.
+
+    Raises ConfigError if no size has a plan.
+    """
+    whole = transformers_models.plan_for_config(config)
+    plans: dict[int, TensorPlan] = {}
+    illegal: dict[int, str] = {}
+    for size in sizes:
+        plan = whole if size in whole.legal_sizes else transformers_models.plan_for_config(config, size)
+        if size in plan.legal_sizes:
+            plans[size] = plan
+        else:
+            illegal[size] = why_not(whole, size)
+    if not plans:
+        legal = ", ".join(map(str, whole.legal_sizes)) or "none"
+        reasons = dict.fromkeys(illegal.values())
+        raise ConfigError(*(f"--tensor {','.join(map(str, sizes))}: {why}; legal sizes: {legal}" for why in reasons))
+    return whole, plans, illegal
+
+
+def certificates(config: Any, plans: dict[int, TensorPlan]) -> list[dict[str, Any]]:
+    """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures (lines).
+
+    Forward by taint and rehearsal (certificate.certify), and the gradient of every parameter. The copy has a plan of
+    its own, which has to hold every parameter as the model's does. ranks: fewer than size where it has fewer heads.
+    """
+    elements = held_elements(next(iter(plans.values())), 1)
+    small = config if elements <= _SMALL else shrink(config)
+    model = transformers_models.transformers_model(small, "cpu")
+    randomize(model)
+    whole, mask = transformers_models.plan_and_mask(small)
+    inputs = transformers_models.example_inputs(small, device="cpu", mask=mask)
+    found: list[dict[str, Any]] = []
+    for size, plan in plans.items():
+        copied = transformers_models.plan_and_mask(small, size)[0] if held_differently(plan, whole) else whole
+        failures = held_differently(plan, copied)
+        ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
+        if not ranks:
+            failures.append(f"no {size} ranks or fewer can share the small copy")
+        same = next((each for each in found if each["ranks"] == ranks and each["plan"] == copied.hash()), None)
+        checked = same["checked"] if same else 0
+        if not failures and same is None:
+            certificate = certify(model, copied, ranks, inputs)
+            failures = [*certificate.failures, *gradient_failures(model, copied, ranks, inputs)]
+            checked = certificate.checked + len(copied.parameters)
+        failures = failures or (same["failures"] if same else [])
+        proof = {"size": size, "ranks": ranks, "plan": copied.hash(), "checked": checked, "failures": failures}
+        found.append(proof)
+    return found
+
+
+def as_json(
+    arguments: argparse.Namespace,
+    whole: TensorPlan,
+    plans: dict[int, TensorPlan],
+    illegal: dict[int, str],
+    proofs: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What --json writes; bytes throughout."""
+    unlike = {plan.hash(): plan for plan in plans.values()}
+    sizes = {
+        str(size): {
+            "plan": plan.hash(),
+            "parameter_bytes": BYTES * held_elements(plan, size),
+            "cut_share": cut_share(plan),
+            "sent_bytes": step_bytes(plan, size, arguments.tokens),
+        }
+        for size, plan in plans.items()
+    }
+    return {
+        "model": arguments.model,
+        "tokens": arguments.tokens,
+        "legal_sizes": list(whole.legal_sizes),
+        "sizes": sizes,
+        "not_legal": {str(size): why for size, why in illegal.items()},
+        "plans": {name: plan.to_dict() for name, plan in unlike.items()},
+        "certificates": proofs,
+    }
 
 
 def report(
@@ -88,47 +179,41 @@ def _table(
 def _parameters(console: Console, plan: TensorPlan) -> None:
     """What is cut."""
     rows = []
-    groups = [group for group in parameter_groups(plan) if group.plan.dim >= 0]
-    shared = [group.pattern for group in groups]
-    for group in groups:
-        each = group.plan
+    groups = {each: names for each, names in parameter_groups(plan).items() if each.dim >= 0}
+    shared = [each.name for each in groups]
+    for each, names in groups.items():
         segments = " + ".join(map(str, each.segments)) if len(each.segments) > 1 else ""
-        layers = f" (layers {ranges(layers_of(group.names))})" if shared.count(group.pattern) > 1 else ""
+        layers = f" (layers {ranges(layers_of(names))})" if shared.count(each.name) > 1 else ""
         shape = " x ".join(map(str, each.shape))
-        rows.append(
-            [group.pattern + layers, str(len(group.names)), shape, each.role, str(each.dim), segments, str(each.unit)]
-        )
+        rows.append([each.name + layers, str(len(names)), shape, each.role, str(each.dim), segments, str(each.unit)])
     _table(console, "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], rows)
 
 
 def _whole(console: Console, plan: TensorPlan) -> None:
     """What every rank has, and why; partial: gradients are summed over ranks once a step."""
     rows = []
-    for group in parameter_groups(plan):
-        each = group.plan
+    for each, names in parameter_groups(plan).items():
         if each.dim < 0:
             added = ", added after the sum" if each.after_reduction else ""
             shape = " x ".join(map(str, each.shape))
-            rows.append([group.pattern, str(len(group.names)), shape, each.gradient + added, each.reason])
+            rows.append([each.name, str(len(names)), shape, each.gradient + added, each.reason])
     _table(console, "whole on every rank", ["parameters", "count", "shape", "gradient", "why"], rows)
 
 
 def _boundaries(console: Console, plan: TensorPlan) -> None:
     rows = []
-    for group in boundary_groups(plan):
-        each = group.boundary
+    for each, count in boundary_counts(plan).items():
         cut = f", dim {each.dim}" if each.kind in ("leave", "cut") else ""
         bias = f", {each.bias} added after" if each.bias else ""
         what = f"{each.function} {each.place}{cut}{bias}"
-        rows.append([each.kind, group.pattern or "the model itself", str(len(group.names)), what, each.source])
+        rows.append([each.kind, each.module or "the model itself", str(count), what, each.source])
     _table(console, "boundaries", ["kind", "module", "count", "call", "source"], rows)
 
 
 def _rewrites(console: Console, plan: TensorPlan) -> None:
-    counts: dict[tuple[str, str, int], int] = {}
-    for each in plan.rewrites:
-        key = (pattern_of(each.module) or "the model itself", each.attribute, each.value)
-        counts[key] = counts.get(key, 0) + 1
+    counts = Counter(
+        (pattern_of(each.module) or "the model itself", each.attribute, each.value) for each in plan.rewrites
+    )
     rows = [[module, name, f"{value} / t", str(count)] for (module, name, value), count in counts.items()]
     _table(console, "attributes that are divided", ["module", "attribute", "value", "count"], rows)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from recipe_lib.config import idle
 from recipe_lib.config.field import key
+from recipe_lib.config.recipe_facts import RecipeFacts
 from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, DpoConfig, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
@@ -183,7 +184,7 @@ class LogConfig:
 
 
 @dataclass
-class FullFinetuneConfig:
+class FullFinetuneConfig(RecipeFacts):
     """Config of `full_finetune_distributed`."""
 
     recipe: str = key(
@@ -272,6 +273,11 @@ class LoraFinetuneConfig(FullFinetuneConfig):
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As everywhere."""
+        return self.lora
+
 
 @dataclass
 class DpoFinetuneConfig(LoraFinetuneConfig):
@@ -281,3 +287,28 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         "dpo_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
     )
     dpo: DpoConfig = field(default_factory=DpoConfig)
+
+    @property
+    def sequences_per_item(self) -> int:
+        """A chosen answer and a rejected one."""
+        return 2
+
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As `dpo.trainable` says."""
+        return self.lora if self.dpo.trainable == "adapters" else None
+
+    @property
+    def adapters_instead(self) -> dict[str, str]:
+        """As everywhere."""
+        return {"dpo.trainable": "adapters"}
+
+    @property
+    def runs_reference(self) -> bool:
+        """As the loss needs one."""
+        return self.dpo.needs_reference
+
+    @property
+    def sums_losses(self) -> bool:
+        """Log-probabilities of tokens."""
+        return False

@@ -145,3 +145,8 @@ class DpoConfig:
         choices=("adapters", "all"),
         known_as="LLaMA-Factory finetuning_type",
     )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.loss != "simpo" and not self.reference_free

@@ -9,19 +9,19 @@ mode.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from recipe_lib.foreign.tensor_plan.calls import CallKey, tensors_in
-from recipe_lib.foreign.tensor_plan.certificate import rewritten
-from recipe_lib.foreign.tensor_plan.exchanges import Exchanges
-from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan
+from recipe_lib.foreign.tensor_plan.calls import tensors_in
+from recipe_lib.foreign.tensor_plan.exchanges import Exchanges, Total, rewritten
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce
 
@@ -34,7 +34,7 @@ class _Frame:
 
 
 class _Running(threading.local):
-    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see `_enter`."""
+    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see `Exchanges`."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame | None] = []
@@ -63,15 +63,11 @@ class _Execution(TorchFunctionMode):
     def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
         super().__init__()
         self.model, self.plan, self.group = model, plan, group
-        self.exchanges = Exchanges(plan, group.rank, group.size, self._enter, self._leave)
         self.running = _Running()
         self.hooked = False
-        self.boundaries: dict[CallKey, list[Boundary]] = {}
-        for boundary in plan.boundaries:
-            self.boundaries.setdefault(CallKey(boundary.module, boundary.call), []).append(boundary)
-        self.expected: dict[str, int] = {}
-        for key in self.boundaries:
-            self.expected[key.module] = self.expected.get(key.module, 0) + 1
+        self.exchanges = Exchanges(plan, group.rank, group.size, total_over(group), lambda: self.running.entered)
+        self.boundaries = plan.boundaries_by_call()
+        self.expected = Counter(module for module, _ in self.boundaries)
 
     def framed(
         self, forward: Callable[..., Any], path: str, *, ends_sharing: bool, module: nn.Module | None = None
@@ -91,8 +87,8 @@ class _Execution(TorchFunctionMode):
                         stack.enter_context(rewritten(self.model, self.plan, self.group.size))
                         stack.enter_context(self)
                     result = forward(*args, **kwargs)
-                if frame.reached != self.expected.get(path, 0) and not getattr(module, "is_off", False):
-                    raise _other_way(path, f"{frame.reached} of {self.expected.get(path, 0)} exchanges were reached")
+                if frame.reached != self.expected[path] and not getattr(module, "is_off", False):
+                    raise _other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
                 return result
             finally:
                 running.frames.pop()
@@ -129,63 +125,25 @@ class _Execution(TorchFunctionMode):
             return function(*args, **kwargs)
         if any(isinstance(value, DTensor) for value in tensors_in((args, kwargs))):
             args, kwargs = _local(args), _local(kwargs)
-        name = getattr(function, "__name__", "")
+        name = getattr(function, "__name__", str(function))
         if name in ("__get__", "size"):
             return function(*args, **kwargs)
-        here = self.boundaries.get(CallKey(frame.path, frame.calls))
+        here = self.boundaries.get((frame.path, frame.calls))
         if here is None:
             result = function(*args, **kwargs)
         else:
-            result = self._exchange(here, frame, function, args, kwargs)
+            if name != here[0].function:
+                raise _other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")
+            frame.reached += 1
+            result = self.exchanges.call(here, function, args, kwargs)
         if next(tensors_in(result), None) is not None:
             frame.calls += 1
         return result
 
-    def _exchange(
-        self, here: list[Boundary], frame: _Frame, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Does a call that has boundaries."""
-        name = getattr(function, "__name__", str(function))
-        if name != here[0].function:
-            raise _other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")
-        frame.reached += 1
-        return self.exchanges.call(here, function, args, kwargs)
 
-    def _enter(self, tensor: Tensor, activation: int) -> Tensor:
-        """The tensor, whose gradient is summed over ranks: once for all calls of a layer that share it."""
-        if not tensor.requires_grad or not torch.is_grad_enabled():
-            return tensor
-        place = (activation, id(tensor))
-        if place not in self.running.entered:
-            self.running.entered[place] = (tensor, cast(Tensor, Enter.apply(tensor, self.group)))
-        return self.running.entered[place][1]
-
-    def _leave(self, partial: Tensor) -> Tensor:
-        """The sum over ranks."""
-        return cast(Tensor, _Leave.apply(partial, self.group))
-
-
-class Enter(torch.autograd.Function):
-    """What all ranks have goes into what each has a part of: its gradient is summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradients[0], "sum", ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        return all_reduce(tensor, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+def total_over(group: Group) -> Total:
+    """The sum of a tensor over a group's ranks."""
+    return partial(all_reduce, operation="sum", group=group)
 
 
 def _local(value: Any) -> Any:

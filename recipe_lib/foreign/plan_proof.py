@@ -9,7 +9,6 @@ A model that is small already is proven as it is. The outcome is kept in the cac
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +24,11 @@ from recipe_lib.data.cache import cache_root
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.adapters import add_adapters
 from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradients import WRONG, gradient_errors
+from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
 from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.summary import pattern_of
+from recipe_lib.foreign.tensor_plan.transformers_models import randomize
 from recipe_lib.foreign.transformers_config import TRANSFORMERS
 from recipe_lib.models import build_meta
 from recipe_lib.models.external import ExternalSpec
@@ -109,14 +110,7 @@ def proof(model: Any, plan: TensorPlan, size: int) -> str:
     file = _file_of(model, plan, size)
     if file.is_file():
         return f"proven before ({file})"
-    try:
-        return _kept_proof(model, plan, size, torch.float64, file)
-    except RuntimeError:  # some classes have kernels that know no float64
-        return _kept_proof(model, plan, size, torch.float32, file)
-
-
-def _kept_proof(model: Any, plan: TensorPlan, size: int, dtype: torch.dtype, file: Path) -> str:
-    small = _small_model(model, dtype)
+    small = _small_model(model)
     small_plan = plan_of_model(small, size)
     ranks = size
     if size not in small_plan.legal_sizes:  # it may have fewer heads
@@ -146,15 +140,11 @@ def _keep(file: Path, text: str) -> None:
 def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     """The number of comparisons that came out equal. Raises SetupError."""
     materialize(small, MemoryConfig(), torch.device("cpu"))
-    _fill(small)
+    randomize(small)
     small.forward = small.original_forward
     inputs = next(example_inputs(small, "cpu"))
     certificate = certify(small, plan, ranks, inputs)
-    faults = list(certificate.failures)
-    if not faults:
-        errors = gradient_errors(small, plan, ranks, inputs)
-        wrong = {name: error for name, error in errors.items() if not error <= WRONG}
-        faults = [f"the gradient of {name} is off by {error:.1e}" for name, error in wrong.items()]
+    faults = list(certificate.failures) or gradient_failures(small, plan, ranks, inputs)
     if not certificate.checked:
         faults.append("nothing was compared")
     if faults:
@@ -165,11 +155,11 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     return certificate.checked + len(plan.parameters)
 
 
-def _small_model(model: Any, dtype: torch.dtype) -> Any:
+def _small_model(model: Any) -> Any:
     """A model of the same class, without memory yet; of the same shape if that is small."""
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     large = sum(parameter.numel() for parameter in model.parameters()) > _SMALL
-    return _made_anew(model, model.spec.shrunk() if of_transformers and large else model.spec, dtype)
+    return _made_anew(model, model.spec.shrunk() if of_transformers and large else model.spec, torch.float32)
 
 
 def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
@@ -186,16 +176,6 @@ def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
     return made
 
 
-@torch.no_grad()
-def _fill(model: nn.Module) -> None:
-    """Random weights; vectors around 1, as those of norms are."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.copy_(values * 0.1 + (parameter.dim() == 1))
-        parameter.requires_grad_(True)
-
-
 def _differences(large: TensorPlan, small: TensorPlan) -> str:
     """What one of the plans does with a kind of parameter, or at a call, and the other does not; empty: nothing."""
     for found, there in ((_parameters(large), _parameters(small)), (_exchanges(large), _exchanges(small))):
@@ -209,7 +189,7 @@ def _parameters(plan: TensorPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.parameters:
         said = f"{each.role} {each.dim} {each.gradient} {len(each.segments)} {each.after_reduction}"
-        found.setdefault(_anywhere(each.name), set()).add(said)
+        found.setdefault(pattern_of(each.name), set()).add(said)
     return found
 
 
@@ -217,13 +197,8 @@ def _exchanges(plan: TensorPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.boundaries:
         said = f"{each.kind} {each.call} {each.place} {each.function} {each.bias} {each.taken} {each.dim}"
-        found.setdefault(_anywhere(each.module), set()).add(said)
+        found.setdefault(pattern_of(each.module), set()).add(said)
     return found
-
-
-def _anywhere(name: str) -> str:
-    """A name with the numbers of layers left out."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def _file_of(model: Any, plan: TensorPlan, size: int) -> Path:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from recipe_lib.adapters.lora import adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.foreign import adapters, layout, weight_conversions
-from recipe_lib.foreign.build import ModuleSource, build_module, make_module
+from recipe_lib.foreign import adapters, build, weight_conversions
+from recipe_lib.foreign.build import ModuleSource, make_module
 from recipe_lib.foreign.find_modules import embedding_and_head
 from recipe_lib.foreign.tensor_parallel import shard_module
-from recipe_lib.foreign.tensor_plan.shrink import shrink
+from recipe_lib.foreign.tensor_plan.transformers_models import shrink
 from recipe_lib.foreign.transformers_config import TRANSFORMERS, looks_ahead, one_line, transformers_config
 from recipe_lib.models.external import ExternalSpec, TensorLayout, WeightEntry, WrittenLayout
 from recipe_lib.models.families import refuse_quantized
@@ -35,43 +35,34 @@ class ForeignSpec(ExternalSpec):
     source: ModuleSource
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """A module of its own class, called as a decoder is."""
-        model: Any = build_module(self.source, dtype)
+        model: Any = build.build_module(self.source, dtype)
         model.spec = self
         return cast(nn.Module, model)
 
     def first_vectors(self, seed: int) -> dict[str, Tensor]:
-        """By the class' own methods."""
-        return layout.first_vectors(self.source, seed)
+        return build.first_vectors(self.source, seed)
 
     def layer_kinds(self) -> list[str]:
-        """By class, kind of attention and shapes."""
-        return layout.layer_kinds(self.source)
+        return build.layer_kinds(self.source)
 
     def layout(self) -> TensorLayout:
-        """Of one build of the class."""
-        return layout.layout(self.source)
+        return build.layout(self.source)
 
     def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        """By the model's own names, or as transformers converts files."""
         return weight_conversions.weight_map(self.source, file_names)
 
     def written_layout(self) -> WrittenLayout | None:
-        """As transformers writes files of the architecture."""
         return weight_conversions.writing(self.source)
 
     def adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        """By the ends of their names, `cfg.target_modules`."""
-        held = layout.layout(self.source)
+        held = build.layout(self.source)
         left = adapters.without_adapter(held.linears, held.uncalled, self.family)
         return adapters.adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
-        """On linears of any class."""
         adapters.add_adapters(model, cfg, adapter_settings(cfg, dtype))
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> None:
-        """By a plan that is inferred and proven."""
         shard_module(model, parallel, world)
 
     def shrunk(self) -> "ForeignSpec":

@@ -19,13 +19,15 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.foreign.call import LogitsAfter
 from recipe_lib.foreign.find_modules import embedding_and_head
-from recipe_lib.foreign.plan_executor import Enter, run_by_plan
+from recipe_lib.foreign.plan_executor import run_by_plan, total_over
 from recipe_lib.foreign.plan_proof import plan_of_model, prove
+from recipe_lib.foreign.tensor_plan.exchanges import Enter
 from recipe_lib.foreign.tensor_plan.plan import ParameterPlan, TensorPlan, bounds
 from recipe_lib.logs import get_logger
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.gathered import Group, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
+from recipe_lib.parallel.tensor import local
 from recipe_lib.parallel.world import World
 
 
@@ -138,7 +140,7 @@ def _project(
     weight, bias = local(head.weight), local(head.bias)
     after = after or LogitsAfter()
     if labels is None and vocabulary:
-        columns = F.linear(cast(Tensor, Enter.apply(hidden, group)), weight, bias)
+        columns = F.linear(cast(Tensor, Enter.apply(hidden, total_over(group))), weight, bias)
         return cast(Tensor, _AllColumns.apply(columns, vocabulary, group))
     if labels is None:
         return F.linear(hidden, weight, bias)
@@ -148,11 +150,6 @@ def _project(
         parts = replace(group, columns=-(-vocabulary // group.size))
     needs = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "group": parts}
     return run_head_loss(head_loss, hidden, weight, labels, **needs)
-
-
-def local(parameter: Tensor | None) -> Any:
-    """A rank's own part; its gradient is this rank's too."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class _Part(torch.autograd.Function):

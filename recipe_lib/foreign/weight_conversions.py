@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.foreign.build import ModuleSource, make_module
-from recipe_lib.foreign.layout import layout
+from recipe_lib.foreign.build import ModuleSource, layout, make_module
 from recipe_lib.foreign.transformers_config import TRANSFORMERS
 from recipe_lib.models.external import WeightEntry, WrittenLayout
 
@@ -91,7 +90,7 @@ def weight_map(source: ModuleSource, file_names: Collection[str]) -> list[Weight
     makes the model's. A tied weight is under any of its names. A buffer that a file lacks keeps its first value.
     """
     held = layout(source)
-    found, prefix = set(file_names), held.prefix
+    found, prefix = frozenset(file_names), held.prefix
     bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
     read = reading(source, found) if found else None
     entries = []
@@ -119,15 +118,11 @@ class Reading:
     made: Mapping[str, Conversion]
 
 
-def reading(source: ModuleSource, file_names: Collection[str]) -> Reading | None:
+@lru_cache(maxsize=4)
+def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
     """How transformers would read these tensors; None for a model whose files it reads as they are."""
     if source.implementation != TRANSFORMERS:
         return None
-    return _reading(source, frozenset(file_names))
-
-
-@lru_cache(maxsize=4)
-def _reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
     module = _module(source)
     table = _table(module, legacy=True)
     if table is None:
@@ -202,7 +197,7 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
 
 def _reads_back(source: ModuleSource, written: WrittenLayout) -> bool:
     """Whether files of these tensors would be read as the parameters that they were made of."""
-    held, read = layout(source), _reading(source, frozenset(written.shapes))
+    held, read = layout(source), reading(source, frozenset(written.shapes))
     if read is None:
         return False
     for name, shape in held.shapes.items():

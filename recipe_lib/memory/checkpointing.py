@@ -83,7 +83,7 @@ def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> 
     """What each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
     rows, count = micro_batches(cfg)
-    rows *= 2 if hasattr(cfg, "dpo") else 1  # a chosen answer and a rejected one
+    rows *= cfg.sequences_per_item
     multiple = lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor)
     length = -(-cfg.max_seq_len // multiple) * multiple
     costs = layer_costs(model, rows, length, cfg.parallel.tensor, kernels_of(device))

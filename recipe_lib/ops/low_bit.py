@@ -4,7 +4,8 @@ A block of consecutive numbers is divided by its largest absolute value, and eac
 2^bits levels between -1 (or 0) and 1. The levels are the dynamic ones of Dettmers (arXiv:1511.04561, arXiv:2110.02861),
 whose spacing grows with the number; unsigned 4-bit levels are evenly spaced without a zero (Li, Chen and Zhu,
 arXiv:2309.01507), since a second moment of zero would make a step of any size. Levels, the longest blocks and rounding
-are torchao's, bit for bit.
+are torchao's, bit for bit, which tests hold. Its functions are not called: importing them takes a start 2 s of CPU
+more, as much again as torch, and its levels are made of tensors, which have no numbers on a simulated device.
 """
 
 from dataclasses import dataclass

@@ -340,6 +340,6 @@ def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list
         lines.append(
             "copies between host and device: that ranks of a machine may share its links and host memory's rate"
         )
-    if getattr(getattr(cfg, "lora", None), "merge", False):
+    if cfg.trained_adapters is not None and cfg.trained_adapters.merge_on_save:
         lines.append("lora.merge_on_save: the merged model is written layer by layer after training")
     return lines

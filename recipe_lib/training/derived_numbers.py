@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.pipeline import micro_batches, stage_count
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.optim.lr_scheduler import warmup_steps
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
@@ -124,7 +124,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
     freed = ""
     if cfg.memory.optimizer_in_backward:
         tokens = micro_batches(cfg)[0] * cfg.max_seq_len
-        if isinstance(cfg, DpoFinetuneConfig):  # whose head makes log-probabilities of tokens, and its gradient whole
+        if not cfg.sums_losses:  # the gradient of the head's weight is whole then
             tokens = sys.maxsize
         sizes = (sum(_gradient_at_once(one, tokens) for one in together) for together in _reduced_together(model))
         gradients, freed = max(sizes, default=0), " at a time"

@@ -72,6 +72,6 @@ def calls_at_once(model: nn.Module, cfg: FullFinetuneConfig, window: Window) -> 
 
 def longest_tokens(model: nn.Module, cfg: FullFinetuneConfig) -> int:
     """Tokens that a layer of this rank is given in the longest micro-batch."""
-    rows = micro_batches(cfg)[0] * (2 if hasattr(cfg, "dpo") else 1)  # a chosen answer and a rejected one
+    rows = micro_batches(cfg)[0] * cfg.sequences_per_item
     shared = cfg.parallel.tensor if hasattr(model, "tensor_gradients") else 1
     return rows * cfg.max_seq_len // shared

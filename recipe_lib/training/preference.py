@@ -37,11 +37,6 @@ _MEANS = ("ipo", "simpo")  # losses of the mean over an answer's tokens
 NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
 
 
-def needs_reference(cfg: DpoConfig) -> bool:
-    """Whether the loss compares with a reference model."""
-    return cfg.loss != "simpo" and not cfg.reference_free
-
-
 def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
     """Log-probability of each answer of a micro-batch of pairs, fp64 `[2 p]`: chosen and rejected by turns.
 
@@ -93,7 +88,7 @@ def preference_metrics(means: Tensor) -> dict[str, Tensor]:
 
 def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
     """One line for the log: what the model is compared with. reference: a second model, if there is one."""
-    if not needs_reference(cfg):
+    if not cfg.needs_reference:
         return f"reference: none, dpo.{'loss=simpo' if cfg.loss == 'simpo' else 'reference_free=true'}"
     if reference is None:
         return "reference: the model without its adapters"
@@ -102,7 +97,7 @@ def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
 
 def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | None) -> None:
     """SetupError if the model without its adapters is to be the reference, and more of it is trained than those."""
-    if reference is not None or not needs_reference(cfg):
+    if reference is not None or not cfg.needs_reference:
         return
     moving = [name for name, value in model.named_parameters() if value.requires_grad and not is_adapter(name)]
     if moving:

@@ -7,7 +7,7 @@ from typing import Any
 from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import downloaded_model
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, ModelConfig
+from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.models import build_meta, preset_config, read_config, read_spec, spec_from_config
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
@@ -43,13 +43,12 @@ def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     """Refuses a model that the ranks of `parallel.tensor` cannot share, or whose layers are too few for the stages of
     `parallel.pipeline` or others than `parallel.pipeline_balance` lists, and adapters that it would not have where the
     config says. Raises ConfigError, with what fits."""
-    if isinstance(cfg, LoraFinetuneConfig) and (
-        not isinstance(cfg, DpoFinetuneConfig) or cfg.dpo.trainable == "adapters"
-    ):
+    adapters = cfg.trained_adapters
+    if adapters is not None:
         dtype = DTYPES[cfg.dtype]
-        add_adapters(build_meta(spec, dtype), cfg.lora, dtype)
+        add_adapters(build_meta(spec, dtype), adapters, dtype)
     if isinstance(spec, DecoderSpec):
-        quantize = cfg.lora.quantize_base if isinstance(cfg, LoraFinetuneConfig) else "none"
+        quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)
         if cfg.parallel.pipeline > 1:
             split_layers(spec, cfg)

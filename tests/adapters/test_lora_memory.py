@@ -35,6 +35,7 @@ def trained_elements(lora: LoraConfig) -> int:
     return LAYERS * layer + outside
 
 
+@pytest.mark.slow
 def test_parameters_gradients_and_states_of_a_rank() -> None:
     """A bf16 base and fp32 adapters: (2 F + 16 A) / ranks bytes for F frozen and A adapter elements, to the byte."""
     loras = [

@@ -60,7 +60,7 @@ def worst_difference(tied: bool, setting: Setting, reference: Reference, steps: 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize("lora", [LORA, pytest.param(DORA, marks=pytest.mark.slow)], ids=["lora", "dora"])
 def test_two_ranks_with_every_lever_equal_one_plain_model(tied: bool, lora: LoraConfig, expected: Reference) -> None:
     efficient = ParallelConfig(fsdp_wrap_policy="memory_efficient")
     levers = [
@@ -83,6 +83,7 @@ def test_two_ranks_with_every_lever_equal_one_plain_model(tied: bool, lora: Lora
         assert max(errors) < 1e-11, dict(zip(map(str, settings), errors, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_checkpointed_and_sharded() -> None:
     lora = LoraConfig(rank=3, alpha=5, target_modules=["q", "down"], dora=True)
     reference = {(True, True): kept(small_spec(tied=True, layers=LAYERS), lora)}
@@ -94,6 +95,7 @@ def test_compiled_checkpointed_and_sharded() -> None:
         assert error < 1e-11
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_on_two_by_two_ranks(expected: Reference) -> None:
     setting = Setting(DORA, ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2))
 

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +18,11 @@ from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import small_spec
+from tests.torchao_oracle import nf4_tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
 # [out, in]: 64 numbers in all; blocks that end within rows; 172 and 1089 blocks, which 256 does not divide; 65,536.
 SHAPES = [(1, 64), (64, 172), (172, 64), (1089, 64), (256, 512), (8, 96)]
-
-
-def torchao_nf4() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
-    return NF4Tensor
 
 
 def quantized(weight: Tensor, kind: str, bias: Tensor | None = None) -> QuantizedLinear:
@@ -56,7 +48,7 @@ def assert_same_as_torchao(weight: Tensor) -> None:
     scaler_block = 256
     while (weight.numel() // nf4.BLOCK) % scaler_block:
         scaler_block //= 2
-    theirs = torchao_nf4().from_tensor(weight, nf4.BLOCK, scaler_block)
+    theirs = nf4_tensor().from_tensor(weight, nf4.BLOCK, scaler_block)
     module = quantized(weight, "nf4")
     assert torch.equal(module.weight_codes.view(torch.uint8).flatten(), theirs.quantized_data)
     assert module.weight_scales is not None
@@ -84,7 +76,7 @@ def test_every_bf16_and_the_fp32_around_borders_get_torchaos_level() -> None:
     around = (middles.view(torch.int32).unsqueeze(1) + steps).view(torch.float32).flatten()
     for values in (every, around):
         levels = torch.tensor(nf4.LEVELS, dtype=values.dtype)
-        expected = torchao_nf4().quantize_tensor_nearest(values, levels)
+        expected = nf4_tensor().quantize_tensor_nearest(values, levels)
         pairs = torch.stack([values, torch.ones_like(values)], dim=1)  # with a 1 every number is its own share
         blocks = F.pad(pairs, (0, nf4.BLOCK - 2))
         assert torch.equal(nf4.quantize_blocks(blocks)[0][:, 0].long(), expected << 4 | 15)
@@ -263,6 +255,7 @@ def test_random_weights_are_those_that_a_plain_model_draws(kind: str) -> None:
         assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 
 
+@pytest.mark.slow
 def test_importing_torchao_is_late_and_silent() -> None:
     code = (
         "import sys, torch; from recipe_lib.adapters.quantized import dequantized; "

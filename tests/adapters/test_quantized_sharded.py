@@ -27,6 +27,7 @@ from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.memory.live_bytes import LiveBytes
+from tests.selection import selected, slow_except
 
 ROWS, LENGTH, STEPS = 4, 16, 6
 
@@ -118,18 +119,22 @@ def plain(cfg: LoraFinetuneConfig) -> tuple[str, bool]:
 
 
 @pytest.fixture(scope="module")
-def lost(realdata: Path) -> tuple[dict[tuple[str, bool], list[float]], list[dict[str, list[float]]]]:
-    """Losses of one rank by what they depend on, and of each of two ranks by setting."""
+def lost(
+    request: pytest.FixtureRequest, realdata: Path
+) -> tuple[dict[tuple[str, bool], list[float]], list[dict[str, list[float]]]]:
+    """Losses of one rank by what they depend on, and of each of two ranks by selected setting."""
     folder, text = realdata / "stories260K-hf", rows_of_text(realdata)
     dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
-    import_compiler()
-    kinds = dict.fromkeys(map(plain, SETTINGS.values()))
+    settings = {name: SETTINGS[name] for name in selected(request, "name")}
+    if any(cfg.compile for cfg in settings.values()):
+        import_compiler()
+    kinds = dict.fromkeys(map(plain, settings.values()))
     alone = run_ranks(lambda: [losses(folder, config(kind, dora=dora), text) for kind, dora in kinds], 1)[0]
-    both = run_ranks(lambda: {name: losses(folder, cfg, text) for name, cfg in SETTINGS.items()}, 2)
+    both = run_ranks(lambda: {name: losses(folder, cfg, text) for name, cfg in settings.items()}, 2)
     return dict(zip(kinds, alone, strict=True)), both
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", slow_except(SETTINGS, ["nf4", "int8-full"]))
 def test_two_ranks_lose_what_one_does(lost: Any, name: str) -> None:
     alone = lost[0][plain(SETTINGS[name])]
     first, second = (rank[name] for rank in lost[1])

@@ -121,6 +121,7 @@ def test_the_order_of_a_save(first: Path, memory_path: Path, monkeypatch: pytest
     assert all(name in flushed for operation, name in seen if operation == "open")
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_every_operation(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = {1: expected(1), 2: expected(2)}
     shutil.copytree(first, memory_path / "count")
@@ -194,6 +195,7 @@ def test_a_naive_save_fails_the_same_test(memory_path: Path, monkeypatch: pytest
     assert lost >= count // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replacing", "at_once"), [(False, True), (True, True), (True, False)])
 def test_an_export_that_ends_at_every_operation(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool, at_once: bool

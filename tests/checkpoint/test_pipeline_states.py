@@ -21,6 +21,7 @@ from recipe_lib.parallel import World
 from tests.checkpoint.staged import CONFIG, WORLDS, build, held, optimizer_of, spec_of, staged, step, world_of
 from tests.checkpoint.tiny import tree
 from tests.distributed.ranks import run_ranks
+from tests.selection import slow_except
 
 QUANTIZED = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}  # nf4 takes blocks of 64
 TARGETS = ["q", "up", "embedding", "head"]
@@ -110,7 +111,7 @@ def work_in(name: str, case: str, root: Path, saves: bool, saved_by: list[str]) 
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except(CASES, ["tied adapters"]))
 def test_a_pipeline_of_another_size_goes_on_from_a_state(case: str, memory_path: Path) -> None:
     used = USED.get(case, list(WORLDS))
     crossings = [pair for pair in CROSSINGS if set(pair) <= set(used)]

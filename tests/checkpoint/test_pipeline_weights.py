@@ -23,6 +23,7 @@ from tests.checkpoint.staged import CONFIG, WORLDS, build, held, optimizer_of, s
 from tests.checkpoint.test_weights_in import count_reads
 from tests.checkpoint.tiny import tree
 from tests.distributed.ranks import run_ranks
+from tests.selection import slow_except
 
 PHI = CONFIG | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
 CONFIGS = {"untied": CONFIG, "tied": CONFIG | {"tie_word_embeddings": True}, "fused": PHI}
@@ -66,7 +67,7 @@ def in_and_out(root: Path, case: str, name: str) -> None:
         assert held(empty, None, world) == held(adapted, None, world)
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", slow_except(CONFIGS, ["tied"]))
 def test_folders_are_those_of_one_process(case: str, memory_path: Path) -> None:
     in_and_out(memory_path, case, "one")
     expected = tree(memory_path / "one")

@@ -14,6 +14,7 @@ from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.errors import CheckpointError, StorageError
 from tests.checkpoint.tiny import OPTIMIZERS, fingerprint, full, tiny_model, tiny_spec, tiny_world, train, tree
 from tests.distributed.ranks import run_ranks
+from tests.selection import slow_except
 
 
 def save_after(root: Path, steps: int, optimizer_name: str = "adamw", replicate: int = 1) -> tuple[str, list[float]]:
@@ -59,8 +60,11 @@ def test_a_state_from_before_the_first_step(tmp_path: Path) -> None:
     assert load_and_continue(tmp_path)[:2] == (saved, losses)
 
 
-def test_every_world_size_reads_every_other(tmp_path: Path) -> None:
-    worlds = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, copies (HSDP)
+WORLDS = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, copies (HSDP)
+
+
+@pytest.mark.parametrize("worlds", slow_except([WORLDS[:2], WORLDS], [WORLDS[:2]]), ids=["two", "four"])
+def test_every_world_size_reads_every_other(tmp_path: Path, worlds: list[tuple[int, int]]) -> None:
     roots = {world: tmp_path / f"{world[0]}-{world[1]}" for world in worlds}
     saved = {world: run_ranks(save_after, world[0], roots[world], 2, "adamw", world[1]) for world in worlds}
 

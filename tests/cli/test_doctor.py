@@ -196,6 +196,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor_findings, name, 0)
 
 
+@pytest.mark.slow
 def test_what_doctor_measures_over_gloo_a_plan_uses(quick: None, tmp_path: Path, capsys: Any) -> None:
     """From the measurement to the planned time of a step, all of it real."""
     path, folder = tmp_path / "machine.json", tmp_path / "out"

@@ -94,6 +94,7 @@ def test_the_cache_and_finding_it_again(download: Download, tmp_path: Path):
     assert str(folder) in found.stderr
 
 
+@pytest.mark.slow
 def test_include_narrows(download: Download, tmp_path: Path):
     result = download("owner/good", "--output-dir", tmp_path / "a", "--include", "config.json", "tokenizer*", "*.py")
     assert result.returncode == 0, result.stderr
@@ -104,6 +105,7 @@ def test_include_narrows(download: Download, tmp_path: Path):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_a_second_download_completes_the_first(download: Download, tmp_path: Path):
     assert download("owner/good", "--output-dir", tmp_path / "a", "--include", "config.json").returncode == 0
     assert download("owner/good", "--output-dir", tmp_path / "a", "--revision", "v2").returncode == 0
@@ -135,6 +137,7 @@ def test_a_token_from_the_token_file(download: Download, tmp_path: Path):
     assert download("owner/gated").returncode == 0
 
 
+@pytest.mark.slow
 def test_refusals(download: Download, hub: Hub, tmp_path: Path):
     here = hub.address
     full = tmp_path / "full"

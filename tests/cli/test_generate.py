@@ -234,6 +234,7 @@ def test_the_dtype(name: str, config: dict, dtype: torch.dtype):
     assert choose_dtype(name, config) is dtype
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_and_an_interrupt(tmp_path: Path):
     folder = write_model(tmp_path / "long", positions=100_000)
     words = [*TUNE, "generate", str(folder), "--raw", "--prompt", "x", "--max-new-tokens", "90000"]

@@ -109,6 +109,7 @@ def test_two_ranks(recipe: Path):
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_own_thread_count_is_kept(recipe: Path):
     assert "threads 7 " in run(recipe, "--nproc-per-node=1", "mine.py", "ok", OMP_NUM_THREADS="7").stdout
 
@@ -119,6 +120,7 @@ def test_one_process_without_flags(recipe: Path):
     assert result.stdout == "threads None beside []\n"
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed(recipe: Path):
     """Ranks import recipe_lib although neither the environment nor the working folder leads to it."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from recipe_lib.cli.main import main; sys.exit(main())"
@@ -137,8 +139,13 @@ def test_a_checkout_that_is_not_installed(recipe: Path):
     ("mode", "code", "line"),
     [
         ("user error", 2, "error: mine.yaml:3: first fault\nerror: mine.yaml:4: second fault\n"),
-        ("diverged", 4, "error: step 3: the loss is nan\n"),
-        ("killed", 137, "error: rank 1 was killed by SIGKILL; often the host's memory ran out: see `dmesg`\n"),
+        pytest.param("diverged", 4, "error: step 3: the loss is nan\n", marks=pytest.mark.slow),
+        pytest.param(
+            "killed",
+            137,
+            "error: rank 1 was killed by SIGKILL; often the host's memory ran out: see `dmesg`\n",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_exit_codes_come_out_and_are_told_once(mode: str, code: int, line: str, recipe: Path):
@@ -147,6 +154,7 @@ def test_exit_codes_come_out_and_are_told_once(mode: str, code: int, line: str, 
     assert result.stderr == line
 
 
+@pytest.mark.slow
 def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
     result = run(recipe, "--nproc_per_node", "2", "mine.py", "crash")
     assert result.returncode == 1
@@ -155,6 +163,7 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
     assert "ChildFailedError" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_killed_soon_and_not_called_out_of_memory(recipe: Path):
     result = run(recipe, "--nproc_per_node", "2", "mine.py", "stopped")
     assert result.returncode == 7
@@ -199,7 +208,7 @@ def gone(pid: int) -> bool:
     ("number", "flags"),
     [
         (signal.SIGTERM, ["--nproc_per_node", "2"]),
-        (signal.SIGINT, ["--nproc_per_node", "2"]),
+        pytest.param(signal.SIGINT, ["--nproc_per_node", "2"], marks=pytest.mark.slow),
         (signal.SIGTERM, []),
     ],
     ids=["SIGTERM", "SIGINT", "SIGTERM, one process"],
@@ -217,6 +226,7 @@ def test_a_signal_lets_the_ranks_save(number: int, flags: list[str], recipe: Pat
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_ranks_are_there(recipe: Path, tmp_path: Path):
     process = start(recipe, tmp_path, "--nproc_per_node", "2")
     deadline = time.monotonic() + 60
@@ -230,6 +240,7 @@ def test_a_signal_before_the_ranks_are_there(recipe: Path, tmp_path: Path):
     assert "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_launcher_that_was_killed(recipe: Path, tmp_path: Path):
     process = start(recipe, tmp_path, "--nproc_per_node", "2")
     pids = ready(tmp_path, 2)

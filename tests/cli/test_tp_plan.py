@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from tests.foreign.tensor_plan.stored_plan import plan_from
 
 LLAMA = {
     "model_type": "llama",
@@ -94,7 +94,7 @@ def test_the_numbers_are_those_of_the_formulas(tmp_path, capsys):
             "loss": ring * 4 * tokens * 3,
             "gradients": 0,
         }
-    plan = TensorPlan.from_dict(found["plans"][found["sizes"]["2"]["plan"]])
+    plan = plan_from(found["plans"][found["sizes"]["2"]["plan"]])
     assert plan.hash() == found["sizes"]["2"]["plan"]
     assert "cut" in capsys.readouterr().out
 
@@ -144,7 +144,7 @@ def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkey
         plan, mask = right(config, size)
         held = plan.to_dict()
         lines.append(spoil(held))
-        return TensorPlan.from_dict(held), mask
+        return plan_from(held), mask
 
     monkeypatch.setattr(transformers_models, "plan_and_mask", wrong)
     assert main(["tp-plan", model(tmp_path, QWEN3), "--tensor", "2", "--certify"]) == 3

@@ -106,6 +106,7 @@ def run(count: int):
     )
 
 
+@pytest.mark.slow
 @run(300)
 @given(text=mutated())
 def test_mutated_files(path, text):
@@ -123,6 +124,7 @@ def test_any_bytes(path, data):
     outcome(path, [])
 
 
+@pytest.mark.slow
 @run(250)
 @given(name=NAMES, value=VALUES)
 def test_any_override(path, name, value):

@@ -173,6 +173,14 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
     return faults
 
 
+def test_a_few_models_on_two_ranks() -> None:
+    """Of the cases of the next test: fused matrices, norms of heads, a model of a user's own."""
+    cases = [("phi3", {"tensor": 2}, "packed full"), ("qwen3", {"tensor": 2}, "none"), ("own", {"tensor": 2}, "full")]
+    for faults in run_ranks(compare, 2, cases):
+        assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
     modes = ("none", "full")

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_combination_is_equal_to_one_process_and_to_training_by_hand(folder: Path, seed: int) -> None:
     outcome = compare.tried(draw(seed), folder)

@@ -121,10 +121,10 @@ def check_tune(words: list[str]) -> None:
         export_verb.read(rest)
     elif verb == "plan":
         arguments = plan_request.read(rest)
-        if arguments.config.startswith("demo/"):
+        if arguments.config[0].startswith("demo/"):
             assert apart(tune, words) in (0, plan_verb.NO_ROOM), line  # the simulated device stays in a process
         else:
-            assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
+            assert tune(["validate", *arguments.config, *arguments.overrides]) == 0, line
     elif verb == "doctor":
         doctor_verb.read(rest)  # what it does then depends on the machine; tests/cli/test_doctor.py runs it
     elif verb == "tp-plan":

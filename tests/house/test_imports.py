@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -70,6 +71,15 @@ def test_ten_dependencies():
     assert names == sorted(
         "torch torchao omegaconf sentencepiece tiktoken huggingface_hub safetensors tokenizers jinja2 rich".split()
     )
+
+
+def test_torchao_is_named_in_one_module_for_each_use():
+    """Its modules move: NF4's quantizing, what `tune doctor` looks at, what tests and benchmarks compare with."""
+    named = re.compile(r"^\s*(?:from torchao[\w.]* import|import torchao[\w.]*$)|[\"']torchao\.\w", re.MULTILINE)
+    paths = [path for path in (*python_files(), *python_files("tests")) if path != Path(__file__)]
+    found = {path.relative_to(ROOT).as_posix() for path in paths if named.search(path.read_text())}
+    expected = {"recipe_lib/adapters/nf4.py", "recipe_lib/cli/doctor_probes.py", "tests/torchao_oracle.py"}
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from benchmarks.planned_peaks import (
 from recipe_lib.config.places import configs_folder
 from recipe_lib.units import GIB, MIB
 from tests.plan.apart import settings
+from tests.selection import selected, slow_except
 
 PLANS = read_plans()
 DRIFT = 0.005
@@ -60,12 +61,12 @@ def smallest() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def estimates():
-    """All of them, made in a process of their own: the simulated device stays in a process."""
+def estimates(request):
+    """Of all selected ones, made in a process of their own: the simulated device stays in a process."""
     import recipe_lib.plan.search.estimate  # noqa: F401  (its imports last, and the parent keeps them)
 
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return dict(pool.imap(estimate, smallest(), chunksize=20))
+        return dict(pool.imap(estimate, selected(request, "smallest_of"), chunksize=20))
 
 
 @pytest.mark.parametrize("name", names())
@@ -74,9 +75,10 @@ def test_a_header_says_a_peak(name):
     assert PEAK.search(text), f"configs/{name}.yaml: has no planned peak; python benchmarks/planned_peaks.py {name}"
 
 
-@pytest.mark.parametrize("name", smallest())
-def test_the_peak_in_the_header_is_the_planned_one(estimates, name):
+@pytest.mark.parametrize("smallest_of", slow_except(smallest(), [name for name in smallest() if "demo/" in name]))
+def test_the_peak_in_the_header_is_the_planned_one(estimates, smallest_of):
     """The plan that is kept is the one of today; that the header is made of it is the next tests'."""
+    name = smallest_of
     text = (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     planned = PLANS[name][PEAK.search(text)[5]]["active"]
     assert isinstance(estimates[name], int), estimates[name]

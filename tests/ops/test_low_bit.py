@@ -1,6 +1,5 @@
 """Codes of 8 and 4 bits against torchao's, and rounding by chance against what chance is."""
 
-import logging
 import math
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.ops.low_bit import BLOCKS, Code, chance_key, element_places, make_code, round_by_chance
+from tests.torchao_oracle import low_bit_codes
 
 CPU = torch.device("cpu")
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
@@ -16,21 +16,7 @@ KINDS = [(8, True), (8, False), (4, True), (4, False)]
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """torchao's functions and levels; at import it says at length what a CPU build lacks."""
-    pytest.importorskip("torchao")
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
-    finally:
-        logging.disable(before)
-    levels = {
-        (8, True): subclass_8bit.get_qmap_signed(),
-        (8, False): subclass_8bit.get_qmap_unsigned(),
-        (4, True): subclass_4bit.get_qmap_signed(),
-        (4, False): subclass_4bit.get_qmap_unsigned(),
-    }
-    return quant_utils, levels
+    return low_bit_codes()
 
 
 def code_of(bits: int, signed: bool) -> Code:

@@ -1,8 +1,6 @@
 """Products of operands rounded to 8 bits: against fp64 within what rounding theory says, and against torchao's."""
 
-import logging
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor
 from recipe_lib.ops import low_precision
 from recipe_lib.ops.deferred import put_off, splittable
 from recipe_lib.ops.low_precision import KINDS, quantize_rows, scaled_linear, scaled_product
+from tests.torchao_oracle import convert, rounded_rows
 
 TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
 
@@ -108,46 +107,30 @@ def test_gradients_are_products_of_the_rounded_operands(kind: str, dtype: torch.
         assert (found.double() - exact).abs().max() <= exact.abs().max() * (2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.fixture(scope="module")
-def torchao() -> Any:
-    """torchao's modules, which say on a CPU's build what they cannot do there."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    try:
-        from torchao.float8 import Float8LinearConfig
-        from torchao.float8.float8_linear import Float8Linear
-        from torchao.prototype.quantized_training.int8_mixed_precision import (
-            Int8MixedPrecisionTrainingConfig,
-            Int8MixedPrecisionTrainingLinear,
-        )
-    except ImportError:
-        pytest.skip("torchao is not installed")
-    finally:
-        logging.disable(logging.NOTSET)
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.float32), ("fp8", torch.float32), ("fp8", torch.bfloat16)])
+def test_codes_are_torchaos(kind: str, dtype: torch.dtype):
+    """INT8 to the bit; FP8's scales to the last bit, which torchao takes in fp64, and its codes but for ties.
 
-    def linear(kind: str, weight: Tensor) -> Any:
-        if kind == "int8":
-            made: Any = Int8MixedPrecisionTrainingLinear(
-                IN, OUT, bias=False, dtype=weight.dtype, config=Int8MixedPrecisionTrainingConfig()
-            )
-        else:
-            config = Float8LinearConfig.from_recipe_name("rowwise")
-            object.__setattr__(config, "emulate", True)
-            object.__setattr__(config, "round_scales_to_power_of_2", False)  # ours are as they are
-            plain = torch.nn.Linear(IN, OUT, bias=False, dtype=weight.dtype)
-            made = Float8Linear.from_float(plain, config)
-        made.weight = torch.nn.Parameter(weight.clone())
-        return made
-
-    return linear
+    INT8 of bf16 is another matter: there torchao rounds the scales themselves to bf16.
+    """
+    matrix = torch.cat(
+        [operands(dtype)[0][0], torch.randn(64, IN, generator=torch.Generator().manual_seed(3)).to(dtype)]
+    )
+    codes, scales = quantize_rows(matrix, kind)
+    expected, others = rounded_rows(matrix, kind)
+    differ = (codes[: len(matrix), :IN].float() != expected.float()).double().mean()
+    assert differ == 0 if kind == "int8" else differ < 1e-3
+    torch.testing.assert_close(scales, others, rtol=0 if kind == "int8" else 2**-22, atol=0)
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("int8", torch.float32), pytest.param("fp8", torch.bfloat16, marks=FP8.marks)]
 )
-def test_torchao_finds_the_same(torchao: Any, kind: str, dtype: torch.dtype):
+def test_torchao_finds_the_same(kind: str, dtype: torch.dtype):
+    """Output and the input's gradient of INT8 to the bit; the weight's is scaled in another order."""
     hidden, weight, _, gradient = operands(dtype)
-    theirs, other = torchao(kind, weight), hidden.clone().requires_grad_()
+    options = {"emulate": True} if kind == "fp8" else {}  # a CPU's product takes no rows of other lengths
+    theirs, other = converted(weight, kind, **options), hidden.clone().requires_grad_()
     expected = theirs(other)
     expected.backward(gradient.unsqueeze(0))
     mine, own = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -156,6 +139,35 @@ def test_torchao_finds_the_same(torchao: Any, kind: str, dtype: torch.dtype):
     for found, wanted in ((out, expected), (mine.grad, other.grad), (own.grad, theirs.weight.grad)):
         off = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
         assert off <= (1e-6 if dtype == torch.float32 else 2**-8)
+    if kind == "int8":
+        assert torch.equal(out, expected) and torch.equal(mine.grad, other.grad)
+
+
+def converted(weight: Tensor, kind: str, **options: Any) -> Any:
+    """A linear that torchao has converted."""
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    linear.weight = torch.nn.Parameter(weight.clone())
+    return convert(torch.nn.Sequential(linear), kind, None, **options)[0]
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_in_bf16_ours_are_nearer_to_the_product_of_the_codes(kind: str):
+    """torchao rounds INT8's scales, and FP8's products before they are scaled, to bf16: one rounding more than ours."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(rows, 512, generator=generator).bfloat16() for rows in (64, 96))
+    gradient = torch.randn(64, 96, generator=generator).bfloat16()
+
+    def rounded(matrix: Tensor) -> Tensor:
+        codes, scales = quantize_rows(matrix, kind)
+        return codes[: matrix.shape[0], : matrix.shape[1]].double() * scales.double().unsqueeze(1)
+
+    exact = rounded(gradient) @ rounded(weight.t().contiguous()).t()
+    theirs, other = converted(weight, kind), hidden.clone().requires_grad_()
+    theirs(other).backward(gradient)
+    mine = hidden.clone().requires_grad_()
+    scaled_linear(mine, weight, None, kind).backward(gradient)
+    ours, torchaos = ((grad.double() - exact).norm() / exact.norm() for grad in (mine.grad, other.grad))
+    assert ours < 0.002 < torchaos
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)

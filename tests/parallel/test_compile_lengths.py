@@ -35,6 +35,7 @@ def build(memory: MemoryConfig, changes: dict[str, Any], backend: Any = None) ->
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "changes", "packed", "kinds"),
     [(BUDGET, {}, True, 2), (MemoryConfig(), CAPPED, False, 1)],

@@ -17,6 +17,7 @@ from recipe_lib.parallel.ddp import Replicas, is_replicated, sum_gradients_of_re
 from recipe_lib.training.derived_numbers import _devices
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
+from tests.selection import selected
 
 SIZES = [(3,), (5, 8), (64,), (7, 40), (1,), (0, 4), (16, 4)]  # with buckets of 64: packed, exactly one, in several
 GLOBAL_BATCH, STEPS, SAVED = 8, 3, 1
@@ -139,7 +140,7 @@ def alone(runs: Runs) -> None:
     return None
 
 
-def of_two(runs: Runs) -> dict[str, Any]:
+def of_two(runs: Runs, bits: list[int]) -> dict[str, Any]:
     run = runs.run("full ddp", 2, DDP, SAVE)
     with torch.no_grad():
         logits = run.recipe.model(probe())
@@ -149,8 +150,9 @@ def of_two(runs: Runs) -> dict[str, Any]:
     }
     runs.run("lora ddp", 2, DDP, "optimizer.lr=1e-2", recipe=LORA)
     runs.run("full fsdp", 2, SAVE, "max_steps=1", "lr_scheduler.type=constant")
-    runs.run("int8 ddp", 2, DDP, "matmul_dtype=int8", FULLY)
-    runs.run("int8 fsdp", 2, "matmul_dtype=int8", FULLY)
+    if bits:
+        runs.run("int8 ddp", 2, DDP, "matmul_dtype=int8", FULLY)
+        runs.run("int8 fsdp", 2, "matmul_dtype=int8", FULLY)
     runs.run("fsdp to ddp", 2, DDP, runs.state("full fsdp"))
     resumed = runs.run("ddp to fsdp", 2, runs.state("full ddp"))
     with torch.no_grad():
@@ -158,11 +160,13 @@ def of_two(runs: Runs) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def runs(
+    request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of the runs, and what the two ranks found."""
     found = Runs(realdata, tmp_path_factory.mktemp("replicas"))
     run_ranks(alone, 1, found)
-    two = run_ranks(of_two, 2, found)
+    two = run_ranks(of_two, 2, found, selected(request, "bits"))
     return found.folder, two
 
 
@@ -184,9 +188,11 @@ def test_losses_and_norms_are_those_of_one_process(runs: Any, name: str, referen
     assert all(norm > 0.5 for _, _, norm in one)  # all are clipped
 
 
-def test_matmuls_of_8_bits_find_the_same_whether_weights_are_gathered(runs: Any):
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8])
+def test_matmuls_of_few_bits_find_the_same_whether_weights_are_gathered(runs: Any, bits: int):
     """Rounded are the same operands; gradients are summed in another order. The loss is near that of full precision."""
-    shards, copies, plain = (steps(runs[0] / name) for name in ("int8 fsdp", "int8 ddp", "full 1"))
+    shards, copies, plain = (steps(runs[0] / name) for name in (f"int{bits} fsdp", f"int{bits} ddp", "full 1"))
     assert furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in shards]) <= 1e-3
     assert copies[0][1] == shards[0][1]
     off = furthest([loss for _, loss, _ in copies], [loss for _, loss, _ in plain])

@@ -31,6 +31,7 @@ from tests.parallel.small_models import (
     small_batch,
     small_spec,
 )
+from tests.selection import slow_except
 
 NESTED = ["model.layers.*.mlp", "model.layers.*"]
 POLICIES: list[Any] = ["layers", "memory_efficient", NESTED]
@@ -101,7 +102,7 @@ MEMORY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wrapping", POLICIES)
+@pytest.mark.parametrize("wrapping", slow_except(POLICIES, POLICIES[:1]))
 def test_gradients_are_sums_and_equal_the_plain_models(wrapping: Any) -> None:
     """Every two of tied, parallel and memory meet, and with each policy each parallel and memory."""
     cases = [
@@ -113,6 +114,7 @@ def test_gradients_are_sums_and_equal_the_plain_models(wrapping: Any) -> None:
         assert max(errors) < 1e-12, dict(zip(map(str, cases), errors, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_hybrid_sharding_on_two_by_two_ranks(tied: bool) -> None:
     cases = [
@@ -127,6 +129,7 @@ def test_hybrid_sharding_on_two_by_two_ranks(tied: bool) -> None:
         assert max(errors) < 1e-12
 
 
+@pytest.mark.slow
 def test_compiled_layers_checkpointed_and_sharded() -> None:
     cases = [(True, {"fsdp_wrap_policy": "memory_efficient"}, {"activation_checkpointing": "selective"})]
     import_compiler()
@@ -178,6 +181,7 @@ def test_gathered_bytes_of_each_policy() -> None:
         assert {case: tuple(held) for case, held in zip(HELD, found, strict=True)} == HELD
 
 
+@pytest.mark.slow
 def test_peak_of_all_bytes_of_a_step() -> None:
     """Gathered parameters, buffers of collectives and gradients together, with activations too small to matter.
 

@@ -16,7 +16,10 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_meta
 from tests.parallel.small_models import small_spec
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check"),
+]
 
 
 def test_the_dry_run_measures_and_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

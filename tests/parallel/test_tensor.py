@@ -204,6 +204,19 @@ def cases(tensor: int, **parallel: Any) -> list[Case]:
     return found
 
 
+def test_each_kind_of_model_on_two_ranks() -> None:
+    """Of the cases of the next test few."""
+    run_cases(2, cases(2)[::3])
+
+
+def run_cases(ranks: int, wanted: list[Case]) -> None:
+    for case in wanted:  # here, once for all ranks
+        expected(case, ranks // case.parallel["tensor"])
+    for faults in run_ranks(compare, ranks, wanted, timeout=300):
+        assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> None:
     wanted = cases(ranks)
@@ -211,7 +224,7 @@ def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> 
     if ranks == 4:
         wanted = wanted[::2] + [few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
         for wrapping in ("layers", "memory_efficient"):
-            wanted += cases(2, wrapping=wrapping)[::2]
+            wanted += cases(2, fsdp_wrap_policy=wrapping)[::2]
         wanted += cases(2, data_replicate=2)[1::6]
     else:
         import_compiler()
@@ -222,10 +235,7 @@ def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> 
             for recompute, memory in [(("true", MEMORY[0]), ("false", MEMORY[1]))[number % 2]]
         ]
         wanted.append(Case(**KINDS[8], parallel={"tensor": 2}, memory=SELECTIVE, compiled=True))
-    for case in wanted:  # here, once for all ranks
-        expected(case, ranks // case.parallel["tensor"])
-    for faults in run_ranks(compare, ranks, wanted, timeout=300):
-        assert not faults, "\n".join(faults)
+    run_cases(ranks, wanted)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:

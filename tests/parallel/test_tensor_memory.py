@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import LENGTH, WIDTH, small_spec
 from tests.parallel.test_tensor import BIASES, Case, backward, batch, build
 from tests.plan.apart import apart
+
+pytestmark = pytest.mark.slow  # test_tensor has losses and gradients
 
 T = 8
 LLAMA = {"h": 4096, "q": 4096, "k": 1024, "f": 14336, "heads": 32}  # of an 8B

@@ -112,7 +112,7 @@ def parts_that_differ(plain: dict[str, QuantizedLinear], model: nn.Module) -> li
     return faults
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_parts_losses_and_gradients_are_those_of_one_process(kind: str) -> None:
     dequantized(torch.zeros(64, 64), "nf4")  # imports torchao here, which each rank would have to
     for ranks, cases in ((2, CASES[:1]), (4, CASES[1:])):
@@ -123,6 +123,7 @@ def test_parts_losses_and_gradients_are_those_of_one_process(kind: str) -> None:
         assert run_ranks(compare, ranks) == [[]] * ranks
 
 
+@pytest.mark.slow
 def test_compiled_layers_have_the_same_parts() -> None:
     dequantized(torch.zeros(64, 64), "nf4")
     import_compiler()

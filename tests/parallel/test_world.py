@@ -331,6 +331,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "lines"),
     [("together", ["error: rows.jsonl:7: no answer"]), ("each", ["error: rows.jsonl:9: every rank says so"])],
@@ -343,6 +344,7 @@ def test_two_processes_print_a_fault_once(launched: Launched, case: str, lines: 
         assert printed[1] == ""
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_hang_on_a_bug(launched: Launched) -> None:
     codes, printed = launched["bug"]
     assert codes[1] == 1 and "ZeroDivisionError: a bug of ours" in printed[1]

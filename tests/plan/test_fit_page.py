@@ -25,6 +25,7 @@ def bytes_of(line: Line) -> Any:
     return found[1].heaviest.peak.active, found[1].heaviest.reserved
 
 
+@pytest.mark.slow
 def test_eight_billion_parameters_on_one_card():
     (line,) = [line for line in LINES if (line.model, line.method, line.cards) == ("8B", "full", 1)]
     active, reserved = apart(bytes_of, line)

@@ -16,7 +16,10 @@ from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY
 from recipe_lib.units import GIB
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check"),
+]
 
 
 def test_every_key_of_the_section_memory_is_a_lever() -> None:

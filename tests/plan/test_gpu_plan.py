@@ -25,7 +25,10 @@ from recipe_lib.units import GIB
 from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check")
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this would be the real check"),
+]
 TINY = PlanCase("full", "demo", 4, 64)
 
 
@@ -190,7 +193,7 @@ def test_replications_are_command_lines_of_tune_plan() -> None:
     assert sum(entry.goal for entry in rows) >= 3
     for run in {entry.run for entry in rows}:
         read = plan_request.read(run.command.split()[2:])
-        assert (read.config, tuple(read.overrides), read.sequence) == (run.config, run.overrides, str(run.tokens))
+        assert (read.config, tuple(read.overrides), read.sequence) == ([run.config], run.overrides, str(run.tokens))
         assert load_config(run.config, run.overrides, FullFinetuneConfig).max_seq_len == run.tokens
 
 

@@ -18,6 +18,7 @@ from tests.plan import test_closed_forms
 from tests.plan.test_closed_forms import ADAPTERS, BF16, LAYER, LINEARS, WIDTH, Shapes
 from tests.recipes.runs import FULL, LORA, ROOT
 
+pytestmark = pytest.mark.slow  # test_real_runs has states of 8 bits
 VOCABULARY = 4352
 
 CASES: dict[str, tuple[Any, ...]] = {

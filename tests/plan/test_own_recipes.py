@@ -17,6 +17,7 @@ from tests.distributed.ranks import run_ranks
 from tests.plan.own_recipes import STEPS, made
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
+from tests.selection import selected, slow_except
 
 SHAPE = SimpleNamespace(tokens=64, documents=1)
 STEP = {step.__name__: step for step in STEPS}
@@ -54,17 +55,23 @@ TWO_RANKS = [("sums_losses", 4), ("keeps_from_the_third", 4)]
 
 
 @pytest.fixture(scope="module")
-def runs() -> tuple[dict[str, Any], dict[str, Any]]:
-    """(planned, real) peaks of every case."""
-    planned = run_ranks(peaks, 1, True, 1, CASES, process_group=False, timeout=600)[0]
-    return planned, run_ranks(peaks, 1, False, 1, CASES, timeout=600)[0]
+def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(planned, real) peaks of every selected case."""
+    cases = list(dict.fromkeys([*selected(request, "case"), *selected(request, "kept")]))
+    planned = run_ranks(peaks, 1, True, 1, cases, process_group=False, timeout=600)[0]
+    return planned, run_ranks(peaks, 1, False, 1, cases, timeout=600)[0]
 
 
-@pytest.mark.parametrize(("name", "count"), CASES)
-def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, Any]], name: str, count: int) -> None:
+QUICK = [("sums_losses", 3), ("keeps_each", 8), ("by_number", 6)]
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{case[1]}")
+def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, Any]], case: tuple[str, int]) -> None:
+    name, count = case
     assert runs[0][f"{name} {count}"] == runs[1][f"{name} {count}"]
 
 
+@pytest.mark.slow
 def test_peaks_of_two_ranks_are_those_of_the_real_run() -> None:
     planned = run_ranks(peaks, 1, True, 2, TWO_RANKS, process_group=False)[0]
     assert planned == run_ranks(peaks, 2, False, 2, TWO_RANKS)[0]
@@ -86,12 +93,16 @@ def looked_at(recipe_file: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_is_not_simulated_is_said(runs: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [("keeps_each", 8)])
+def test_what_is_not_simulated_is_said(
+    runs: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path, kept: tuple[str, int]
+) -> None:
     found = run_ranks(looked_at, 1, tmp_path / "own_copy.py", process_group=False)[0]
     traced, untraced, said, peak = found["keeps_each"]
-    kept = 4 * 40_000
-    assert (traced, untraced) == (2, 6 * kept)
-    assert runs[1]["keeps_each 8"][STEADY] <= peak + untraced + kept
+    left = 4 * 40_000
+    assert (traced, untraced) == (2, 6 * left)
+    assert runs[1][f"{kept[0]} {kept[1]}"][STEADY] <= peak + untraced + left
     assert said == (
         "2 of a step's 8 micro-batches are simulated; each left 156.25 KiB more than the one before, and so are the "
         "others taken to do"
@@ -101,6 +112,7 @@ def test_what_is_not_simulated_is_said(runs: tuple[dict[str, Any], dict[str, Any
     assert (found["copy"], found["copy# mine\n"]) == (2, 4)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_shipped_recipes_stand_for_each_other() -> None:
     """Whatever the lever: else a plan would take as long as all of them."""
 

@@ -13,6 +13,7 @@ from recipe_lib.parallel.pipeline.schedules import compute_orders, with_transfer
 from recipe_lib.plan.result import Plan
 from recipe_lib.plan.tracing.pipeline_actions import enough_micro_batches, orders_of, peers_of, stand_ins
 from tests.plan.apart import apart, settings
+from tests.selection import selected, slow_except
 
 LAYERS, WIDTH, MLP, VOCABULARY, ROWS, TOKENS, COUNT, PLACES = 10, 64, 96, 320, 2, 32, 9, 4
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP + 2 * WIDTH  # as many heads as kv heads
@@ -24,6 +25,7 @@ SHAPE = {
 }  # fmt: skip
 TYPED = (f"batch_size={ROWS}", f"max_seq_len={TOKENS}", "device=auto", "dtype=fp32", "~validation.source")
 SCHEDULES = ("1f1b", "zbv")
+QUICK = slow_except(SCHEDULES, ["zbv"])
 
 
 def typed(folder: Path, *more: str) -> tuple[str, ...]:
@@ -32,8 +34,8 @@ def typed(folder: Path, *more: str) -> tuple[str, ...]:
     return (*TYPED, f"model.preset={folder / 'shape.json'}", f"gradient_accumulation_steps={COUNT}", *more)
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    """Plans of both schedules, of one rank; and of each place the peaks and operators with all micro-batches traced."""
+def measure(folder: Path, schedules: list[str]) -> dict[str, Any]:
+    """Plans of the schedules, of one rank; and of each place the peaks and operators with all micro-batches traced."""
     from recipe_lib.plan.build_plan import make_plan, simulate_rank
     from recipe_lib.plan.timing.cost import model_flops
     from recipe_lib.plan.trace import OP
@@ -48,7 +50,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
     recipe_class, cfg, wanted = settings("demo/full", 1, *typed(folder))
     found: dict[str, Any] = {"flops": model_flops(simulate_rank(recipe_class, cfg, wanted, 0).trace, STEADY)}
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         more = ("parallel.pipeline=4", f"parallel.pipeline_schedule={schedule}")
         recipe_class, cfg, wanted = settings("demo/full", PLACES, *typed(folder, *more))
         short = [simulate_rank(recipe_class, cfg, wanted, rank) for rank in range(PLACES)]
@@ -64,11 +66,13 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return apart(measure, tmp_path_factory.mktemp("shape"))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return apart(
+        measure, tmp_path_factory.mktemp("shape"), list(dict.fromkeys(["zbv", *selected(request, "schedule")]))
+    )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", QUICK)
 def test_few_micro_batches_have_the_peak_and_the_operators_of_all(found: dict[str, Any], schedule: str):
     few, all_of_them = found[schedule]["peaks"]
     assert few == all_of_them
@@ -78,13 +82,13 @@ def test_few_micro_batches_have_the_peak_and_the_operators_of_all(found: dict[st
     assert fewer < whole
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", QUICK)
 def test_every_operation_is_on_one_place(found: dict[str, Any], schedule: str):
     """Weight gradients that are put off are operations of the model too."""
     assert found[schedule]["flops"] == found["flops"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", QUICK)
 def test_parameters_and_states_of_a_stage(found: dict[str, Any], schedule: str):
     plan: Plan = found[schedule]["plan"]
     assert plan.pipeline is not None
@@ -109,7 +113,7 @@ def test_parameters_and_states_of_a_stage(found: dict[str, Any], schedule: str):
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", QUICK)
 def test_every_inner_edge_has_a_tensor_each_way_for_each_micro_batch(found: dict[str, Any], schedule: str):
     plan: Plan = found[schedule]["plan"]
     assert plan.pipeline is not None
@@ -131,7 +135,7 @@ def test_every_inner_edge_has_a_tensor_each_way_for_each_micro_batch(found: dict
     }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", QUICK)
 def test_the_time_line_has_every_action_once(found: dict[str, Any], schedule: str):
     plan: Plan = found[schedule]["plan"]
     pipeline = plan.pipeline
@@ -152,11 +156,10 @@ def test_the_time_line_has_every_action_once(found: dict[str, Any], schedule: st
         assert all(first[1] <= second[0] + 1e-12 for first, second in zip(spans, spans[1:], strict=False))
 
 
-def test_micro_batches_in_flight(found: dict[str, Any]):
-    counts = {
-        schedule: [place.in_flight for place in found[schedule]["plan"].pipeline.places] for schedule in SCHEDULES
-    }
-    assert counts == {"1f1b": [4, 3, 2, 1], "zbv": [8, 8, 8, 8]}
+@pytest.mark.parametrize("schedule", QUICK)
+def test_micro_batches_in_flight(found: dict[str, Any], schedule: str):
+    counts = [place.in_flight for place in found[schedule]["plan"].pipeline.places]
+    assert counts == {"1f1b": [4, 3, 2, 1], "zbv": [8, 8, 8, 8]}[schedule]
 
 
 def test_a_pipeline_of_a_plan_is_read_again(found: dict[str, Any]):
@@ -187,6 +190,7 @@ def test_who_exchanges_with_whom():
     assert peers_of(ParallelConfig(), 0) == set()
 
 
+@pytest.mark.slow
 def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """All places are planned without being named, and the page shows the schedule."""
     code = apart(command, typed(tmp_path), str(tmp_path / "plan.html"))

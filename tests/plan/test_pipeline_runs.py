@@ -14,6 +14,7 @@ from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
+from tests.selection import selected, slow_except
 
 ZBV = "parallel.pipeline_schedule=zbv"
 RECOMPUTED = "memory.activation_checkpointing=full"
@@ -27,17 +28,21 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """By rank, of every case what the simulation traced and what the run did."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """By rank, of every selected case what the simulation traced and what the run did."""
     folder = tmp_path_factory.mktemp("runs")
     deep = {"tie_word_embeddings": False, "num_hidden_layers": 6}
     (folder / "deep.json").write_text(json.dumps(json.loads(Path(TIED).read_text()) | deep))
 
+    names = selected(request, "name")
+
     def simulated() -> list[dict[str, Any]]:
-        return [{name: run(name, folder, rank) for name in CASES} for rank in range(2)]
+        return [{name: run(name, folder, rank) for name in names} for rank in range(2)]
 
     def real() -> dict[str, Any]:
-        return {name: run(name, folder, None) for name in CASES}
+        return {name: run(name, folder, None) for name in names}
 
     return run_ranks(simulated, 1, process_group=False)[0], run_ranks(real, 2)
 
@@ -60,7 +65,7 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", range(2))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, ["zbv, adapters, recomputed"]))
 def test_peaks_of_both_ranks_are_those_of_the_real_run(
     runs: tuple[list[dict[str, Any]], list[dict[str, Any]]], name: str, rank: int
 ) -> None:

@@ -25,6 +25,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
+from tests.selection import selected, slow_except
 
 TIED = str(ROOT / "tests" / "recipes" / "tiny.json")
 PACKED_DOCUMENTS = 3
@@ -83,6 +84,11 @@ CASES = GRID | {
     "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
 }
 
+COMPARED = [name for name in GRID if name.endswith(" 1")]
+COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"]
+QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
+QUICK += ["pairs", "8 bits", "packed"]
+
 # As releases of torch name them.
 COLLECTIVES = (
     "all_gather_single",
@@ -96,15 +102,19 @@ Event = tuple[int, int]  # ALLOC or FREE, bytes
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of every case what the simulation traced, and rank 0 of the real run."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of every selected case what the simulation traced, and rank 0 of the real run."""
     folder = tmp_path_factory.mktemp("runs")
     # A rank's part of these matrices is more than the piece that a CPU takes a norm of at a time.
     changed = {"tie_word_embeddings": False, "vocab_size": 2048}
     (folder / "untied.json").write_text(json.dumps(json.loads(Path(TIED).read_text()) | changed))
 
+    cases = {name: CASES[name] for name in selected(request, "name")}
+
     def trace(simulated: bool, ranks: int | None = None) -> dict[str, Any]:
-        return {name: run(case, folder, simulated) for name, case in CASES.items() if ranks in (None, case[0])}
+        return {name: run(case, folder, simulated) for name, case in cases.items() if ranks in (None, case[0])}
 
     simulated = run_ranks(trace, 1, True, process_group=False)[0]
     real = run_ranks(trace, 1, False, 1)[0] | run_ranks(trace, 2, False, 2)[0]
@@ -167,7 +177,7 @@ def holders(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor._use_count(), sys.getrefcount(tensor), held, sys.getrefcount(storage)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, QUICK))
 def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, Any]], name: str) -> None:
     simulated, real = runs[0][name], runs[1][name]
     assert real["repeats"] and simulated["repeats"]
@@ -175,11 +185,7 @@ def test_peaks_are_those_of_the_real_run(runs: tuple[dict[str, Any], dict[str, A
     assert found == {phase: real["peaks"][phase] for phase in (FIRST, STEADY)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in GRID if name.endswith(" 1")]
-    + ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"],
-)
+@pytest.mark.parametrize("name", slow_except(COMPARED, set(COMPARED) & set(QUICK)))
 def test_every_allocation_and_release_is_that_of_the_real_run(
     runs: tuple[dict[str, Any], dict[str, Any]], name: str
 ) -> None:

@@ -60,6 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return apart(searched, tmp_path_factory.mktemp("wide"))
 
 
+@pytest.mark.slow
 def test_a_pipeline_wins_where_gathering_is_slow(found: dict[str, Any], tmp_path: Path):
     """It is a run that `tune run` takes, with as many rows a step."""
     (changes,), (text,) = found["changes"], found["typed"]
@@ -70,6 +71,7 @@ def test_a_pipeline_wins_where_gathering_is_slow(found: dict[str, Any], tmp_path
     assert cfg.batch_size * cfg.gradient_accumulation_steps * different == ROWS
 
 
+@pytest.mark.slow
 def test_the_estimate_of_a_pipeline(found: dict[str, Any]):
     assert found["active"] == pytest.approx(1, abs=0.005)
     assert found["seconds"] == pytest.approx(1, abs=0.02)

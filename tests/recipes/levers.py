@@ -260,6 +260,17 @@ def together() -> list[Settings]:
     return rows
 
 
+def cover(rows: list[Settings]) -> list[Settings]:
+    """Few of the rows, in which every setting of theirs is."""
+    left = dict.fromkeys(setting for row in rows for setting in row)
+    chosen = []
+    while left:
+        chosen.append(max(rows, key=lambda row: sum(setting in left for setting in row)))
+        for setting in chosen[-1]:
+            left.pop(setting, None)
+    return chosen
+
+
 REFUSED = [pair for pair in pairs() if refusal(pair)]
 TOGETHER = together()
 

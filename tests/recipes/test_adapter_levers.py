@@ -20,6 +20,7 @@ from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import LORA, ROOT, furthest, metrics, offload_on_a_cpu, run_here
 from tests.recipes.watched import Watch
+from tests.selection import selected, slow_except
 
 STEPS = 3
 ROWS = 8  # rows of a step, over all ranks
@@ -106,6 +107,12 @@ LEVERS = [
 ]
 CASES = [(kind, lever) for kind in KINDS for lever in (LEVERS[:1] if kind.alone else LEVERS)]
 BASES = list(dict.fromkeys((kind, lever.basis) for kind, lever in CASES if not lever.refuses(kind)))
+# Every lever with one kind, in turn with each; compiling with adapters is slow.
+MANY = [kind for kind in KINDS if not kind.alone]
+QUICK = [(MANY[number % len(MANY)], lever) for number, lever in enumerate(LEVERS) if lever.ranks == 2]
+QUICK = [case for case in QUICK if "compile=true" not in case[1].overrides]
+QUICK_BASES = [(kind, lever.basis) for kind, lever in QUICK if not lever.refuses(kind)] + [(kind, ()) for kind in MANY]
+QUICK_BASES = [base for base in BASES if base in QUICK_BASES]
 NOT_LEVERS = {
     "lora.rank": "a number",
     "lora.alpha": "a number",
@@ -161,27 +168,33 @@ def train(folder: Path, kind: Kind, overrides: tuple[str, ...], ranks: int) -> d
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """Every kind with every lever, and what one rank gives under `(kind, lever's basis)`."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+    """Every selected case of a kind and a lever, and what one rank gives under `(kind, lever's basis)`."""
     folder = tmp_path_factory.mktemp("adapters")
     write_wide_model(folder)
+    cases = selected(request, "case")
+    needed = [(KINDS[0], changed) for changed in ((), *selected(request, "changed"))] + selected(request, "basis")
+    needed += [(kind, ()) for kind in [*selected(request, "kind"), *sum(selected(request, "kinds"), [])]]
+    needed += [(kind, lever.basis) for kind, lever in cases]
+    bases = [base for base in BASES if base in needed]
 
     def train_all(ranks: int) -> list[dict[str, Any]]:
         apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
         offload_on_a_cpu()
         if ranks == 1:
-            return [train(folder, kind, basis, 1) for kind, basis in BASES]
-        return [train(folder, kind, lever.overrides, ranks) for kind, lever in CASES if lever.ranks == ranks]
+            return [train(folder, kind, basis, 1) for kind, basis in bases]
+        return [train(folder, kind, lever.overrides, ranks) for kind, lever in cases if lever.ranks == ranks]
 
-    import_compiler()
-    found: dict[Any, dict[str, Any]] = dict(zip(BASES, run_ranks(train_all, 1, 1)[0], strict=True))
-    for ranks in (2, 4):
-        keys = [case for case in CASES if case[1].ranks == ranks]
+    if any("compile=true" in lever.overrides for _, lever in cases):
+        import_compiler()
+    found: dict[Any, dict[str, Any]] = dict(zip(bases, run_ranks(train_all, 1, 1)[0], strict=True))
+    for ranks in {lever.ranks for _, lever in cases}:
+        keys = [case for case in cases if case[1].ranks == ranks]
         found |= dict(zip(keys, run_ranks(train_all, ranks, ranks, timeout=300)[0], strict=True))
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}".strip())
+@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]} {case[1]}".strip())
 def test_losses_are_those_of_one_rank_or_it_is_refused(results: dict[Any, Any], case: tuple[Kind, Lever]):
     kind, lever = case
     found = results[case]
@@ -197,7 +210,7 @@ def test_losses_are_those_of_one_rank_or_it_is_refused(results: dict[Any, Any], 
         assert furthest(mine, wanted) <= slack * max(kind.tolerance, lever.tolerance)
 
 
-@pytest.mark.parametrize("basis", BASES, ids=str)
+@pytest.mark.parametrize("basis", slow_except(BASES, QUICK_BASES), ids=str)
 def test_every_adapter_moves_as_the_formula_says(results: dict[Any, Any], basis: tuple[Kind, tuple[str, ...]]):
     """By a plain loop, with the gradients of the run of one rank, which the others are compared with."""
     kind, overrides = basis
@@ -210,19 +223,20 @@ def test_every_adapter_moves_as_the_formula_says(results: dict[Any, Any], basis:
     assert bad == {}, overrides
 
 
-def test_kinds_differ(results: dict[Any, Any]):
-    last = {kind.name: results[kind, ()]["lines"][-1]["loss"] for kind in KINDS}
-    assert len({round(loss, 6) for loss in last.values()}) == len(KINDS), last
+@pytest.mark.parametrize("kinds", slow_except([MANY, KINDS], [MANY]), ids=["many", "all"])
+def test_kinds_differ(results: dict[Any, Any], kinds: list[Kind]):
+    last = {kind.name: results[kind, ()]["lines"][-1]["loss"] for kind in kinds}
+    assert len({round(loss, 6) for loss in last.values()}) == len(kinds), last
 
 
-@pytest.mark.parametrize("basis", [EIGHT_BITS, INT8], ids=lambda basis: basis[0])
-def test_what_changes_results_does(results: dict[Any, Any], basis: tuple[str, ...]):
+@pytest.mark.parametrize("changed", [EIGHT_BITS, INT8], ids=lambda changed: changed[0])
+def test_what_changes_results_does(results: dict[Any, Any], changed: tuple[str, ...]):
     kind = KINDS[0]
-    losses = [[line["loss"] for line in results[kind, one]["lines"]] for one in (basis, ())]
+    losses = [[line["loss"] for line in results[kind, one]["lines"]] for one in (changed, ())]
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", slow_except(KINDS, MANY), ids=str)
 def test_the_loss_falls(results: dict[Any, Any], kind: Kind):
     """Adapters that are applied in the forward but get no gradient would train nothing."""
     lines = results[kind, ()]["lines"]

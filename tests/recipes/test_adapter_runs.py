@@ -82,7 +82,7 @@ def test_an_adapter_of_another_rank_is_refused(realdata: Path, tmp_path: Path):
     assert not (tmp_path / "second").exists()
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("quantize", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_two_ranks_on_a_quantized_base_are_one(realdata: Path, tmp_path: Path, quantize: str):
     def train(ranks: int) -> int:
         own = (f"lora.quantize_base={quantize}", f"batch_size={4 // ranks}", "lora.dropout=0")

@@ -16,6 +16,7 @@ from recipe_lib.config.schema import DpoFinetuneConfig
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.runs import DPO, ROOT, metrics, run_here
+from tests.selection import selected, slow_except
 
 STEPS = 3
 PAIRS = 4  # of a step, over all ranks
@@ -42,6 +43,8 @@ LEVERS: list[tuple[str, ...]] = [
 ]
 
 COMPILED = ("lora", ("compile=true",))  # costly
+CASES = [(kind, lever) for kind in KINDS for lever in LEVERS]
+QUICK = list(zip(KINDS, LEVERS, strict=True))  # each kind and each lever once
 
 
 def write_pairs(folder: Path, number: int = 24) -> Path:
@@ -100,8 +103,10 @@ def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> li
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
-    """By (kind, lever, ranks): every kind plain and packed on one rank, and with every lever on two."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, list[dict[str, Any]]]:
+    """By (kind, lever, ranks): every kind plain and packed on one rank, the selected ones with a lever on two."""
     folder = tmp_path_factory.mktemp("pairs")
     write_pairs(folder)
 
@@ -109,9 +114,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str
         apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
         return [train(folder, kind, lever, ranks) for kind, lever in cases]
 
-    import_compiler()
-    alone = [(kind, lever) for kind in KINDS for lever in ((), ("data.packing=true",))] + [COMPILED]
-    together = [(kind, lever) for kind in KINDS for lever in LEVERS]
+    alone = [(kind, lever) for kind in KINDS for lever in ((), ("data.packing=true",))]
+    alone += selected(request, "compiled")
+    together = selected(request, "case")
+    if COMPILED in alone:
+        import_compiler()
     found: dict[Any, list[dict[str, Any]]] = {}
     for ranks, cases in ((1, alone), (2, together)):
         recorded = run_ranks(train_all, ranks, cases, ranks, timeout=300)[0]
@@ -127,15 +134,17 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], ki
             assert mine[name] == pytest.approx(wanted[name], rel=1e-4 if single else 1e-8, abs=1e-5 * single), name
 
 
-@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(lever) or "plain")
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_record_what_one_records(results: dict[Any, Any], kind: str, lever: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{' '.join(case[1])}")
+def test_two_ranks_record_what_one_records(results: dict[Any, Any], case: tuple[str, tuple[str, ...]]) -> None:
+    kind, lever = case
     plain = ("data.packing=true",) if "data.packing=true" in lever else ()
     assert_alike(results[kind, lever, 2], results[kind, plain, 1], kind)
 
 
-def test_compiled_layers_know_when_adapters_are_off(results: dict[Any, Any]) -> None:
-    assert_alike(results[*COMPILED, 1], results["lora", (), 1], "lora")
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [COMPILED])
+def test_compiled_layers_know_when_adapters_are_off(results: dict[Any, Any], compiled: Any) -> None:
+    assert_alike(results[*compiled, 1], results["lora", (), 1], "lora")
 
 
 def test_a_run_begins_where_model_and_reference_are_alike(results: dict[Any, Any]) -> None:

@@ -47,6 +47,7 @@ def log_prob(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> float:
     return sum(float(log_probs[at, label]) for at, label in enumerate(labels.tolist()) if label != -100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_margin_rises_and_the_export_has_it(kind: str, realdata: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

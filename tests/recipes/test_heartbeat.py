@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from recipe_lib.errors import DataError
-from recipe_lib.parallel.hang_detection import heartbeat
+from recipe_lib.parallel.hang_detection import beats, heartbeat
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.recipes.runs import FULL, arguments, recipe_class, recipe_module, run_here
+from tests.selection import slow_except
 
 Trouble = Callable[[], None]
 TIMEOUT = 2  # seconds, of the key
@@ -89,13 +90,19 @@ def loop() -> None:
         pass
 
 
+def wait() -> None:
+    """A call that does not return."""
+    time.sleep(60)
+
+
 def refuse() -> None:
     """What only one rank finds wrong."""
     raise DataError("rows.jsonl:7: found nothing")
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_a_stopped_rank_is_named(tmp_path: Path, division: str) -> None:
+@pytest.mark.parametrize("division", slow_except(DIVISIONS, ["pipeline"]))
+def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "UNHEARD", 2.0)
     began = time.monotonic()
     found = ended(tmp_path, stop, *DIVISIONS[division])
     assert found[0].startswith("exit code 7") and "Traceback" not in found[0]
@@ -106,8 +113,10 @@ def test_a_stopped_rank_is_named(tmp_path: Path, division: str) -> None:
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("trouble", [loop, lambda: time.sleep(60)], ids=["an endless loop", "a call"])
-@pytest.mark.parametrize("division", ["fsdp", "ddp", "tensor"])
+@pytest.mark.parametrize(
+    "trouble", [pytest.param(loop, marks=pytest.mark.slow), wait], ids=["an endless loop", "a call"]
+)
+@pytest.mark.parametrize("division", slow_except(["fsdp", "ddp", "tensor"], ["fsdp"]))
 def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path, division: str, trouble: Trouble) -> None:
     """Its heartbeat goes on: the others have entered a collective that it has not."""
     found = ended(tmp_path, trouble, *DIVISIONS[division])
@@ -117,6 +126,7 @@ def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path, division: str
     assert "recipes/test_heartbeat.py:" in line and line.endswith(KEY)
 
 
+@pytest.mark.slow
 def test_of_four_ranks_the_one_that_hangs_is_named(tmp_path: Path) -> None:
     """Two of the others do not wait for it, but for the one that does."""
     found = ended(tmp_path, loop, "parallel.tensor=2", "batch_size=2", on=2, ranks=4)
@@ -132,7 +142,10 @@ def test_a_killed_rank_is_named_without_tracebacks(tmp_path: Path) -> None:
     assert line.startswith("error: rank 1 is gone, killed or crashed; rank 0 waits for ") and "in step 2, at" in line
 
 
-@pytest.mark.parametrize("where", ["__init__", "setup_model", "load_weights", "resume", "train_step"])
+@pytest.mark.parametrize(
+    "where",
+    slow_except(["__init__", "setup_model", "load_weights", "resume", "train_step"], ["setup_model", "train_step"]),
+)
 def test_what_one_rank_refuses_alone_ends_all_in_its_line(tmp_path: Path, where: str) -> None:
     """Rank 0, whose line it is not, waits in a collective or comes to one."""
     found = ended(tmp_path, refuse, where=where)
@@ -161,7 +174,7 @@ def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:
     assert line.startswith("error: setting up the model: out of memory on cpu with ")
 
 
-@pytest.mark.parametrize("where", ["load_weights", "validate"])
+@pytest.mark.parametrize("where", slow_except(["load_weights", "validate"], ["load_weights"]))
 def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
     overrides = []
     if where == "validate":
@@ -170,6 +183,7 @@ def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_itself_blames_nobody(tmp_path: Path) -> None:
     """Both ranks, as by Ctrl-Z, for longer than the timeout; which of them goes on first does not matter."""
 

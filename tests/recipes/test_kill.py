@@ -8,9 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from tests.recipes.runs import arguments, recipe_module
+import pytest
 
-KILLS = 25
+from tests.recipes.runs import arguments, recipe_module
+from tests.selection import slow_except
+
+KILLS, FEW_KILLS = 25, 4
 STEPS = 12
 
 
@@ -37,7 +40,8 @@ def start(argv: list[str], log: Path) -> int:
         os._exit(code)
 
 
-def test_kills_change_nothing(tmp_path: Path):
+@pytest.mark.parametrize("number", slow_except([FEW_KILLS, KILLS], [FEW_KILLS]))
+def test_kills_change_nothing(tmp_path: Path, number: int):
     recipe_module()
     extra = [f"max_steps={STEPS}", "epochs=4", "checkpoint.save_every_n_steps=1", "log.every_n_steps=1000"]
     extra += ["batch_size=2", "gradient_accumulation_steps=2"]  # two epochs of six steps: kills fall within both
@@ -51,7 +55,7 @@ def test_kills_change_nothing(tmp_path: Path):
 
     moments = random.Random(0)
     kills = rounds = in_save = 0
-    while kills < KILLS:
+    while kills < number:
         output = tmp_path / f"round{rounds}"
         rounds += 1
         for _ in range(100):
@@ -76,4 +80,4 @@ def test_kills_change_nothing(tmp_path: Path):
             quiet / "model" / "model.safetensors"
         ).read_bytes()
     print(f"{kills} kills in {rounds} runs, {in_save} of them inside a save")
-    assert in_save > 0
+    assert in_save > 0 or number == FEW_KILLS

@@ -126,6 +126,7 @@ def test_the_summary_adds_up(runs: dict[str, Any]):
     assert summary["settings"]["optimizer"]["lr"] == 4e-3
 
 
+@pytest.mark.slow
 def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
     def train(*overrides: str) -> list[list[int]]:
         """The rows, as one number each, that this rank takes in each step."""
@@ -354,6 +355,7 @@ def test_a_copied_recipe_with_a_key_of_its_own(runs: dict[str, Any], own_recipe:
     assert run_ranks(run, 1, "overwrite_output_dir=true", "loss_scal=1", process_group=False) == [2]
 
 
+@pytest.mark.slow
 def test_two_processes_run_a_copied_recipe_from_anywhere(runs: dict[str, Any], own_recipe: Path, tmp_path: Path):
     words = ["run", "--nproc_per_node", "2", "mine.py", "--config", "mine.yaml", "loss_scale=1"]
     ended = subprocess.run(
@@ -373,6 +375,7 @@ def test_two_processes_run_a_copied_recipe_from_anywhere(runs: dict[str, Any], o
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_two_nodes_meet_at_an_endpoint(runs: dict[str, Any], tmp_path: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -18,6 +18,7 @@ from recipe_lib.data import build_dataset
 from recipe_lib.tokenizers import load_tokenizer
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import PLAIN, furthest, losses, metrics, run_here, steps, stories, whole
+from tests.selection import selected, slow_except
 
 GLOBAL_BATCH = 8
 STEPS = 10
@@ -50,7 +51,9 @@ def probe() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+def runs(
+    request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], Any]:
     """(kind, ranks) -> output folder and logits of the trained model where it was trained."""
     folder = tmp_path_factory.mktemp("worlds")
 
@@ -64,14 +67,19 @@ def runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
         return logits
 
     found = {}
-    for ranks in WORLDS:
+    for ranks in sorted({1, 2, *selected(request, "ranks")}):
         logits = run_ranks(train, ranks, ranks)[0]
         found |= {(kind, ranks): (folder / f"{kind}{ranks}", logits[kind]) for kind in MARGIN}
     return found
 
 
+def worlds_of(runs: dict[tuple[str, int], Any]) -> list[int]:
+    """Numbers of ranks that there are runs of."""
+    return list(dict.fromkeys(ranks for _, ranks in runs))
+
+
 @pytest.mark.parametrize("kind", MARGIN)
-@pytest.mark.parametrize("ranks", WORLDS[1:])
+@pytest.mark.parametrize("ranks", slow_except(WORLDS[1:], [2]))
 def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kind: str, ranks: int):
     one, many = steps(runs[kind, 1][0]), steps(runs[kind, ranks][0])
     assert [step for step, _, _ in many] == list(range(1, STEPS + 1))
@@ -84,7 +92,7 @@ def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kin
 @pytest.mark.parametrize("kind", MARGIN)
 def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str):
     untrained = [loss for loss, _ in reference(realdata / "stories260K-hf", data_rows(realdata, kind), peak=0.0)]
-    for ranks in WORLDS:
+    for ranks in worlds_of(runs):
         found = losses(runs[kind, ranks][0])
         gained = [before - after for before, after in zip(untrained, found, strict=True)]
         assert abs(gained[0]) < 1e-4
@@ -93,7 +101,7 @@ def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str
 
 
 @pytest.mark.parametrize("kind", MARGIN)
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("ranks", slow_except(WORLDS, [1, 2]))
 def test_transformers_opens_the_result_with_equal_logits(
     runs: dict[tuple[str, int], Any], kind: str, ranks: int, caplog: pytest.LogCaptureFixture
 ):
@@ -130,7 +138,7 @@ def test_a_plain_loop_over_transformers_gives_the_same_losses(
     realdata: Path, runs: dict[tuple[str, int], Any], kind: str
 ):
     expected = reference(realdata / "stories260K-hf", data_rows(realdata, kind), decay=DECAY[kind])
-    for ranks in WORLDS:
+    for ranks in worlds_of(runs):
         found = steps(runs[kind, ranks][0])
         assert furthest([loss for _, loss, _ in found], [loss for loss, _ in expected]) <= 1e-4
         assert furthest([norm for _, _, norm in found], [norm for _, norm in expected]) <= 1e-4

@@ -17,6 +17,7 @@ from recipe_lib.optim import in_backward, row_steps
 from recipe_lib.optim.in_backward import arrange_steps
 from recipe_lib.optim.optimizers import build_optimizer, set_learning_rate
 from tests.distributed.ranks import run_ranks
+from tests.selection import slow_except
 from tests.training.formulas import Formula
 
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_weights_move_as_the_formula_says(settings: dict[str, Any], dtype: torch
     assert {name: error for name, error in found.items() if not error <= tolerance(cfg, dtype, name)} == {}
 
 
-@pytest.mark.parametrize("arranged", list(ARRANGED)[1:])
+@pytest.mark.parametrize("arranged", slow_except(list(ARRANGED)[1:], ["offloaded, in backward"]))
 def test_however_steps_are_arranged(arranged: str) -> None:
     """In a process of its own, in which a CPU is said to have a host and small parameters are stepped by rows."""
 

@@ -1,7 +1,6 @@
 """AdamW with states in 4, 8, 16 and 32 bits, master weights and rounding by chance: against torchao's optimizers,
 against AdamW written out in fp64, and on several ranks against one."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.optim import state_layout
 from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_learning_rate
 from tests.distributed.ranks import run_ranks
+from tests.torchao_oracle import low_bit_adamw
 from tests.training.cut import Cut, own_part, placed
 
 CPU = torch.device("cpu")
@@ -67,15 +67,7 @@ def in_fp64(cfg: OptimizerConfig, dtype: torch.dtype, rounded: Callable[[Tensor]
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """torchao's optimizers, run as they are written; at import it says at length what a CPU build lacks."""
-    pytest.importorskip("torchao")
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        from torchao.optim import AdamW4bit, AdamW8bit
-    finally:
-        logging.disable(before)
-    return {8: AdamW8bit, 4: AdamW4bit}
+    return low_bit_adamw()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,6 @@ from recipe_lib.training.preference import (
     answer_log_probs,
     check_pairs,
     describe_reference,
-    needs_reference,
     preference_loss,
     preference_metrics,
 )
@@ -42,7 +41,7 @@ def compared(model: Decoder, reference: Decoder | None, batch: Batch, cfg: DpoCo
         return answer_log_probs(of(*inputs, labels=batch.labels, head_loss=TokenLogProbs(3)), batch, cfg)
 
     old = None
-    if needs_reference(cfg):
+    if cfg.needs_reference:
         with torch.no_grad() if reference else adapters_off(model):
             old = answers(reference or model)
     return preference_loss(answers(model), old, cfg)
@@ -84,7 +83,7 @@ def expected(kind: str, tied: bool, loss: str) -> Found:
     """By the formulas, of the model `kind` makes."""
     rows, spec, cfg = pairs(VOCABULARY), small_spec(tied=tied), LOSSES[loss]
     with made(kind, spec, cfg) as (model, reference, _):
-        if needs_reference(cfg) and reference is None:
+        if cfg.needs_reference and reference is None:
             reference = frozen(spec, 3)  # what `adapted` puts adapters on
         loss, numbers = plain_loss(model, reference, rows, cfg)
         loss.backward()
@@ -106,7 +105,7 @@ class made:  # noqa: N801  (used as a context manager)
         self.inner = start_world(DpoFinetuneConfig(device="cpu", parallel=self.setting.parallel))
         world = self.inner.__enter__()
         model = self.placed(world, 11)
-        reference = self.placed(world, 3).requires_grad_(False) if needs_reference(self.cfg) else None
+        reference = self.placed(world, 3).requires_grad_(False) if self.cfg.needs_reference else None
         return model, reference, world
 
     def placed(self, world: World, seed: int) -> Decoder:
@@ -150,8 +149,8 @@ def notes(model: nn.Module) -> int:
     return len(model._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) -> None:
     wanted = {loss: expected(kind, tied, loss) for loss in ("sigmoid", "simpo")}
     checkpointed = MemoryConfig(cpu_offload=True, activation_checkpointing="full")

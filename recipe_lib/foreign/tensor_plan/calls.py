@@ -4,6 +4,7 @@ Both who looks at a model (tracing) and who runs one by its plan count calls wit
 A call counts if it gives a tensor; what a torch function calls on its own account does not count.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -105,3 +106,26 @@ def _within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _within(f"{place}.{number}", item)
     else:
         yield place, value
+
+
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any) -> tuple[Any, dict[str, Any]]:
+    """Arguments with the one at a place (`places_in`) replaced."""
+
+    def put(held: Any, path: list[str]) -> Any:
+        if not path:
+            return value
+        items = list(held)
+        items[int(path[0])] = put(items[int(path[0])], path[1:])
+        return type(held)(items)
+
+    first, *rest = place.split(".")
+    if first.isdigit():
+        return tuple(put(item, rest) if number == int(first) else item for number, item in enumerate(args)), kwargs
+    return args, {**kwargs, first: put(kwargs[first], rest)}
+
+
+def output_values(output: Any) -> Any:
+    """What a model gives, dataclasses as dicts."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
+        return vars(output)
+    return output

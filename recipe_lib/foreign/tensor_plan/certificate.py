@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, places_in, tensors_in
-from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds, shard_bounds
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, places_in, replaced, tensors_in
+from recipe_lib.foreign.tensor_plan.exchanges import own_part, rewritten
+from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
 
 # The whole and the sum of its parts differ by rounding, which some models do in float32 whatever their weights are.
 _ROUNDING = 2e-3
@@ -26,8 +27,6 @@ _ROUNDING = 2e-3
 class Certificate:
     """What was proven. checked: comparisons. failures: one line each, naming rank, module and parameters."""
 
-    plan: str
-    size: int
     checked: int
     failures: tuple[str, ...]
 
@@ -38,44 +37,38 @@ class Certificate:
 
 
 def certify(
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
-    plan: TensorPlan,
-    size: int,
-    inputs: dict[str, Any],
-    rehearse: bool = True,
+    model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any], rehearse: bool = True
 ) -> Certificate:
     """Runs a small model on the CPU as each of `size` ranks would.
 
-    model: with real weights, on the CPU, or what builds it; its weights are not changed. plan: of this very model.
-    inputs: of one forward. rehearse: also runs every rank on its own part, which proves rewrites and biases.
-    Raises SetupError for a size that the plan does not allow, and for parameters on the meta device.
+    model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs: of one forward.
+    rehearse: also runs every rank on its own part, which proves rewrites and biases. Raises SetupError for a size that
+    the plan does not allow, and for parameters on the meta device.
     """
-    built = model if isinstance(model, torch.nn.Module) else model()
     if plan.axes and not all(axis.vocabulary or axis.size % size == 0 for axis in plan.axes):
         raise SetupError(
             f"certificate: {size} ranks cannot share this plan's axes, expected one of {list(plan.legal_sizes)}"
         )
-    if any(parameter.is_meta for parameter in built.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise SetupError(
             "certificate: found weights on the meta device, expected real ones; build the model on the CPU"
         )
-    built.eval()
-    clean = _Run(built, plan, "clean")
-    whole = _forward(built, clean, {}, inputs)
-    failures: list[str] = list(clean.failures)
-    checked = 0
+    model.eval()
+    clean = _Run(model, plan, "clean")
+    whole = _forward(model, clean, {}, inputs)
+    failures, checked = list(clean.failures), 0
     for rank in range(size):
-        run = _Run(built, plan, "taint", rank, size, clean)
+        run = _Run(model, plan, "taint", rank, size, clean)
         with _told(run):
-            output = _forward(built, run, _tainted(built, plan, rank, size), inputs)
+            output = _forward(model, run, _parts(model, plan, rank, size, _others_lost), inputs)
             run.compare_output(whole, output)
         failures += run.failures
         checked += run.checked
     if rehearse and not failures:
-        found, more = _rehearse(built, plan, size, clean, inputs)
+        found, more = _rehearse(model, plan, size, clean, inputs)
         failures += found
         checked += more
-    return Certificate(plan.hash(), size, checked, tuple(dict.fromkeys(failures)))
+    return Certificate(checked, tuple(dict.fromkeys(failures)))
 
 
 def _forward(model: torch.nn.Module, run: "_Run", values: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
@@ -87,34 +80,22 @@ def _forward(model: torch.nn.Module, run: "_Run", values: dict[str, torch.Tensor
             return torch.func.functional_call(model, values, (), copies)
 
 
-def _tainted(model: torch.nn.Module, plan: TensorPlan, rank: int, size: int) -> dict[str, torch.Tensor]:
+def _parts(
+    model: torch.nn.Module, plan: TensorPlan, rank: int, size: int, part: Callable[..., torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a rank has of the parameters that are cut. part: `own_part`, or `_others_lost`."""
     held = dict(model.named_parameters())
-    found = {}
-    for each in plan.parameters:
-        if each.dim >= 0:
-            value = torch.full_like(held[each.name], torch.nan)
-            for start, stop in shard_bounds(each, rank, size):
-                part = slice(start, stop)
-                index = (*[slice(None)] * each.dim, part)
-                value[index] = held[each.name].detach()[index]
-            found[each.name] = value
-    return found
+    cut = [each for each in plan.parameters if each.dim >= 0]
+    return {each.name: part(held[each.name].detach(), each.dim, each.segments, rank, size) for each in cut}
 
 
-def _local(model: torch.nn.Module, plan: TensorPlan, rank: int, size: int) -> dict[str, torch.Tensor]:
-    held = dict(model.named_parameters())
-    return {
-        each.name: own_part(held[each.name].detach(), each.dim, each.segments, rank, size).contiguous()
-        for each in plan.parameters
-        if each.dim >= 0 and each.role != "vocabulary"
-    }
-
-
-def own_part(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
-    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room."""
+def _others_lost(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+    """The tensor with NaN wherever it is not the rank's own part (`own_part`)."""
+    found = torch.full_like(tensor, torch.nan)
     repeated = segments * (tensor.shape[dim] // sum(segments))
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in bounds(repeated, rank, size)]
-    return torch.cat(pieces, dim)
+    for start, stop in bounds(repeated, rank, size):
+        found.narrow(dim, start, stop - start).copy_(tensor.narrow(dim, start, stop - start))
+    return found
 
 
 class _Run(Calls):
@@ -125,9 +106,7 @@ class _Run(Calls):
     ):
         super().__init__(model)
         self.plan, self.kind, self.rank, self.size, self.clean = plan, kind, rank, size, clean
-        self.boundaries: dict[CallKey, list[Boundary]] = {}
-        for boundary in plan.boundaries:
-            self.boundaries.setdefault(CallKey(boundary.module, boundary.call), []).append(boundary)
+        self.boundaries = plan.boundaries_by_call()
         self.visits: dict[CallKey, int] = {}
         self.kept: dict[tuple[CallKey, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.biases: dict[tuple[CallKey, int], torch.Tensor] = {}
@@ -169,11 +148,7 @@ class _Run(Calls):
             return own_part(whole, boundary.dim, boundary.segments, self.rank, self.size)
         if not whole.is_floating_point():
             return whole
-        tainted = torch.full_like(whole, torch.nan)
-        repeated = boundary.segments * (whole.shape[boundary.dim] // sum(boundary.segments))
-        for start, stop in bounds(repeated, self.rank, self.size):
-            tainted.narrow(boundary.dim, start, stop - start).copy_(whole.narrow(boundary.dim, start, stop - start))
-        return tainted
+        return _others_lost(whole, boundary.dim, boundary.segments, self.rank, self.size)
 
     def _leave(
         self, boundary: Boundary, place: Any, taken: Any, result: torch.Tensor, args: Any, kwargs: Any
@@ -247,7 +222,9 @@ def _rehearse(
     for rank in range(size):
         run = _Run(model, plan, "part", rank, size, clean)
         with _told(run), rewritten(model, plan, size):
-            _forward(model, run, _local(model, plan, rank, size), inputs)
+            values = _parts(model, plan, rank, size, own_part)
+            whole = {each.name for each in plan.parameters if each.role == "vocabulary"}
+            _forward(model, run, {name: values[name] for name in values.keys() - whole}, inputs)
             run.compare_reached()
         failures += run.failures
         checked += run.checked
@@ -271,24 +248,6 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def rewritten(model: torch.nn.Module, plan: TensorPlan, size: int) -> Iterator[None]:
-    """While it is entered, the plan's integer attributes are divided by size."""
-    changed = []
-    for each in plan.rewrites:
-        held: Any = model.get_submodule(each.module)
-        *path, name = each.attribute.split(".")
-        for step in path:
-            held = getattr(held, step)
-        changed.append((held.__dict__, name, held.__dict__[name]))
-        held.__dict__[name] = each.value // size
-    try:
-        yield
-    finally:
-        for values, name, value in changed:
-            values[name] = value
-
-
-@contextlib.contextmanager
 def _told(run: _Run) -> Iterator[None]:
     """A forward that fails is a failure of the plan."""
     try:
@@ -296,26 +255,3 @@ def _told(run: _Run) -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
         line = (str(error).splitlines() or [""])[0]
         run.failures.append(f"rank {run.rank} of {run.size}: the forward on its part fails in {run.module}: {line}")
-
-
-def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any) -> tuple[Any, dict[str, Any]]:
-    """Arguments with the one at a place (calls.places_in) replaced."""
-
-    def put(held: Any, path: list[str]) -> Any:
-        if not path:
-            return value
-        items = list(held)
-        items[int(path[0])] = put(items[int(path[0])], path[1:])
-        return type(held)(items)
-
-    first, *rest = place.split(".")
-    if first.isdigit():
-        return tuple(put(item, rest) if number == int(first) else item for number, item in enumerate(args)), kwargs
-    return args, {**kwargs, first: put(kwargs[first], rest)}
-
-
-def output_values(output: Any) -> Any:
-    """What a model gives, dataclasses as dicts."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
-        return vars(output)
-    return output

@@ -1,36 +1,38 @@
-"""A call with boundaries, as one rank makes it: the same for ranks that train and for the threads of a proof."""
+"""Calls with boundaries, as one rank makes them: the same for ranks that train and for the threads of a proof."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recipe_lib.foreign.tensor_plan.calls import places_in
-from recipe_lib.foreign.tensor_plan.certificate import own_part, replaced
+from recipe_lib.foreign.tensor_plan.calls import places_in, replaced
 from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
+
+Total = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Exchanges:
     """Which rank of how many, and how they exchange.
 
-    enter: `fn(tensor, activation)` to the tensor whose gradient is summed over ranks, once for each activation. leave:
-    `fn(partial)` to the sum over ranks.
+    total: a tensor to its sum over ranks. entered: what has entered so far, by activation and id; one tensor enters
+    once for all calls that share it.
     """
 
     plan: TensorPlan
     rank: int
     size: int
-    enter: Callable[[Tensor, int], Tensor]
-    leave: Callable[[Tensor], Tensor]
+    total: Total
+    entered: Callable[[], dict[tuple[int, int], tuple[Tensor, Tensor]]]
 
     def call(self, here: list[Boundary], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call that has boundaries. Returns what the model is to get."""
         for boundary in here:
             if boundary.kind in ("enter", "cut") and not boundary.place.startswith("output"):
-                tensor = self.enter(dict(places_in(args, kwargs))[boundary.place], boundary.activation)
+                tensor = self._enter(dict(places_in(args, kwargs))[boundary.place], boundary.activation)
                 if boundary.kind == "cut":
                     tensor = own_part(tensor, boundary.dim, boundary.segments, self.rank, self.size)
                 args, kwargs = replaced(args, kwargs, boundary.place, tensor)
@@ -43,19 +45,28 @@ class Exchanges:
             result = self._leave(leaving, function, args, kwargs)
         for boundary in here:
             if boundary.kind == "enter" and boundary.place == "output":
-                result = self.enter(result, boundary.activation)
+                result = self._enter(result, boundary.activation)
             elif boundary.kind == "enter" and boundary.place.startswith("output."):
                 number = int(boundary.place.split(".")[1])
-                entered = self.enter(result[number], boundary.activation)
+                entered = self._enter(result[number], boundary.activation)
                 result = type(result)([entered if at == number else each for at, each in enumerate(result)])
         return result
+
+    def _enter(self, tensor: Tensor, activation: int) -> Tensor:
+        """The tensor, whose gradient is summed over ranks."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        entered, place = self.entered(), (activation, id(tensor))
+        if place not in entered:
+            entered[place] = (tensor, cast(Tensor, Enter.apply(tensor, self.total)))
+        return entered[place][1]
 
     def _leave(self, boundary: Boundary, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The sum over ranks of what a function gives; its bias is added once."""
         bias = dict(places_in(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
             args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
-        result = self.leave(function(*args, **kwargs))
+        result = cast(Tensor, Leave.apply(function(*args, **kwargs), self.total))
         return result if bias is None else result + bias
 
     def _look_up(self, boundary: Boundary, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -70,4 +81,55 @@ class Exchanges:
         if padding is not None:
             inside = start <= padding[1] < stop
             args, kwargs = replaced(args, kwargs, padding[0], padding[1] - start if inside else None)
-        return self.leave(function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0))
+        found = function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0)
+        return cast(Tensor, Leave.apply(found, self.total))
+
+
+class Enter(torch.autograd.Function):
+    """What all ranks have goes into what each has a part of: its gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: Total) -> Tensor:
+        ctx.total = total
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.total(gradients[0]), None
+
+
+class Leave(torch.autograd.Function):
+    """The sum over ranks of what each has a part of; a gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: Total) -> Tensor:
+        return total(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def own_part(tensor: Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> Tensor:
+    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room."""
+    repeated = segments * (tensor.shape[dim] // sum(segments))
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in bounds(repeated, rank, size)]
+    return torch.cat(pieces, dim)
+
+
+@contextlib.contextmanager
+def rewritten(model: nn.Module, plan: TensorPlan, size: int) -> Iterator[None]:
+    """While it is entered, the plan's integer attributes are divided by size."""
+    changed = []
+    for each in plan.rewrites:
+        held: Any = model.get_submodule(each.module)
+        *path, name = each.attribute.split(".")
+        for step in path:
+            held = getattr(held, step)
+        changed.append((held.__dict__, name, held.__dict__[name]))
+        held.__dict__[name] = each.value // size
+    try:
+        yield
+    finally:
+        for values, name, value in changed:
+            values[name] = value

@@ -8,14 +8,14 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, tensors_in
-from recipe_lib.foreign.tensor_plan.certificate import output_values, own_part, rewritten
-from recipe_lib.foreign.tensor_plan.exchanges import Exchanges
-from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, tensors_in
+from recipe_lib.foreign.tensor_plan.exchanges import Exchanges, own_part, rewritten
+from recipe_lib.foreign.tensor_plan.plan import TensorPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
 WRONG = 1e-3
@@ -41,27 +41,6 @@ class _Group:
         return torch.stack(self.exchange(rank, tensor)).sum(0)
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: _Group, rank: int) -> torch.Tensor:
-        ctx.group, ctx.rank = group, rank
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.total(ctx.rank, gradients[0]), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: _Group, rank: int) -> torch.Tensor:
-        return group.total(rank, tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None, None
-
-
 class _Gather(torch.autograd.Function):
     """Tokens of all ranks, for a loss that each rank has whole."""
 
@@ -81,31 +60,14 @@ class _Rank(Calls):
 
     def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _Group, rank: int):
         super().__init__(model)
-        self.group, self.rank = group, rank
-        self.exchanges = Exchanges(plan, rank, group.size, self.enter, self.leave)
-        self.boundaries: dict[CallKey, list[Boundary]] = {}
-        for boundary in plan.boundaries:
-            self.boundaries.setdefault(CallKey(boundary.module, boundary.call), []).append(boundary)
-        self.entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.boundaries = plan.boundaries_by_call()
+        self.exchanges = Exchanges(plan, rank, group.size, partial(group.total, rank), lambda: entered)
 
     def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call, with its boundaries."""
         here = self.boundaries.get(key)
         return function(*args, **kwargs) if here is None else self.exchanges.call(here, function, args, kwargs)
-
-    def enter(self, tensor: torch.Tensor, activation: int) -> torch.Tensor:
-        """The tensor, whose gradient is summed over ranks; the same one for all calls that share it."""
-        if not tensor.requires_grad:
-            return tensor
-        place = (activation, id(tensor))
-        if place not in self.entered:
-            self.entered[place] = (tensor, _Enter.apply(tensor, self.group, self.rank))
-        return self.entered[place][1]
-
-    def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks."""
-        found: torch.Tensor = _Leave.apply(partial, self.group, self.rank)
-        return found
 
 
 def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any]) -> dict[str, float]:
@@ -115,7 +77,8 @@ def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs:
     Raises RuntimeError where a rank fails.
     """
     copies = [copy.deepcopy(model) for _ in range(size)]  # before a forward, which some models keep the state of
-    whole = _gradients(model, dict(model.named_parameters()), inputs, contextlib.nullcontext(), lambda tensor: tensor)
+    values = {name: _trained(parameter.detach()) for name, parameter in model.named_parameters()}
+    whole = _gradients(model, values, inputs, contextlib.nullcontext(), lambda tensor: tensor)
     group = _Group(size)
     found: list[Any] = [None] * size
 
@@ -141,18 +104,16 @@ def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs:
     return {each.name: _error(plan, each.name, whole, found, least) for each in plan.parameters if each.name in whole}
 
 
-def gradient_failures(
-    build: Callable[[], torch.nn.Module], plan: TensorPlan, size: int, inputs: dict[str, Any]
-) -> list[str]:
+def gradient_failures(model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any]) -> list[str]:
     """A line for each parameter whose gradient is not the whole model's; empty if ranks come to the same.
 
-    build: makes the small model, with the same weights each time. In float64, or in float32 where that cannot be run.
+    model: small, in float32. In float64, or in float32 where that cannot be run.
     """
     try:
-        errors = gradient_errors(build().double(), plan, size, inputs)
+        errors = gradient_errors(copy.deepcopy(model).double(), plan, size, inputs)
     except (RuntimeError, ValueError, TypeError):
         try:
-            errors = gradient_errors(build().float(), plan, size, inputs)
+            errors = gradient_errors(copy.deepcopy(model), plan, size, inputs)
         except (RuntimeError, ValueError, TypeError) as error:
             return [f"{size} ranks: forward and backward fail: {(str(error).splitlines() or [''])[0]}"]
     return [
@@ -170,7 +131,7 @@ def _of_rank(
         each = plan.parameter(name)
         value = parameter.detach()
         value = value if each.dim < 0 else own_part(value, each.dim, each.segments, rank, group.size)
-        values[name] = value.clone().requires_grad_(parameter.is_floating_point())
+        values[name] = _trained(value.clone())
     parts = [bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output]
     local = {stop - start for start, stop in parts}
 
@@ -181,6 +142,10 @@ def _of_rank(
     with rewritten(model, plan, group.size):
         run = _Rank(model, plan, group, rank)
         return _gradients(model, values, inputs, run, lambda each: whole(each) if each.shape[-1] in local else each)
+
+
+def _trained(value: torch.Tensor) -> torch.Tensor:
+    return value.requires_grad_(value.is_floating_point())
 
 
 def _gradients(

@@ -136,46 +136,20 @@ def _assemble(
         parameters.append(ParameterPlan(name, shape, role, dim, numbers[name], tuple(segments), unit, "sharded"))
     place = {course: number for number, course in enumerate(chosen)}
     rewrites = tuple(
-        Rewrite(
-            attribute.module, attribute.name, _value(found, attribute), tuple(sorted(place[each] for each in users))
-        )
-        for attribute, users in wanted.items()
+        Rewrite(*attribute, axes=tuple(sorted(place[each] for each in users))) for attribute, users in wanted.items()
     )
     common = math.gcd(*(axis.size for axis in axes if not axis.vocabulary), *(each.value for each in rewrites))
     sizes = [size for size in range(2, common + 1) if common % size == 0]
     legal = tuple(size for size in sizes if goes_the_same_way(found, chosen, wanted, size))
     whole = [name for name, shape in shapes.items() if name in used - set(numbers) and len(shape) > 1]
-    refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in sizes]
-    refused = [line for line, size in zip(refused, sizes, strict=True) if size not in legal]
+    other = [size for size in sizes if size not in legal]
+    refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in other]
     refused += dict.fromkeys(_refusals(found, reasons, whole))
     return TensorPlan(axes, tuple(parameters), _boundaries(found, points), rewrites, tuple(refused), legal)
 
 
 def _names(tensors: Iterable[Any]) -> set[str]:
     return {name for tensor in tensors for name in tensor.parameters}
-
-
-def _value(found: Trace, attribute: Attribute) -> int:
-    """The value of an attribute that a call was seen to use."""
-    for call in found.calls:
-        for value in call.numbers.values():
-            ends = (value.start, value.stop) if isinstance(value, slice) else (value,)
-            for end in ends:
-                held = _leaf(end, attribute)
-                if held is not None:
-                    return held
-    raise AssertionError(attribute)
-
-
-def _leaf(value: Any, attribute: Attribute) -> int | None:
-    source = getattr(value, "source", None)
-    if source == attribute:
-        return int(value)
-    for side in (getattr(source, "left", None), getattr(source, "right", None)):
-        held = _leaf(side, attribute) if side is not None else None
-        if held is not None:
-            return held
-    return None
 
 
 def _partial(found: Trace, chosen: list[Course]) -> tuple[set[str], set[str]]:

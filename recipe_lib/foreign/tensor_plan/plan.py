@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from recipe_lib.errors import ConfigError
@@ -116,27 +115,17 @@ class TensorPlan:
                 return found
         raise ConfigError(f"tensor plan: no parameter {name}, expected one of the model's; make the plan anew")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as plain dicts, lists, strings, integers and booleans, for YAML or JSON; from_dict reads it."""
-        found = _plain(self)
-        assert isinstance(found, dict)
+    def boundaries_by_call(self) -> dict[tuple[str, int], list[Boundary]]:
+        """The boundaries of each call, by its `calls.CallKey`."""
+        found: dict[tuple[str, int], list[Boundary]] = {}
+        for boundary in self.boundaries:
+            found.setdefault((boundary.module, boundary.call), []).append(boundary)
         return found
 
-    @staticmethod
-    def from_dict(held: Mapping[str, Any]) -> "TensorPlan":
-        """The plan that `to_dict` wrote. Raises ConfigError, naming the entry, for anything else."""
-        kinds = {"axes": Axis, "parameters": ParameterPlan, "boundaries": Boundary, "rewrites": Rewrite}
-        found: dict[str, Any] = {}
-        for field in dataclasses.fields(TensorPlan):
-            if not isinstance(held.get(field.name), (list, tuple)):
-                raise ConfigError(
-                    f"tensor plan: found no list {field.name}, expected what to_dict wrote; write it anew"
-                )
-            if field.name in kinds:
-                found[field.name] = tuple(_built(kinds[field.name], item, field.name) for item in held[field.name])
-            else:
-                found[field.name] = tuple(held[field.name])
-        return TensorPlan(**found)
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain dicts, lists, strings, integers and booleans, for YAML or JSON."""
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return found
 
     def hash(self) -> str:
         """16 hexadecimal digits that are the same for equal plans, on any machine; texts for people do not count."""
@@ -148,27 +137,6 @@ class TensorPlan:
             del item["source"], item["function"], item["width"]
         text = json.dumps(held, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
-def _built(kind: Any, item: Any, section: str) -> Any:
-    names = {field.name for field in dataclasses.fields(kind)}
-    if not isinstance(item, Mapping) or not set(item) <= names:
-        raise ConfigError(f"tensor plan, {section}: found {item!r}, expected the keys {sorted(names)}; write it anew")
-    try:
-        return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
-    except TypeError as error:
-        raise ConfigError(f"tensor plan, {section}: {error}, expected what to_dict wrote; write it anew") from None
-
-
-def shard_bounds(plan: ParameterPlan, rank: int, size: int) -> list[tuple[int, int]]:
-    """Start and stop along `plan.dim`, segment by segment, of what one rank of `size` holds."""
-    return bounds(plan.segments, rank, size)
 
 
 def bounds(segments: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ a call gets as a size can then be computed anew for a rank, with an attribute di
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ class Attribute(NamedTuple):
 
     module: str
     name: str
+    value: int
 
 
 class Size(NamedTuple):
@@ -34,12 +36,7 @@ class Arithmetic(NamedTuple):
     right: int
 
 
-_COMPUTE: dict[str, Callable[[int, int], int]] = {
-    "+": lambda left, right: left + right,
-    "-": lambda left, right: left - right,
-    "*": lambda left, right: left * right,
-    "//": lambda left, right: left // right,
-}
+_COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 
 
 def _operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
@@ -60,14 +57,9 @@ class Decision(NamedTuple):
     right: int
 
 
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "==": lambda left, right: left == right,
-    "!=": lambda left, right: left != right,
-    "<": lambda left, right: left < right,
-    "<=": lambda left, right: left <= right,
-    ">": lambda left, right: left > right,
-    ">=": lambda left, right: left >= right,
-}
+_COMPARE = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 
 
 def _comparison(sign: str) -> Callable[[Any, Any], Any]:
@@ -121,10 +113,9 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisors: dict[Attribute,
 
 def decided_alike(decision: Decision, sizes: Callable[[Size], int], divisors: dict[Attribute, int]) -> bool:
     """True if a comparison comes out on a rank as it does on the whole."""
+    compare = _COMPARE[decision.operator]
     left, right = (evaluate(side, sizes, divisors) for side in (decision.left, decision.right))
-    return _COMPARE[decision.operator](int(decision.left), int(decision.right)) == _COMPARE[decision.operator](
-        left, right
-    )
+    return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
 
 
 def attributes_of(value: int) -> list[Attribute]:
@@ -168,7 +159,7 @@ def _mark(
     for name, value in held.items():
         if type(value) is int and value > 1 and not name.startswith("_"):
             changed.append((held, name, value))
-            held[name] = Sourced(value, Attribute(path, prefix + name), decisions)
+            held[name] = Sourced(value, Attribute(path, prefix + name, value), decisions)
 
 
 def _is_settings(value: Any) -> bool:

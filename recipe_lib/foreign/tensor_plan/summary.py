@@ -2,35 +2,17 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from recipe_lib.foreign.tensor_plan.plan import Boundary, ParameterPlan, TensorPlan, shard_bounds
+from recipe_lib.foreign.tensor_plan.plan import Boundary, ParameterPlan, TensorPlan, bounds
 
 BYTES = 2  # of a number in bf16
 WIDE_BYTES = 4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32
 # Numbers a token that a loss sums where each rank has a part of the logits: largest, sum of exponentials, the label's.
 LOSS_NUMBERS = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that are held alike: the plan of the first, the pattern of their names, and all of the names."""
-
-    pattern: str
-    plan: ParameterPlan
-    names: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundaryGroup:
-    """Boundaries that are alike: the first, the patterns of its module and its parameters, and all modules' paths."""
-
-    pattern: str
-    boundary: Boundary
-    parameters: tuple[str, ...]
-    names: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +35,22 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def parameter_groups(plan: TensorPlan) -> list[ParameterGroup]:
-    """The plan's parameters in their order, those of one pattern that are held alike as one entry."""
-    groups: dict[ParameterPlan, list[ParameterPlan]] = {}
+def parameter_groups(plan: TensorPlan) -> dict[ParameterPlan, list[str]]:
+    """The plan's parameters in their order: those that are held alike by a plan with the pattern of their names."""
+    groups: dict[ParameterPlan, list[str]] = {}
     for each in plan.parameters:
         alike = dataclasses.replace(each, name=pattern_of(each.name), axis=-1, reason=pattern_of(each.reason))
-        groups.setdefault(alike, []).append(each)
-    return [ParameterGroup(key.name, key, tuple(each.name for each in group)) for key, group in groups.items()]
+        groups.setdefault(alike, []).append(each.name)
+    return groups
 
 
-def boundary_groups(plan: TensorPlan) -> list[BoundaryGroup]:
-    """The plan's boundaries in the order of the forward, those that are alike as one entry."""
-    groups: dict[tuple[Boundary, tuple[str, ...]], list[Boundary]] = {}
-    for each in plan.boundaries:
-        names = tuple(dict.fromkeys(map(pattern_of, each.parameters)))
-        alike = dataclasses.replace(each, module=pattern_of(each.module), axes=(), parameters=(), activation=-1)
-        groups.setdefault((alike, names), []).append(each)
-    return [
-        BoundaryGroup(key.module, key, names, tuple(each.module for each in group))
-        for (key, names), group in groups.items()
-    ]
+def boundary_counts(plan: TensorPlan) -> dict[Boundary, int]:
+    """The plan's boundaries in the order of the forward: how many are like one, which has patterns for names."""
+    patterns = ((each, tuple(dict.fromkeys(map(pattern_of, each.parameters)))) for each in plan.boundaries)
+    return Counter(
+        dataclasses.replace(each, module=pattern_of(each.module), axes=(), parameters=names, activation=-1)
+        for each, names in patterns
+    )
 
 
 def layers_of(names: Iterable[str]) -> tuple[int, ...]:
@@ -144,7 +122,7 @@ def held_elements(plan: TensorPlan, size: int) -> int:
     for each in plan.parameters:
         elements = prod(each.shape)
         if each.dim >= 0:
-            part = sum(stop - start for start, stop in shard_bounds(each, 0, size))
+            part = sum(stop - start for start, stop in bounds(each.segments, 0, size))
             elements = elements // each.shape[each.dim] * part
         found += elements
     return found
@@ -179,17 +157,13 @@ def _some(names: Sequence[str], most: int = 4) -> str:
 
 def held_differently(plan: TensorPlan, other: TensorPlan) -> list[str]:
     """Parameters that two plans of one kind of model hold differently, by pattern, a line each."""
-    ways: list[dict[str, set[str]]] = [{}, {}]
+    ways: list[dict[str, list[str]]] = [{}, {}]
     for held, each_plan in zip(ways, (plan, other), strict=True):
-        for group in parameter_groups(each_plan):
-            each = group.plan
-            held.setdefault(group.pattern, set()).add(f"{each.role} dim {each.dim}, gradient {each.gradient}")
+        for each in parameter_groups(each_plan):
+            way = f"{each.role} dim {each.dim}, gradient {each.gradient}"
+            held[each.name] = sorted({way, *held.get(each.name, ())})
     return [
-        f"{name}: the small copy's is {_listed(ways[1][name])}, expected the model's {_listed(ways[0][name])}"
-        for name in ways[0]
-        if name in ways[1] and ways[0][name] != ways[1][name]
+        f"{name}: the small copy's is {' and '.join(theirs)}, expected the model's {' and '.join(ways[0][name])}"
+        for name, theirs in ways[1].items()
+        if ways[0].get(name, theirs) != theirs
     ]
-
-
-def _listed(ways: set[str]) -> str:
-    return " and ".join(sorted(ways))

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.tensor_plan import operator_rules, view_rules
 from recipe_lib.foreign.tensor_plan.axes import Node, block
-from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, places_in, tensors_in
-from recipe_lib.foreign.tensor_plan.rule_table import Step, assumed_result
+from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, places_in, tensors_in
+from recipe_lib.foreign.tensor_plan.operator_rules import Step
 from recipe_lib.foreign.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
 
 RULE_FILES = (operator_rules, view_rules)  # importing them registers their rules
@@ -42,7 +42,7 @@ class Traced:
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """One aten operator; contractions, lookup, uniform, values are the rule's (rule_table.Step), in terms of the trace.
+    """One aten operator; contractions, lookup, uniform, values are its rule's `Step`'s, in terms of the trace.
 
     added: what a product is added to.
     """
@@ -148,7 +148,7 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         assert self.watch is not None
         place = self.watch.module or "the model itself"
-        result = assumed_result(function, args, kwargs)
+        result = _assumed_result(function, args, kwargs)
         if result is not None:
             if _short(function) != "_grouped_mm":  # of which nothing but its size is made up
                 self.trace.assumed.append(f"{_short(function)} in {place}")
@@ -235,15 +235,8 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> Trace:
         model.train(training)
         for parameter in frozen:
             parameter.requires_grad_(False)
-    found.outputs = [operators.known(tensor) for tensor in tensors_in(_plain(output))]
+    found.outputs = [operators.known(tensor) for tensor in tensors_in(output_values(output))]
     return found
-
-
-def _plain(output: Any) -> Any:
-    """A model's output with what dataclasses hold as dicts."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
-        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return output
 
 
 def _short(function: Any) -> str:
@@ -259,3 +252,25 @@ def _source() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives that asks a meta tensor for its values: made up; None for any other operator."""
+    name = str(function._schema.name).removeprefix("aten::")
+    tensors = list(tensors_in((args, kwargs)))
+    if not tensors or tensors[0].device.type != "meta":
+        return None
+    first = tensors[0]
+    if name == "_local_scalar_dense":
+        return False if first.dtype is torch.bool else 0.0 if first.is_floating_point() else 0
+    if name == "nonzero":
+        return first.new_zeros((3, first.dim()), dtype=torch.long)
+    if name == "equal":
+        return False
+    if name == "_to_copy" and torch.device(kwargs.get("device") or "meta").type != "meta":
+        return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=kwargs["device"])
+    if name == "_grouped_mm":  # the meta kernel takes bfloat16 alone
+        return first.new_empty((first.shape[0], args[1].shape[-1]))
+    if name == "bincount":
+        return first.new_zeros((max(kwargs.get("minlength", 0), 1),))
+    return None

@@ -6,7 +6,7 @@ import torch
 
 from recipe_lib.foreign.tensor_plan.axes import Node, block, concatenation, cut, product, regroup, unify
 from recipe_lib.foreign.tensor_plan.calls import tensors_in
-from recipe_lib.foreign.tensor_plan.rule_table import Dims, Step, broadcast, rule
+from recipe_lib.foreign.tensor_plan.operator_rules import Dims, Step, broadcast, rule
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "flatten", "unflatten")

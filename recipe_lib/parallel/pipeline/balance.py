@@ -106,23 +106,22 @@ class _Run:
 
 def _read(cfg: Any) -> _Run:
     """Keys that a recipe does not have are read as if they did nothing."""
-    lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    trained = lora is None or (dpo is not None and dpo.trainable == "all")
+    adapters = getattr(cfg, "trained_adapters", None)
     memory, optimizer = getattr(cfg, "memory", None), getattr(cfg, "optimizer", None)
     width = BYTES.get(getattr(cfg, "dtype", "bf16"), 2)
-    quantized = None if trained or lora is None else _QUANTIZED.get(lora.quantize_base)
+    quantized = None if adapters is None else _QUANTIZED.get(adapters.quantize_base)
     length = getattr(cfg, "max_seq_len", 0)
     rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
     on_host = memory is not None and memory.optimizer_offload
     return _Run(
-        tokens=rows * length * (1 if dpo is None else 2) // cfg.parallel.tensor,
+        tokens=rows * length * getattr(cfg, "sequences_per_item", 1) // cfg.parallel.tensor,
         length=length,
         again="none" if memory is None else memory.activation_checkpointing,
         width=width,
-        trained=trained,
+        trained=adapters is None,
         layer_width=width if quantized is None else quantized,
-        adapters=0 if trained or lora is None else lora.rank,
-        copies=2 if dpo is not None and dpo.trainable == "all" and _has_reference(dpo) else 1,
+        adapters=0 if adapters is None else adapters.rank,
+        copies=2 if getattr(cfg, "copies_model", False) else 1,
         states=0 if on_host else state_bytes(optimizer, width, in_layer=True),
         vocabulary_states=0 if on_host else state_bytes(optimizer, width, in_layer=False),
         chunks=1 if memory is None else memory.loss_chunks,
@@ -143,10 +142,6 @@ def state_bytes(optimizer: OptimizerConfig | None, width: int, *, in_layer: bool
     each = width if bits is None else bits / 8 + (4 / _BLOCKS[bits] if bits in _BLOCKS else 0)
     count = 1 if optimizer.name == "muon" and in_layer else 2
     return count * each + (4 if optimizer.master_weights else 0)
-
-
-def _has_reference(dpo: Any) -> bool:
-    return dpo.loss != "simpo" and not dpo.reference_free
 
 
 def layer_weights(spec: DecoderSpec) -> int:

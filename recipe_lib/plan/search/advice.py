@@ -212,9 +212,9 @@ def _weights(cfg: Any) -> list[Lever]:
         if cfg.optimizer.state_bits is None:
             found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))
         found.append(Lever({"optimizer.name": "sgd"}, "another optimizer, without states: needs its own optimizer.lr"))
-    adapters, preference = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    if preference is not None and preference.trainable == "all":
-        found.append(Lever({"dpo.trainable": "adapters"}, "trains adapters in place of every parameter"))
+    adapters = cfg.trained_adapters
+    if adapters is None and cfg.adapters_instead:
+        found.append(Lever(cfg.adapters_instead, "trains adapters in place of every parameter"))
     elif adapters is not None:
         note = "frozen weights are rounded"
         found += [

@@ -50,7 +50,7 @@ def traced_micro_batches(cfg: Any, place: int = 0) -> int:
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
         return min(ALIKE_FROM, count)
-    return enough_micro_batches(cfg.parallel, place, count, evaluates=hasattr(cfg, "dpo"))
+    return enough_micro_batches(cfg.parallel, place, count, evaluates=cfg.runs_reference)
 
 
 def enough_micro_batches(parallel: ParallelConfig, place: int, count: int, *, evaluates: bool = False) -> int:

@@ -59,7 +59,7 @@ def find_shape(name: str) -> tuple[str, str]:
     if folder.is_dir():
         read_config(folder)  # says what is wrong with it
         return str(folder / CONFIG_FILE), ""
-    cached = _in_hub_cache(name)
+    cached = in_hub_cache(name)
     if cached is not None:
         return cached, ""
     shipped = shipped_shapes()
@@ -74,7 +74,7 @@ def find_shape(name: str) -> tuple[str, str]:
     )
 
 
-def _in_hub_cache(name: str) -> str | None:
+def in_hub_cache(name: str) -> str | None:
     """The config.json of a hub id, if the hub's cache on this machine has it."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

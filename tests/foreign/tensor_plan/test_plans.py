@@ -12,14 +12,14 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.foreign.tensor_plan.certificate import certify
 from recipe_lib.foreign.tensor_plan.gradients import gradient_errors
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
-from recipe_lib.foreign.tensor_plan.shrink import shrink
 from recipe_lib.foreign.tensor_plan.transformers_models import (
     example_inputs,
     plan_and_mask,
     plan_for_config,
+    shrink,
     transformers_model,
 )
+from tests.foreign.tensor_plan.stored_plan import plan_from
 
 _place = Path(__file__).with_name("hostile.py")
 _spec = importlib.util.spec_from_file_location("hostile", _place)
@@ -107,9 +107,7 @@ def test_norms_of_heads_have_partial_gradients_and_taking_them_for_full_is_wrong
     held = plan.to_dict()
     for each in held["parameters"]:
         each["gradient"] = "full" if each["gradient"] == "partial" else each["gradient"]
-    errors = gradient_errors(
-        random_model(config).double(), TensorPlan.from_dict(held), 2, example_inputs(config, device="cpu")
-    )
+    errors = gradient_errors(random_model(config).double(), plan_from(held), 2, example_inputs(config, device="cpu"))
     wrong = {name.split(".")[-2] for name, error in errors.items() if error > 0.1}
     assert wrong == {"q_norm", "k_norm"}
 
@@ -120,7 +118,7 @@ def test_a_missing_entry_point_makes_gradients_wrong():
     entering = next(each for each in held["boundaries"] if each["kind"] == "enter")
     held["boundaries"].remove(entering)
     model = random_model(config).double()
-    errors = gradient_errors(model, TensorPlan.from_dict(held), 2, example_inputs(config, device="cpu"))
+    errors = gradient_errors(model, plan_from(held), 2, example_inputs(config, device="cpu"))
     assert errors["model.layers.0.input_layernorm.weight"] > 0.1
 
 
@@ -144,7 +142,7 @@ def test_fused_weights_are_cut_by_segments_and_a_contiguous_cut_is_caught():
             if name in each["name"]:
                 each["segments"] = [sum(each["segments"])]
         inputs = example_inputs(config, device="cpu")
-        certificate = certify(random_model(config), TensorPlan.from_dict(held), 2, inputs, rehearse=False)
+        certificate = certify(random_model(config), plan_from(held), 2, inputs, rehearse=False)
         assert not certificate.passed
         row = "o_proj" if name == "qkv_proj" else "down_proj"
         assert any(
@@ -171,8 +169,8 @@ def test_a_missing_rewrite_is_caught_by_the_rehearsal():
     assert plan.rewrites
     held = {**plan.to_dict(), "rewrites": []}
     inputs = example_inputs(config, device="cpu")
-    assert certify(random_model(config), TensorPlan.from_dict(held), 2, inputs, rehearse=False).passed
-    assert not certify(random_model(config), TensorPlan.from_dict(held), 2, inputs).passed
+    assert certify(random_model(config), plan_from(held), 2, inputs, rehearse=False).passed
+    assert not certify(random_model(config), plan_from(held), 2, inputs).passed
 
 
 def test_fewer_heads_of_keys_than_ranks_cut_the_groups_instead():
@@ -276,15 +274,15 @@ def test_tracing_leaves_the_model_as_it_was():
 
 def test_a_plan_survives_being_written_and_its_hash_tells_plans_apart():
     plan = plan_for_config(small_config("qwen3"))
-    again = TensorPlan.from_dict(plan.to_dict())
+    again = plan_from(plan.to_dict())
     assert again == plan and again.hash() == plan.hash()
     assert plan_for_config(small_config("qwen3", intermediate_size=192)).hash() != plan.hash()
     with pytest.raises(ConfigError, match=r"tensor plan: found no list axes, expected what to_dict wrote"):
-        TensorPlan.from_dict({})
+        plan_from({})
     broken = plan.to_dict()
     broken["axes"][0]["color"] = 1
     with pytest.raises(ConfigError, match=r"tensor plan, axes: found .*color.*expected the keys"):
-        TensorPlan.from_dict(broken)
+        plan_from(broken)
     with pytest.raises(ConfigError, match=r"no parameter nobody, expected one of the model's"):
         plan.parameter("nobody")
 

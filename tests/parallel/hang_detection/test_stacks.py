@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import recipe_lib
@@ -49,6 +50,7 @@ def test_deep_stacks_are_cut_at_their_outer_end() -> None:
     assert len(longest) == 100 and {call.function for call in longest} == {"deep"}
 
 
+@pytest.mark.slow
 def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
     layer = torch.nn.Linear(8, 8)
 

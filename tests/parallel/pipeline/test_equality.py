@@ -241,6 +241,15 @@ KINDS = ("full", "lora", "early", "late")
 CHECKPOINTING = ("none", "full", "selective")
 
 
+def test_every_schedule_on_two_ranks() -> None:
+    """Of the cases of the next test each schedule with two kinds, and each kind."""
+    every = [Case(*each) for each in product(SCHEDULES, KINDS, CHECKPOINTING)]
+    cases = every[::7] + [Case("zbv", spec=GEMMA, packed=True), Case("1f1b", spec={"tied": True}, checkpointing="full")]
+    for faults in compared(cases, 2):
+        assert not faults
+
+
+@pytest.mark.slow
 def test_every_schedule_gives_the_gradients_of_one_process_on_two_ranks() -> None:
     cases = [Case(*each) for each in product(SCHEDULES, KINDS, CHECKPOINTING)]
     cases += [Case("zbv", spec=GEMMA, packed=True), Case("1f1b", spec=GEMMA), Case("1f1b", spec=BIASES, packed=True)]
@@ -277,11 +286,13 @@ def four_ranks() -> list[Case]:
     return found
 
 
+@pytest.mark.slow
 def test_pipelines_around_sharding_and_tensor_parallel_on_four_ranks() -> None:
     for faults in compared(four_ranks(), 4):
         assert not faults
 
 
+@pytest.mark.slow
 def test_a_norm_that_fsdp_frees_is_there_when_weight_gradients_need_it() -> None:
     """Tensor parallel's linears gather again, from the stream and the norm's weight; here also sharded by FSDP."""
     for faults in run_ranks(compare, 8, [Case("zbv", parallel={"tensor": 2})], timeout=120):
@@ -309,6 +320,7 @@ def test_a_recipe_may_thaw_layers_between_two_steps() -> None:
     assert {name: found.count(name) for name in whole} == {name: 1 + (name not in early) for name in whole}
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_where_backward_is_whole() -> None:
     import_compiler()
     cases = [Case("1f1b", "full", "full", compiled=True)]

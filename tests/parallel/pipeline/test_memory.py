@@ -1,49 +1,52 @@
 """Every byte that a pipeline's rank holds after every action, against theory; and what is computed twice."""
 
-from functools import cache
-
 import pytest
 
 from benchmarks.pp_traced import config, expected_held, run_ours, small_spec
 from recipe_lib.config.pipeline import SCHEDULES
 from tests.distributed.ranks import run_ranks
+from tests.selection import selected, slow_except
 
 RANKS, COUNT = 2, 4
 SPEC = small_spec(layers=4)
 MODES = ("none", "full")
 JOBS = [(schedule, mode) for schedule in SCHEDULES for mode in MODES]
+QUICK = slow_except(JOBS, [("1f1b", "none"), ("zbv", "full"), ("interleaved_zero_bubble", "none")])
 
 
-@cache
-def traced():
+@pytest.fixture(scope="module")
+def traced(request):
     """By schedule and checkpointing, what each rank held."""
-    found = run_ranks(_run_all, RANKS, timeout=240)
-    return {job: [found[rank][number] for rank in range(RANKS)] for number, job in enumerate(JOBS)}
+    jobs = selected(request, "job")
+    found = run_ranks(lambda: [_run(*job) for job in jobs], RANKS, timeout=240)
+    return {job: [found[rank][number] for rank in range(RANKS)] for number, job in enumerate(jobs)}
 
 
-def _run_all():
-    return [run_ours(config(schedule, RANKS, COUNT, mode), SPEC, COUNT).as_dict() for schedule, mode in JOBS]
+def _run(schedule, mode):
+    return run_ours(config(schedule, RANKS, COUNT, mode), SPEC, COUNT).as_dict()
 
 
-@pytest.mark.parametrize(("schedule", "mode"), JOBS)
-def test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte(schedule, mode):
+@pytest.mark.parametrize("job", QUICK, ids="-".join)
+def test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte(traced, job):
+    schedule, mode = job
     for rank in range(RANKS):
         wanted = expected_held(config(schedule, RANKS, COUNT, mode), SPEC, rank, COUNT)
-        assert traced()[schedule, mode][rank]["held"] == wanted
+        assert traced[job][rank]["held"] == wanted
         assert max(bytes_ for _, bytes_ in wanted) > 4 * min(bytes_ for _, bytes_ in wanted)
 
 
-@pytest.mark.parametrize(("schedule", "mode"), JOBS)
-def test_nothing_but_parameters_and_gradients_is_alive_after_a_step(schedule, mode):
-    assert [found["left"] for found in traced()[schedule, mode]] == [0] * RANKS
+@pytest.mark.parametrize("job", QUICK, ids="-".join)
+def test_nothing_but_parameters_and_gradients_is_alive_after_a_step(traced, job):
+    assert [found["left"] for found in traced[job]] == [0] * RANKS
 
 
-@pytest.mark.parametrize(("schedule", "mode"), JOBS)
-def test_a_checkpointed_layer_runs_forward_twice_for_each_micro_batch_in_every_schedule(schedule, mode):
+@pytest.mark.parametrize("job", QUICK, ids="-".join)
+def test_a_checkpointed_layer_runs_forward_twice_for_each_micro_batch_in_every_schedule(traced, job):
+    _, mode = job
     wanted = {str(layer): COUNT * (2 if mode == "full" else 1) for layer in range(SPEC.num_layers)}
     for step in ("first", "forwards"):  # nor does the first step run anything to learn shapes
         calls = {}
-        for found in traced()[schedule, mode]:
+        for found in traced[job]:
             calls |= found[step]
         assert calls == wanted
 

@@ -133,6 +133,7 @@ def test_a_stopped_process_is_named() -> None:
     assert re.fullmatch(rf"error: rank 1 \(stage 1\) is stopped or unreachable for \d+ s; {waits}{END}", line), line
 
 
+@pytest.mark.slow
 def test_a_stopped_process_that_holds_the_store_too() -> None:
     """Started by hand rank 0 holds the store: no other rank can be asked."""
 
@@ -158,6 +159,7 @@ def test_a_killed_process_is_named() -> None:
     assert line.startswith("error: rank 1 (stage 1) is gone, killed or crashed; rank 0 (stage 0) ")
 
 
+@pytest.mark.slow
 def test_what_is_between_steps_may_take_long() -> None:
     def trouble(world: World, what: str, number: int) -> None:
         if what == "between":
@@ -166,6 +168,7 @@ def test_what_is_between_steps_may_take_long() -> None:
     assert run_ranks(train, 2, trouble, 1.0, timeout=60) == [8, 8]
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_between_steps_is_named() -> None:
     """Where the others wait in a collective, and are not at an action themselves."""
 

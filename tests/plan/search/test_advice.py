@@ -38,6 +38,7 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
     return plan.verdict, module.advice_from(plan, *module.try_levers(recipe_class, cfg, wanted)), active
 
 
+@pytest.mark.slow
 def test_bytes_are_the_difference_of_two_plans():
     """Within 0.5 % of the peak; where the run fits, what makes it faster comes first."""
     typed = ["batch_size=2 gradient_accumulation_steps=4", "optimizer.name=sgd"]

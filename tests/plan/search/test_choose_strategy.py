@@ -158,6 +158,7 @@ def asked(*overrides: str) -> list[str]:
     return ["--config", "demo/full", "~validation", *overrides]
 
 
+@pytest.mark.slow
 def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -100,6 +100,7 @@ def untimed_over_timed(*changes: tuple[str, ...]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_steady_step_alone_has_states_where_they_wait():
     """No step has all gradients beside the states, or states on the device that are to wait on the host."""
     offload = ("memory.optimizer_offload=true",)

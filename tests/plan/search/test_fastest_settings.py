@@ -31,6 +31,7 @@ def found(memory: int) -> tuple[Search, list[tuple[str, int]]]:
     return result, [(plan.verdict, plan.heaviest.peak.active) for plan in plans]
 
 
+@pytest.mark.slow
 def test_what_is_found_is_confirmed_by_its_plan():
     """Also that a step keeps its rows, and that the table says what to type."""
     result, plans = apart(found, 36 * MIB)

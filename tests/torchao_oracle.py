@@ -1,0 +1,99 @@
+"""What torchao itself computes, for comparison with ours: its converters, optimizers, levels and NF4 tensors.
+
+For tests and benchmarks the one module that imports torchao, whose modules move from one release to the next.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    """torchao says at import at length what a CPU's build lacks."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def is_plain_linear(module: nn.Module, name: str) -> bool:
+    """What `matmul_dtype` changes in a full fine-tune: linears of the layers, as torch has them."""
+    return type(module) is nn.Linear and "layers." in name
+
+
+def convert(
+    model: nn.Module,
+    kind: str,
+    chosen: Callable[[nn.Module, str], bool] | None = is_plain_linear,
+    **settings: Any,
+) -> nn.Module:
+    """Lets torchao convert linears to products in `kind` (int8, fp8: one scale a row), in place; None: which it likes.
+
+    settings: of Float8LinearConfig, beside those of its recipe `rowwise`, whose scales are powers of two; ours, and by
+    default these, are not. INT8 swaps modules, and leaves parameters what they are.
+    """
+    with _silently():
+        if kind == "int8":
+            from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+            from torchao.quantization import quantize_
+
+            quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True), chosen)
+            return model
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        rowwise = replace(
+            Float8LinearConfig.from_recipe_name("rowwise"), **{"round_scales_to_power_of_2": False} | settings
+        )
+        return convert_to_float8_training(model, config=rowwise, module_filter_fn=chosen)
+
+
+def rounded_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Codes of a matrix, rounded row by row, and what each row's codes are multiplied by, as torchao finds them."""
+    with _silently():
+        from torchao.float8.config import ScalingGranularity
+        from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+        from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
+    if kind == "int8":
+        codes, scales = quantize_int8_rowwise(matrix)
+        return codes, scales
+    rowwise = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
+    factors = tensor_to_scale(matrix, torch.float8_e4m3fn, **rowwise)
+    return to_fp8_saturated(matrix.float() * factors, torch.float8_e4m3fn), factors.reciprocal().flatten()
+
+
+def low_bit_adamw() -> dict[int, Any]:
+    """Bits of the states -> class of the optimizer."""
+    with _silently():
+        from torchao.optim import AdamW4bit, AdamW8bit
+    return {8: AdamW8bit, 4: AdamW4bit}
+
+
+def low_bit_codes() -> tuple[Any, dict[tuple[int, bool], tuple[float, ...]]]:
+    """(functions that make codes, levels by bits and whether they are signed)."""
+    with _silently():
+        from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
+    levels = {
+        (8, True): subclass_8bit.get_qmap_signed(),
+        (8, False): subclass_8bit.get_qmap_unsigned(),
+        (4, True): subclass_4bit.get_qmap_signed(),
+        (4, False): subclass_4bit.get_qmap_unsigned(),
+    }
+    return quant_utils, levels
+
+
+def nf4_tensor() -> Any:
+    """The class of NF4 tensors."""
+    with _silently():
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
+    return NF4Tensor
