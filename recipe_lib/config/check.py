@@ -221,6 +221,13 @@ def check_items(checked: Checked, key: Key, value: Node, place: str, where: str,
         checked.set(key.name, items, where or place)
 
 
+def check_required(checked: Checked, place: str) -> None:
+    """Notes a fault for each key without a default that nothing has set."""
+    for name, key in checked.schema.keys.items():
+        if key.required and name not in checked.settings and name not in checked.doubtful:
+            checked.fault(place, name, f"is not set, expected {expected(key)}")
+
+
 def unknown_key(checked: Checked, place: str, name: str, section: str, *, typed: bool = False) -> None:
     """Notes a key that the schema does not have, with the nearest that it has."""
     hint, meant = hint_for(name, section, checked.schema, in_file=not typed)

@@ -146,14 +146,6 @@ def steps_with_torch(cfg: Any) -> str | None:
     return None
 
 
-def defers_weight_gradients(cfg: Any) -> str | None:
-    """a schedule that defers weight gradients"""
-    from recipe_lib.config.pipeline import SCHEDULES
-
-    schedule = cfg.parallel.pipeline_schedule
-    return None if SCHEDULES[schedule].splits else f"parallel.pipeline_schedule is {schedule}"
-
-
 def sums_over_tokens(cfg: Any) -> str | None:
     """a recipe without pairs"""
     dpo = getattr(cfg, "dpo", None)

@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
-    from recipe_lib.config.check import Checked, check_file, fill_pending
+    from recipe_lib.config.check import Checked, check_file, check_required, fill_pending
     from recipe_lib.config.idle import disable_idle
     from recipe_lib.config.keys import read_schema
     from recipe_lib.config.overrides import apply_overrides
@@ -102,7 +102,7 @@ def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFin
     fill_pending(checked)
     refuse_secrets(checked)
     _check_recipe(checked)
-    _check_required(checked, shown)
+    check_required(checked, shown)
     cfg = _build(checked, shown)
     idle = disable_idle(cfg, checked.schema.keys.values(), checked.judged())
     for rule in broken_rules(cfg, checked.judged()):
@@ -145,14 +145,6 @@ def _check_recipe(checked: Any) -> None:
             hint = f"; run it with that recipe: tune run {setting.value}, or override it: recipe={legal[0]}"
         what = f"found {quote(setting.value)}, expected {' or '.join(legal)}{hint}"
         checked.fault(setting.where, "recipe", what)
-
-
-def _check_required(checked: Any, shown: str) -> None:
-    from recipe_lib.config.values import expected
-
-    for name, key in checked.schema.keys.items():
-        if key.required and name not in checked.settings and name not in checked.doubtful:
-            checked.fault(shown, name, f"is not set, expected {expected(key)}")
 
 
 def _build(checked: Any, source: str) -> Any:

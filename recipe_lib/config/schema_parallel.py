@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config import idle
 from recipe_lib.config.field import key
 
 
@@ -91,7 +90,7 @@ class ParallelConfig:
         "Most micro-batches of a rank (each of its stages counted) whose weight gradients are deferred at a time, in "
         "schedules that defer them; fewer take less memory, the bubble is longer; null: as the schedule has it.",
         minimum=1,
-        needs=("parallel.pipeline > 1", idle.defers_weight_gradients),
+        needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_zero_bubble, zbv, dualpipev"),
         known_as="Megatron (zero-bubble fork) zero_bubble_max_pending_backward",
     )
     pipeline_layers_per_stage: list[int] | None = key(
