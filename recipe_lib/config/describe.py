@@ -12,7 +12,7 @@ from typing import Any
 
 from recipe_lib.config.idle import needs_text
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
-from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.values import expected

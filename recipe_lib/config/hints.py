@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 
 from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
 from recipe_lib.config.keys import Schema, read_schema
-from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.paths import RECIPE_CONFIGS
 
 
 def hint_for(name: str, section: str, schema: Schema, *, in_file: bool) -> tuple[str, list[str]]:

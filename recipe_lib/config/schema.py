@@ -7,7 +7,7 @@ The dataclasses are the schema that a YAML file is checked against, that `docs/c
 from dataclasses import dataclass, field
 
 from recipe_lib.config import idle
-from recipe_lib.config.field import key
+from recipe_lib.config.keys import key
 from recipe_lib.config.recipe_facts import RecipeFacts
 from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, DpoConfig, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config.field import key
+from recipe_lib.config.keys import key
 
 # The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")

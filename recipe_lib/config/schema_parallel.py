@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config.field import key
+from recipe_lib.config.keys import key
 
 
 @dataclass

@@ -10,7 +10,7 @@ from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, load_config
 from recipe_lib.config.describe import describe_text, markdown, to_yaml, value_text
 from recipe_lib.config.keys import item_schema, read_schema
 from recipe_lib.config.load import load
-from recipe_lib.config.places import RECIPE_CONFIGS, list_configs
+from recipe_lib.config.paths import RECIPE_CONFIGS, list_configs
 from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import SourceConfig, key
 

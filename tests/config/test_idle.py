@@ -9,8 +9,8 @@ from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetun
 from recipe_lib.config.idle import needs_text, why_idle
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import load as load_all
-from recipe_lib.config.pipeline import SCHEDULES
-from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.mesh import SCHEDULES
+from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.errors import ConfigError
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"

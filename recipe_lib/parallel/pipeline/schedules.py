@@ -13,7 +13,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from recipe_lib.config.pipeline import rank_of_stage, stage_count, stages_per_rank
+from recipe_lib.config.mesh import rank_of_stage, stage_count, stages_per_rank
 from recipe_lib.config.schema import ParallelConfig
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
