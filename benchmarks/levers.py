@@ -17,10 +17,9 @@ runs in CI. [Which memory lever to pull](memory_levers.md) is the guide to them.
 
 Every lever gives the losses, gradient norms and weights of the run that it is compared with, over {steps} steps of a
 small model on a CPU, losses to the given tolerance; for one that changes results the other run, of one process,
-has it too. That run's weights are compared with the formula of its optimizer, in fp64. Every two
-values of different levers are combined in one of {rows} runs on 2 ranks (on 4 where both divide the ranks) and, but for levers
-that need more, on 1; the composition of the runs of many levers is in the table's file. Offloading copies within the
-CPU.
+has it too. That run's weights are compared with the formula of its optimizer, in fp64. Every two values of different
+levers are combined in one of {rows} runs on 2 ranks (on 4 where both divide the ranks) and, but for levers that need
+more, on 1; the composition of the runs of many levers is in the table's file. Offloading copies within the CPU.
 
 ## Values
 

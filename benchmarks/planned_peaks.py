@@ -22,7 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from recipe_lib.config.places import configs_folder  # noqa: E402
+from recipe_lib.config.paths import configs_folder  # noqa: E402
 from recipe_lib.plan.allocation.untraced_memory import outside_torch  # noqa: E402
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
 from recipe_lib.units import GIB, format_bytes  # noqa: E402

@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.pp_traced import Rows, config, micro_batches, small_spec  # noqa: E402
-from recipe_lib.config.pipeline import SCHEDULES, stage_count, stages_per_rank  # noqa: E402
+from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_per_rank  # noqa: E402
 from recipe_lib.config.schema import ParallelConfig  # noqa: E402
 from recipe_lib.models import build_meta, init_weights  # noqa: E402
 from recipe_lib.ops import deferred  # noqa: E402

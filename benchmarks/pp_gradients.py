@@ -25,7 +25,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.pp_stock import SCHEDULE_CLASSES, Part  # noqa: E402
 from benchmarks.pp_traced import Rows, config, micro_batches, small_spec  # noqa: E402
-from recipe_lib.config.pipeline import stage_count, stages_of_rank  # noqa: E402
+from recipe_lib.config.mesh import stage_count, stages_of_rank  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing  # noqa: E402
 from recipe_lib.models import Decoder, build_meta, init_weights  # noqa: E402
 from recipe_lib.parallel import World, materialize, shard_model, split_pipeline, start_world  # noqa: E402

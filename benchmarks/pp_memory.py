@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.pp_stock import run_stock  # noqa: E402
 from benchmarks.pp_traced import boundary_bytes, config, expected, expected_held, run_ours, small_spec, work_bytes  # noqa: E402
-from recipe_lib.config.pipeline import SCHEDULES  # noqa: E402
+from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from recipe_lib.parallel.pipeline.schedule_memory import peak_bytes  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from benchmarks.pp_traced import Storages, Traced, count_forwards, micro_batches
-from recipe_lib.config.pipeline import stage_count, stages_of_rank
+from recipe_lib.config.mesh import stage_count, stages_of_rank
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.config.pipeline import SCHEDULES, stage_count
+from recipe_lib.config.mesh import SCHEDULES, stage_count
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config

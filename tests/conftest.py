@@ -16,7 +16,7 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from recipe_lib.config import plugins, registry  # noqa: E402
+from recipe_lib.config import registry  # noqa: E402
 
 torch.set_num_threads(1)
 # What this process leaves for its garbage collector (process groups with threads) must not be taken apart in a fork.
@@ -55,4 +55,4 @@ def no_plugin_left() -> Iterator[None]:
     for kind, components in registry._components.items():
         for name in set(components) - set(registry.BUILT_IN[kind][1]):
             del components[name]
-    plugins._loaded.clear()
+    registry._loaded.clear()

@@ -53,7 +53,7 @@ from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.run_files import STATE_NAME, foreign_in_state
 from recipe_lib.checkpoint.weights_out import whole
-from recipe_lib.config.output_folder import no_whole_state
+from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from recipe_lib.config.once import StoreOnce, refuse_repeated
+from recipe_lib.config.load import StoreOnce, refuse_repeated
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError
 

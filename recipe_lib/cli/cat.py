@@ -2,8 +2,8 @@
 
 from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
-from recipe_lib.config.places import find_config, list_recipes
-from recipe_lib.config.plugins import load_plugin
+from recipe_lib.config.paths import find_config, list_recipes
+from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.config.places import CONFIG_SUFFIXES, find_config, find_recipe, list_configs, list_recipes
+from recipe_lib.config.paths import CONFIG_SUFFIXES, find_config, find_recipe, list_configs, list_recipes
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError, StorageError
 

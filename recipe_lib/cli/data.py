@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.config.plugins import load_plugin
+from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
 

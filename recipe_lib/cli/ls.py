@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.config.places import find_recipe, list_configs, list_recipes
+from recipe_lib.config.paths import find_recipe, list_configs, list_recipes
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError
 

@@ -15,8 +15,8 @@ from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.recipes import RecipeFile, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
 from recipe_lib.config.load import load
-from recipe_lib.config.places import list_configs
-from recipe_lib.config.plugins import load_plugin
+from recipe_lib.config.paths import list_configs
+from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, UserError, lines_in
 from recipe_lib.units import GIB

@@ -12,8 +12,8 @@ from typing import Any
 
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
-from recipe_lib.config.once import refuse_repeated
-from recipe_lib.config.places import RECIPE_CONFIGS, find_config, find_recipe, recipes_folder
+from recipe_lib.config.load import refuse_repeated
+from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, find_recipe, recipes_folder
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, exit_code_of
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.local_files import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
     check_adapter,
+    check_earlier_run,
+    check_folder,
     check_source,
     check_tokenizer,
     check_tracker,
@@ -20,17 +24,11 @@ from recipe_lib.config.local_files import (
     model_folder,
     no_liger,
     no_template,
+    no_whole_state,
     not_downloaded,
 )
 from recipe_lib.config.mesh import mesh_shape
-from recipe_lib.config.output_folder import (
-    ADAPTER_FOLDER,
-    MODEL_FOLDER,
-    check_earlier_run,
-    check_folder,
-    no_whole_state,
-)
-from recipe_lib.config.sources import resolved_sources
+from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, UserError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.config.extras import install_line
+from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError
 from recipe_lib.foreign.transformers_config import plain_numbers
@@ -85,7 +85,7 @@ def read_sizes(text: str) -> tuple[int, ...]:
 
 def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this machine."""
-    from recipe_lib.config.places import list_presets
+    from recipe_lib.config.paths import list_presets
     from recipe_lib.models.spec import preset_config, read_config
     from recipe_lib.plan.world.shape_only_model import in_hub_cache
 

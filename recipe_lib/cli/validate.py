@@ -4,7 +4,7 @@ from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.config.load import load
-from recipe_lib.config.plugins import load_plugin
+from recipe_lib.config.registry import load_plugin
 from recipe_lib.errors import DONE
 
 

@@ -3,7 +3,7 @@
 from recipe_lib.config.load import load_config, parse_arguments
 from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig
-from recipe_lib.config.sources import resolved_sources
+from recipe_lib.config.schema_data import resolved_sources
 
 __all__ = [
     "DpoFinetuneConfig",

@@ -12,7 +12,7 @@ from typing import Any
 
 from recipe_lib.config.idle import needs_text
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
-from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.values import expected
@@ -60,9 +60,9 @@ def markdown(*schemas: type) -> str:
 
 
 def _table(keys: list[Key]) -> str:
-    rows = ["| key | default | legal values | what it does |", "|---|---|---|---|"]
+    rows = ["| key | default | legal values | what it does | elsewhere |", "|---|---|---|---|---|"]
     for key in keys:
-        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), about(key))
+        cells = (f"`{key.name}`", f"`{_default_text(key)}`", expected(key), about(key), key.limits.get("known_as", ""))
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows) + "\n"
 

@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from recipe_lib.config.pipeline import SCHEDULES
-
 Condition = str | Callable[[Any], str | None]
 
 
@@ -146,12 +144,6 @@ def steps_with_torch(cfg: Any) -> str | None:
         if getattr(cfg.optimizer, word):
             return f"optimizer.{word} is true, which has one implementation"
     return None
-
-
-def defers_weight_gradients(cfg: Any) -> str | None:
-    """a schedule that defers weight gradients"""
-    schedule = cfg.parallel.pipeline_schedule
-    return None if SCHEDULES[schedule].splits else f"parallel.pipeline_schedule is {schedule}"
 
 
 def sums_over_tokens(cfg: Any) -> str | None:

@@ -2,19 +2,20 @@
 
 import argparse
 import copy
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipe_lib.config.once import StoreOnce, refuse_repeated
-from recipe_lib.config.places import RECIPE_CONFIGS, expand, find_config
-from recipe_lib.config.plugins import load_plugin
+from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
+from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.suggest import did_you_mean, quote
+from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger
+from recipe_lib.redaction import holds_secret
 
 # What a check needs (the YAML parser) is imported inside the functions: naming a config is free.
 
@@ -81,13 +82,12 @@ class _Parser(argparse.ArgumentParser):
 
 def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
-    from recipe_lib.config.check import Checked, check_file, fill_pending
+    from recipe_lib.config.check import Checked, apply_overrides, check_file, check_required, fill_pending
     from recipe_lib.config.idle import disable_idle
     from recipe_lib.config.keys import read_schema
-    from recipe_lib.config.overrides import apply_overrides
+    from recipe_lib.config.load import refuse_secrets
     from recipe_lib.config.read_yaml import read_file
     from recipe_lib.config.rules import broken_rules
-    from recipe_lib.config.secret_values import refuse_secrets
 
     checked, shown = Checked(read_schema(schema)), ""
     for source in [sources] if isinstance(sources, (str, Path)) else sources:
@@ -102,7 +102,7 @@ def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFin
     fill_pending(checked)
     refuse_secrets(checked)
     _check_recipe(checked)
-    _check_required(checked, shown)
+    check_required(checked, shown)
     cfg = _build(checked, shown)
     idle = disable_idle(cfg, checked.schema.keys.values(), checked.judged())
     for rule in broken_rules(cfg, checked.judged()):
@@ -147,14 +147,6 @@ def _check_recipe(checked: Any) -> None:
         checked.fault(setting.where, "recipe", what)
 
 
-def _check_required(checked: Any, shown: str) -> None:
-    from recipe_lib.config.values import expected
-
-    for name, key in checked.schema.keys.items():
-        if key.required and name not in checked.settings and name not in checked.doubtful:
-            checked.fault(shown, name, f"is not set, expected {expected(key)}")
-
-
 def _build(checked: Any, source: str) -> Any:
     """The config's class, filled with what was set without a fault; a key in doubt has its default."""
     values = {
@@ -188,3 +180,85 @@ def _shown(source: str | Path, path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def refuse_repeated(words: Iterable[str]) -> None:
+    """ConfigError, a line each, for the keys that are set or reset twice among `key=value` and `~key`."""
+    first: dict[str, str] = {}
+    faults = []
+    for word in words:
+        if word.startswith("-") or not (word.startswith("~") or "=" in word):
+            continue
+        name = word.removeprefix("~").partition("=")[0]
+        if name in first:
+            both = f"{show(first[name])} and {show(word)}"
+            faults.append(f"command line: {show(name)}: given twice, as {both}; remove one of the two")
+        first.setdefault(name, word)
+    if faults:
+        raise ConfigError(*faults)
+
+
+class StoreOnce(argparse.Action):
+    """argparse's `store`, which refuses an option that has been given before (positional arguments are counted by it).
+
+    A parser registers it as the action of options that name none.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Stores the value."""
+        given = namespace.__dict__.setdefault("_given", {})
+        if option_string is not None and self.dest in given:
+            parser.error(
+                f"{option_string} is given twice, as {show(str(given[self.dest]))} and {show(str(values))}; "
+                "remove one of the two"
+            )
+        given[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
+if TYPE_CHECKING:
+    from recipe_lib.config.check import Checked
+
+_REFUSED = (
+    "holds what looks like a token or a password, and configs are written to disk; remove it, and set it as an "
+    "environment variable (HF_TOKEN, WANDB_API_KEY) or use `hf auth login`"
+)
+
+
+def refuse_secrets(checked: "Checked") -> None:
+    """Notes a fault for each key that was set to a secret; the secret itself is in none of the lines."""
+    for name, setting in checked.settings.items():
+        if _is_secret(name, setting.value):
+            checked.fault(setting.where, name, _REFUSED)
+
+
+def check_no_secrets(cfg: Any) -> None:
+    """ConfigError if a key of a config object holds a secret: a config may also be made without a file."""
+    faults = [f"{name}: {_REFUSED}" for name, value in _leaves("", cfg) if _is_secret(name, value)]
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Whether a value, or anything in it, is a secret; the name is a context, as in `api_key: 0123...`."""
+    return any(holds_secret(f"{inner}={text}") for inner, text in _leaves(name, value))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(dotted name, text) of every text in a value, at any depth; the keys of a mapping are texts too."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _leaves(f"{name}[{number}]", inner)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        yield name, str(value)

@@ -11,10 +11,10 @@ from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.idle import formats, trained_dtype
-from recipe_lib.config.pipeline import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault
+from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault
 from recipe_lib.config.registry import BUILT_IN
 from recipe_lib.config.schema import LINEARS
-from recipe_lib.config.sources import resolved_sources
+from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.config.suggest import did_you_mean, quote
 
 

@@ -7,7 +7,7 @@ The dataclasses are the schema that a YAML file is checked against, that `docs/c
 from dataclasses import dataclass, field
 
 from recipe_lib.config import idle
-from recipe_lib.config.field import key
+from recipe_lib.config.keys import key
 from recipe_lib.config.recipe_facts import RecipeFacts
 from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, DpoConfig, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
@@ -40,15 +40,28 @@ __all__ = [
 class OptimizerConfig:
     """The optimizer."""
 
-    name: str = key("adamw", "The optimizer.", kind="optimizer.name")
-    lr: float = key(2e-5, "Peak learning rate.", above=0)
-    weight_decay: float = key(0.0, "Decoupled weight decay, applied to every parameter.", minimum=0)
-    betas: list[float] = key(
-        [0.9, 0.95], "AdamW's two decay rates.", minimum=0, below=1, length=2, needs="optimizer.name != sgd"
+    name: str = key("adamw", "The optimizer.", kind="optimizer.name", known_as="torchtitan optimizer.name")
+    lr: float = key(2e-5, "Peak learning rate.", above=0, known_as="HF learning_rate; torch lr")
+    weight_decay: float = key(
+        0.0, "Decoupled weight decay, applied to every parameter.", minimum=0, known_as="torch weight_decay"
     )
-    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs="optimizer.name != sgd")
+    betas: list[float] = key(
+        [0.9, 0.95],
+        "AdamW's two decay rates.",
+        minimum=0,
+        below=1,
+        length=2,
+        needs="optimizer.name != sgd",
+        known_as="torch betas",
+    )
+    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs="optimizer.name != sgd", known_as="torch eps")
     momentum: float | None = key(
-        None, "Momentum; null: for sgd 0, for muon 0.95.", minimum=0, below=1, needs="optimizer.name != adamw"
+        None,
+        "Momentum; null: for sgd 0, for muon 0.95.",
+        minimum=0,
+        below=1,
+        needs="optimizer.name != adamw",
+        known_as="torch SGD momentum",
     )
     implementation: str = key(
         "auto",
@@ -56,22 +69,26 @@ class OptimizerConfig:
         "torch has such a kernel and it is right (for SGD neither with FSDP nor in bf16 on a CPU), else foreach.",
         choices=("auto", "fused", "foreach", "single"),
         needs=idle.steps_with_torch,
+        known_as="torchtitan optimizer.implementation",
     )
     state_bits: int | None = key(
         None,
         "Bits of each number of AdamW's states; 8 and 4: in blocks with a scale each; null: those of dtype.",
         choices=(4, 8, 16, 32),
         needs="optimizer.name != sgd",
+        known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
     )
     master_weights: bool = key(
         False,
         "Also keep the weights in fp32, which the steps add up in; dtype=bf16 is what is computed with.",
         needs=("optimizer.name != sgd", idle.trains_bf16),
+        known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
     )
     stochastic_rounding: bool = key(
         False,
         "Round a step's bf16 weights up or down at random, so that steps smaller than a bit add up.",
         needs=("optimizer.name != sgd", idle.trains_bf16),
+        known_as="torchao bf16_stochastic_round",
     )
 
 
@@ -79,10 +96,18 @@ class OptimizerConfig:
 class LrSchedulerConfig:
     """The learning rate over the steps."""
 
-    type: str = key("cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"))
-    warmup_steps: int = key(0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0)
+    type: str = key(
+        "cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"), known_as="HF lr_scheduler_type"
+    )
+    warmup_steps: int = key(
+        0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0, known_as="HF warmup_steps"
+    )
     warmup_ratio: float | None = key(
-        None, "In place of warmup_steps: the share of all optimizer steps, rounded up.", minimum=0, maximum=1
+        None,
+        "In place of warmup_steps: the share of all optimizer steps, rounded up.",
+        minimum=0,
+        maximum=1,
+        known_as="HF warmup_ratio",
     )
     min_lr_ratio: float = key(
         0.0,
@@ -90,6 +115,7 @@ class LrSchedulerConfig:
         minimum=0,
         maximum=1,
         needs="lr_scheduler.type != constant",
+        known_as="Axolotl cosine_min_lr_ratio; torchtitan min_lr_factor",
     )
 
 
@@ -97,15 +123,30 @@ class LrSchedulerConfig:
 class CheckpointConfig:
     """What is saved, and when."""
 
-    save_every_n_steps: int | None = key(None, "Steps between resumable states; null: only when stopped.", minimum=1)
-    keep_last_n: int = key(2, "Resumable states to keep; older ones are removed after a newer one is safe.", minimum=1)
-    save_model: bool = key(True, "Write the trained model as a Hugging Face folder at the end.")
-    max_shard_gib: float = key(4.0, "Largest safetensors file of that folder, GiB.", above=0, most=2**20)
+    save_every_n_steps: int | None = key(
+        None,
+        "Steps between resumable states; null: only when stopped.",
+        minimum=1,
+        known_as="torchtune save_every_n_steps; HF save_steps",
+    )
+    keep_last_n: int = key(
+        2,
+        "Resumable states to keep; older ones are removed after a newer one is safe.",
+        minimum=1,
+        known_as="torchtune keep_last_n_checkpoints; HF save_total_limit",
+    )
+    save_model: bool = key(
+        True, "Write the trained model as a Hugging Face folder at the end.", known_as="HF Trainer.save_model"
+    )
+    max_shard_gib: float = key(
+        4.0, "Largest safetensors file of that folder, GiB.", above=0, most=2**20, known_as="HF max_shard_size"
+    )
     extra_parameters: str = key(
         "error",
         "Parameters that a recipe of your own adds to a model: `error`: refuse before training to save a model that "
         "has any; `save`: write them too, for that recipe; other programs ignore them.",
         choices=("error", "save"),
+        known_as="none has it: HF saves every parameter of a model",
     )
 
 
@@ -113,17 +154,32 @@ class CheckpointConfig:
 class LogConfig:
     """What is shown and recorded."""
 
-    every_n_steps: int = key(1, "Steps between log lines; metrics.jsonl always has every step.", minimum=1)
+    every_n_steps: int = key(
+        1,
+        "Steps between log lines; metrics.jsonl always has every step.",
+        minimum=1,
+        known_as="torchtune log_every_n_steps; HF logging_steps",
+    )
     progress: str = key(
         "auto",
         "`live`: one moving line; `plain`: lines; `auto`: live on a terminal.",
         choices=("auto", "live", "plain"),
+        known_as="HF disable_tqdm",
     )
-    trackers: list[str] = key([], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers")
-    project: str = key("tune-recipes", "Project name at the trackers.")
-    run_name: str | None = key(None, "Run name at the trackers; null: the output folder's name.")
+    trackers: list[str] = key(
+        [], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers", known_as="HF report_to"
+    )
+    project: str = key(
+        "tune-recipes", "Project name at the trackers.", known_as="HF WANDB_PROJECT; Axolotl wandb_project"
+    )
+    run_name: str | None = key(
+        None, "Run name at the trackers; null: the output folder's name.", known_as="HF run_name"
+    )
     communication_step: int | None = key(
-        3, "Step of which the time spent in communication is measured, with several ranks; null: none.", minimum=1
+        3,
+        "Step of which the time spent in communication is measured, with several ranks; null: none.",
+        minimum=1,
+        known_as="none has it: others measure by their profilers",
     )
 
 
@@ -131,7 +187,11 @@ class LogConfig:
 class FullFinetuneConfig(RecipeFacts):
     """Config of `full_finetune_distributed`."""
 
-    recipe: str = key("full_finetune_distributed", "The recipe this config is for.")
+    recipe: str = key(
+        "full_finetune_distributed",
+        "The recipe this config is for.",
+        known_as="torchtune: the first word of `tune run`",
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -142,31 +202,63 @@ class FullFinetuneConfig(RecipeFacts):
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    seed: int = key(42, "Root of the seeds of model, data and dropout.", minimum=0)
+    seed: int = key(42, "Root of the seeds of model, data and dropout.", minimum=0, known_as="HF seed")
     dtype: str = key(
         "bf16",
         "Type of parameters, gradients and compute (fp64 is for checks on a CPU).",
         choices=("fp32", "bf16", "fp64"),
+        known_as="torchtune dtype; HF bf16",
     )
-    device: str = key("auto", "`auto`: cuda if there is one.", choices=("auto", "cpu", "cuda"))
-    batch_size: int = key(1, "Rows per rank in a micro-batch.", minimum=1, most=2**20)
-    gradient_accumulation_steps: int = key(1, "Micro-batches per optimizer step.", minimum=1, most=2**16)
-    epochs: int = key(1, "Passes over the rows.", minimum=1, most=10**6)
-    max_steps: int | None = key(None, "Stop after this many optimizer steps.", minimum=1)
-    max_seq_len: int = key(2048, "Longest row, tokens.", minimum=1, most=2**24)
-    loss: str = key("cross_entropy", "The loss.", kind="loss", needs=idle.sums_over_tokens)
-    clip_grad_norm: float | None = key(1.0, "Largest global gradient norm; null: no clipping.", above=0)
-    output_dir: str = key("outputs/run", "Folder for metrics, states and the trained model.", path=True)
+    device: str = key(
+        "auto", "`auto`: cuda if there is one.", choices=("auto", "cpu", "cuda"), known_as="torchtune device"
+    )
+    batch_size: int = key(
+        1,
+        "Rows per rank in a micro-batch.",
+        minimum=1,
+        most=2**20,
+        known_as="HF per_device_train_batch_size; torchtune batch_size",
+    )
+    gradient_accumulation_steps: int = key(
+        1, "Micro-batches per optimizer step.", minimum=1, most=2**16, known_as="HF gradient_accumulation_steps"
+    )
+    epochs: int = key(
+        1, "Passes over the rows.", minimum=1, most=10**6, known_as="HF num_train_epochs; torchtune epochs"
+    )
+    max_steps: int | None = key(
+        None, "Stop after this many optimizer steps.", minimum=1, known_as="HF max_steps; torchtitan training.steps"
+    )
+    max_seq_len: int = key(
+        2048, "Longest row, tokens.", minimum=1, most=2**24, known_as="torchtune max_seq_len; TRL max_length"
+    )
+    loss: str = key("cross_entropy", "The loss.", kind="loss", needs=idle.sums_over_tokens, known_as="torchtune loss")
+    clip_grad_norm: float | None = key(
+        1.0,
+        "Largest global gradient norm; null: no clipping.",
+        above=0,
+        known_as="torch clip_grad_norm_; HF max_grad_norm",
+    )
+    output_dir: str = key(
+        "outputs/run", "Folder for metrics, states and the trained model.", path=True, known_as="HF output_dir"
+    )
     overwrite_output_dir: bool = key(
-        False, "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays."
+        False,
+        "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays.",
+        known_as="HF overwrite_output_dir",
     )
-    resume: str | None = key(None, "`latest`, or a folder output_dir/state/step_N, to go on from.", path=True)
-    compile: bool = key(False, "torch.compile each layer.")
+    resume: str | None = key(
+        None,
+        "`latest`, or a folder output_dir/state/step_N, to go on from.",
+        path=True,
+        known_as="HF resume_from_checkpoint",
+    )
+    compile: bool = key(False, "torch.compile each layer.", known_as="torchtune compile; HF torch_compile")
     matmul_dtype: str | None = key(
         None,
         "Type that the layers' linears multiply in: `fp8` (Hopper, Ada and later) or `int8` (Ampere and later), "
         "scaled row by row; weights stay in dtype. null: dtype.",
         choices=("fp8", "int8"),
+        known_as="torchtitan float8; HF fp8 mixed_precision",
     )
 
 
@@ -174,7 +266,11 @@ class FullFinetuneConfig(RecipeFacts):
 class LoraFinetuneConfig(FullFinetuneConfig):
     """Config of `lora_finetune_distributed`."""
 
-    recipe: str = key("lora_finetune_distributed", "The recipe this config is for.")
+    recipe: str = key(
+        "lora_finetune_distributed",
+        "The recipe this config is for.",
+        known_as="torchtune: the first word of `tune run`",
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
@@ -187,7 +283,9 @@ class LoraFinetuneConfig(FullFinetuneConfig):
 class DpoFinetuneConfig(LoraFinetuneConfig):
     """Config of `dpo_distributed`."""
 
-    recipe: str = key("dpo_distributed", "The recipe this config is for.")
+    recipe: str = key(
+        "dpo_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
+    )
     dpo: DpoConfig = field(default_factory=DpoConfig)
 
     @property

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config.field import key
+from recipe_lib.config.keys import key
 
 # The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -14,14 +14,28 @@ _SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
 class LoraConfig:
     """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
 
-    rank: int = key(16, "Rank of the two matrices.", minimum=1, most=2**16, needs="dpo.trainable = adapters")
-    alpha: float = key(32.0, "The product is multiplied by alpha / rank.", above=0, needs="dpo.trainable = adapters")
+    rank: int = key(
+        16,
+        "Rank of the two matrices.",
+        minimum=1,
+        most=2**16,
+        needs="dpo.trainable = adapters",
+        known_as="PEFT r; torchtune lora_rank",
+    )
+    alpha: float = key(
+        32.0,
+        "The product is multiplied by alpha / rank.",
+        above=0,
+        needs="dpo.trainable = adapters",
+        known_as="PEFT lora_alpha",
+    )
     dropout: float = key(
         0.0,
         "Share of the adapter's inputs set to zero in training.",
         minimum=0,
         below=1,
         needs="dpo.trainable = adapters",
+        known_as="PEFT lora_dropout",
     )
     target_modules: list[str] = key(
         ["all-linear"],
@@ -30,34 +44,46 @@ class LoraConfig:
         "mean the same), `all-linear`: every linear of the layers; of a model that is not native, ends of its linears' "
         "names, as `c_attn`.",
         needs="dpo.trainable = adapters",
+        known_as="PEFT target_modules",
     )
     rslora: bool = key(
-        False, "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).", needs="dpo.trainable = adapters"
+        False,
+        "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).",
+        needs="dpo.trainable = adapters",
+        known_as="PEFT use_rslora",
     )
     dora: bool = key(
         False,
         "Also train the length of each output's weights (DoRA, arXiv 2402.09353).",
         needs="dpo.trainable = adapters",
+        known_as="PEFT use_dora",
     )
     quantize_base: str = key(
         "none",
         "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
         choices=("none", "nf4", "int8"),
         needs="dpo.trainable = adapters",
+        known_as="torchtune quantize_base; HF load_in_4bit",
     )
     dtype: str | None = key(
-        None, "Type of the adapters' weights; null: dtype.", choices=("fp32", "bf16"), needs="dpo.trainable = adapters"
+        None,
+        "Type of the adapters' weights; null: dtype.",
+        choices=("fp32", "bf16"),
+        needs="dpo.trainable = adapters",
+        known_as="PEFT autocast_adapter_dtype",
     )
     adapter_path: str | None = key(
         None,
         "Folder of a PEFT adapter to go on training; null: a new one.",
         path=True,
         needs="dpo.trainable = adapters",
+        known_as="Axolotl lora_model_dir; LLaMA-Factory adapter_name_or_path",
     )
     merge_on_save: bool = key(
         False,
         "At the end also write the model with the adapter merged in, as output_dir/model.",
         needs=("dpo.trainable = adapters", "checkpoint.save_model"),
+        known_as="PEFT merge_and_unload",
     )
 
     def __post_init__(self) -> None:
@@ -83,24 +109,41 @@ class DpoConfig:
         "`sigmoid`: DPO, with label_smoothing conservative DPO; `ipo` (arXiv 2310.12036); `simpo`: mean "
         "log-probabilities, no reference (arXiv 2405.14734).",
         choices=("sigmoid", "ipo", "simpo"),
+        known_as="TRL DPOConfig.loss_type",
     )
-    beta: float = key(0.1, "How strongly the model is held to the reference (simpo: scale of the reward).", above=0)
+    beta: float = key(
+        0.1,
+        "How strongly the model is held to the reference (simpo: scale of the reward).",
+        above=0,
+        known_as="TRL beta",
+    )
     label_smoothing: float = key(
         0.0,
         "sigmoid: share of pairs taken to be the wrong way round.",
         minimum=0,
         below=0.5,
         needs="dpo.loss = sigmoid",
+        known_as="TRL DPOConfig.label_smoothing",
     )
-    simpo_gamma: float = key(0.5, "simpo: least difference of rewards (gamma).", minimum=0, needs="dpo.loss = simpo")
+    simpo_gamma: float = key(
+        0.5,
+        "simpo: least difference of rewards (gamma).",
+        minimum=0,
+        needs="dpo.loss = simpo",
+        known_as="TRL simpo_gamma",
+    )
     reference_free: bool = key(
-        False, "sigmoid, ipo: take a reference that finds both answers equally likely.", needs="dpo.loss != simpo"
+        False,
+        "sigmoid, ipo: take a reference that finds both answers equally likely.",
+        needs="dpo.loss != simpo",
+        known_as="TRL reference_free",
     )
     trainable: str = key(
         "adapters",
         "`adapters`: the reference is the model without them; `all`: every parameter, the reference is a frozen "
         "second copy.",
         choices=("adapters", "all"),
+        known_as="LLaMA-Factory finetuning_type",
     )
 
     @property

@@ -3,22 +3,31 @@
 from dataclasses import dataclass, field
 
 from recipe_lib.config import idle
-from recipe_lib.config.field import key
+from recipe_lib.config.keys import key
 
 
 @dataclass
 class ModelConfig:
     """The model to train: a checkpoint, or an architecture with random weights."""
 
-    path: str | None = key(None, "Checkpoint folder, or a hub id that `tune download` has fetched.", path=True)
+    path: str | None = key(
+        None,
+        "Checkpoint folder, or a hub id that `tune download` has fetched.",
+        path=True,
+        known_as="HF model_name_or_path",
+    )
     preset: str | None = key(
-        None, "Architecture to initialize at random: a shipped name, or a config.json of yours.", path=True
+        None,
+        "Architecture to initialize at random: a shipped name, or a config.json of yours.",
+        path=True,
+        known_as="torchtitan model.flavor",
     )
     implementation: str = key(
         "native",
         "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
         "`transformers`); or what a plugin registered.",
         kind="model",
+        known_as="vLLM model_impl; torchtitan: the module of a model",
     )
 
 
@@ -26,25 +35,32 @@ class ModelConfig:
 class TokenizerConfig:
     """The tokenizer; by default the one in the checkpoint folder."""
 
-    path: str | None = key(None, "Folder or file of the tokenizer; null: `model.path`.", path=True)
-    chat_template: str | None = key(None, "Jinja file to use in place of the tokenizer's own chat template.", path=True)
+    path: str | None = key(
+        None, "Folder or file of the tokenizer; null: `model.path`.", path=True, known_as="HF tokenizer_name_or_path"
+    )
+    chat_template: str | None = key(
+        None, "Jinja file to use in place of the tokenizer's own chat template.", path=True, known_as="HF chat_template"
+    )
 
 
 @dataclass
 class SourceConfig:
     """One of several sources of rows; what it leaves null is taken from the section `data`."""
 
-    source: str = field(metadata={"help": "Like data.source.", "path": True})
+    source: str = field(metadata={"help": "Like data.source.", "path": True, "known_as": "Axolotl datasets[].path"})
     weight: float = key(
         1.0,
         "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.",
         above=0,
         most=1000,
+        known_as="Megatron --data-path weights; LLaMA-Factory interleave_probs",
     )
-    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format")
-    split: str | None = key(None, "Like data.split; null: the same.")
-    columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.")
-    max_samples: int | None = key(None, "Use only its first rows.", minimum=1)
+    format: str | None = key(
+        None, "Like data.format; null: the same.", kind="data.format", known_as="LLaMA-Factory formatting; Axolotl type"
+    )
+    split: str | None = key(None, "Like data.split; null: the same.", known_as="HF load_dataset split")
+    columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.", known_as="torchtune column_map")
+    max_samples: int | None = key(None, "Use only its first rows.", minimum=1, known_as="LLaMA-Factory max_samples")
 
 
 @dataclass
@@ -56,16 +72,26 @@ class DataConfig:
         "File or folder (.json, .jsonl, .parquet, .txt), or `hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` "
         "(extra `datasets`, which .parquet needs too).",
         path=True,
+        known_as="HF load_dataset path; TRL dataset_name",
     )
-    sources: list[SourceConfig] = key([], "Several sources with weights, in place of data.source.")
-    format: str = key("alpaca", "How a row is read.", kind="data.format")
-    split: str = key("train", "Split of a hub dataset.", needs=idle.reads_hub)
-    columns: dict[str, str] = key({}, "The format's column name -> the name it has in your file.")
+    sources: list[SourceConfig] = key(
+        [], "Several sources with weights, in place of data.source.", known_as="Axolotl datasets; TRL dataset mixtures"
+    )
+    format: str = key(
+        "alpaca", "How a row is read.", kind="data.format", known_as="LLaMA-Factory formatting; Axolotl type"
+    )
+    split: str = key("train", "Split of a hub dataset.", needs=idle.reads_hub, known_as="HF load_dataset split")
+    columns: dict[str, str] = key(
+        {},
+        "The format's column name -> the name it has in your file.",
+        known_as="torchtune column_map; LLaMA-Factory columns",
+    )
     template: str = key(
         "auto",
         "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",
         choices=("auto", "chat", "plain"),
         needs=idle.has_turns,
+        known_as="LLaMA-Factory template",
     )
     train_on: str | list[str] = key(
         "assistant",
@@ -74,6 +100,7 @@ class DataConfig:
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),
         needs=idle.chooses_labels,
+        known_as="Axolotl roles_to_train; TRL assistant_only_loss",
     )
     history: str = key(
         "auto",
@@ -82,41 +109,80 @@ class DataConfig:
         "own; `refuse`: such a row is a bad one.",
         choices=("auto", "split", "refuse"),
         needs=(idle.has_earlier_answers, "data.train_on != all"),
+        known_as="LLaMA-Factory mask_history",
     )
-    check_label_mask: bool = key(True, "Stop a run in which no token or every token is a label; false: do not.")
-    packing: bool = key(False, "Put several rows into one of up to max_seq_len tokens; none sees another.")
+    check_label_mask: bool = key(
+        True,
+        "Stop a run in which no token or every token is a label; false: do not.",
+        known_as="none has it: others train on such rows",
+    )
+    packing: bool = key(
+        False,
+        "Put several rows into one of up to max_seq_len tokens; none sees another.",
+        known_as="TRL packing; torchtune packed",
+    )
     pad_to_multiple_of: int = key(
-        1, "Row lengths are rounded up to a multiple of it, with padding; at most max_seq_len.", minimum=1
+        1,
+        "Row lengths are rounded up to a multiple of it, with padding; at most max_seq_len.",
+        minimum=1,
+        known_as="HF pad_to_multiple_of",
     )
-    shuffle: bool = key(True, "Draw a new row order each epoch from the seed; false: file order.")
+    shuffle: bool = key(
+        True, "Draw a new row order each epoch from the seed; false: file order.", known_as="torchtune shuffle"
+    )
     add_bos: bool = key(
         True,
         "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
+        known_as="torchtune add_bos",
     )
-    max_samples: int | None = key(None, "Use only the first rows of the source.", minimum=1)
+    max_samples: int | None = key(
+        None, "Use only the first rows of the source.", minimum=1, known_as="LLaMA-Factory max_samples"
+    )
     max_sample_mib: float = key(
         16.0,
         "Largest row as it is in its file, MiB; a larger one cannot be read (on_invalid).",
         above=0,
         most=4096,
+        known_as="none has it: others read a row of any size",
     )
-    on_invalid: str = key("error", "What a row that cannot be read does.", choices=("error", "skip"))
+    on_invalid: str = key(
+        "error",
+        "What a row that cannot be read does.",
+        choices=("error", "skip"),
+        known_as="none has it: others stop, or leave rows out unsaid",
+    )
     truncation: str = key(
         "truncate",
         "What a row over max_seq_len tokens does.",
         choices=("truncate", "drop", "error"),
         needs=idle.has_long_rows,
+        known_as="HF truncation; TRL truncation_mode",
     )
     num_proc: int | None = key(
-        None, "Processes per machine that tokenize; null: one for each CPU core.", minimum=1, most=2**10
+        None,
+        "Processes per machine that tokenize; null: one for each CPU core.",
+        minimum=1,
+        most=2**10,
+        known_as="HF datasets num_proc",
     )
-    num_workers: int = key(0, "Processes per rank that make batches ahead of the steps; 0: none.", minimum=0, most=2**8)
-    cache: bool = key(True, "Keep tokenized rows on disk for the next start and for the other ranks of the machine.")
+    num_workers: int = key(
+        0,
+        "Processes per rank that make batches ahead of the steps; 0: none.",
+        minimum=0,
+        most=2**8,
+        known_as="torch DataLoader num_workers",
+    )
+    cache: bool = key(
+        True,
+        "Keep tokenized rows on disk for the next start and for the other ranks of the machine.",
+        known_as="HF datasets caching; LLaMA-Factory overwrite_cache",
+    )
     cache_dir: str | None = key(
         None,
         "Folder for them; null: $XDG_CACHE_HOME/tune-recipes, or ~/.cache/tune-recipes.",
         path=True,
         needs="data.cache",
+        known_as="HF datasets cache_dir",
     )
 
 
@@ -125,13 +191,63 @@ class ValidationConfig:
     """Loss on rows that are not trained on; off while `source` is null."""
 
     source: str | None = key(
-        None, "Like data.source; the other data.* keys apply to it as well. null: no validation.", path=True
+        None,
+        "Like data.source; the other data.* keys apply to it as well. null: no validation.",
+        path=True,
+        known_as="LLaMA-Factory eval_dataset",
     )
-    format: str | None = key(None, "Like data.format; null: the same.", kind="data.format", needs="validation.source")
+    format: str | None = key(
+        None,
+        "Like data.format; null: the same.",
+        kind="data.format",
+        needs="validation.source",
+        known_as="as data.format",
+    )
     every_n_steps: int | None = key(
-        None, "Steps between validations; null: at the end of each epoch.", minimum=1, needs="validation.source"
+        None,
+        "Steps between validations; null: at the end of each epoch.",
+        minimum=1,
+        needs="validation.source",
+        known_as="torchtune run_val_every_n_steps; HF eval_steps",
     )
-    max_samples: int | None = key(None, "Use only the first rows.", minimum=1, needs="validation.source")
+    max_samples: int | None = key(
+        None, "Use only the first rows.", minimum=1, needs="validation.source", known_as="LLaMA-Factory max_samples"
+    )
     batch_size: int | None = key(
-        None, "Rows per rank in a validation batch; null: batch_size.", minimum=1, most=2**20, needs="validation.source"
+        None,
+        "Rows per rank in a validation batch; null: batch_size.",
+        minimum=1,
+        most=2**20,
+        needs="validation.source",
+        known_as="HF per_device_eval_batch_size",
     )
+
+
+HUB = "hub:"
+
+
+def resolved_sources(cfg: DataConfig) -> list[SourceConfig]:
+    """Every source of training rows, what it leaves null filled in from the section `data`.
+
+    `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not changed.
+    """
+    if cfg.sources:
+        return [_filled(source, cfg) for source in cfg.sources]
+    return [] if cfg.source is None else [_filled(SourceConfig(cfg.source), cfg)]
+
+
+def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
+    columns = cfg.columns if source.columns is None else source.columns
+    return SourceConfig(
+        source=source.source,
+        weight=source.weight,
+        format=cfg.format if source.format is None else source.format,
+        split=cfg.split if source.split is None else source.split,
+        columns=dict(columns),
+        max_samples=cfg.max_samples if source.max_samples is None else source.max_samples,
+    )
+
+
+def is_hub(source: str | None) -> bool:
+    """True for the name of a hub dataset."""
+    return source is not None and source.startswith(HUB)

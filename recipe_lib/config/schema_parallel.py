@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config import idle
-from recipe_lib.config.field import key
+from recipe_lib.config.keys import key
 
 
 @dataclass
@@ -15,6 +14,7 @@ class ParallelConfig:
         "`fsdp`: shards, gathered layer by layer; `ddp`: every data rank has all weights, and trained gradients are "
         "summed once a step; `auto`: what `tune run` plans to be faster and to fit.",
         choices=("fsdp", "ddp", "auto"),
+        known_as="HF accelerate distributed_type; Lightning strategy",
     )
     data_shard: int = key(
         -1,
@@ -23,26 +23,42 @@ class ParallelConfig:
         most=2**16,
         also=(-1,),
         needs="parallel.strategy != ddp",
+        known_as="torchtitan data_parallel_shard_degree",
     )
     data_replicate: int = key(
-        1, "Copies of the sharded model (HSDP).", minimum=1, most=2**16, needs="parallel.strategy != ddp"
+        1,
+        "Copies of the sharded model (HSDP).",
+        minimum=1,
+        most=2**16,
+        needs="parallel.strategy != ddp",
+        known_as="torchtitan data_parallel_replicate_degree",
     )
     tensor: int = key(
-        1, "Ranks that share each matrix and each row (tensor and sequence parallel).", minimum=1, most=2**16
+        1,
+        "Ranks that share each matrix and each row (tensor and sequence parallel).",
+        minimum=1,
+        most=2**16,
+        known_as="torchtitan tensor_parallel_degree; Megatron tensor_model_parallel_size",
     )
     tensor_regather_in_backward: str = key(
         "auto",
         "Gather a sequence's shards again in backward rather than keep them; `auto`: if layers are not checkpointed.",
         choices=("auto", "true", "false"),
         needs=("parallel.tensor > 1", "model.implementation = native"),
+        known_as="Megatron's sequence parallelism gathers again, without a key",
     )
     tensor_replicate_kv_heads: bool = key(
         False,
         "With fewer kv heads than `tensor`: every rank has all of their weights, and computes the head it needs.",
         needs=("parallel.tensor > 1", "model.implementation = native"),
+        known_as="vLLM replicates kv heads, without a key",
     )
     pipeline: int = key(
-        1, "Ranks, one behind the other, that the layers are divided among (pipeline).", minimum=1, most=2**12
+        1,
+        "Ranks, one behind the other, that the layers are divided among (pipeline).",
+        minimum=1,
+        most=2**12,
+        known_as="torchtitan pipeline_parallel_degree; Megatron pipeline_model_parallel_size",
     )
     pipeline_schedule: str = key(
         "1f1b",
@@ -50,6 +66,7 @@ class ParallelConfig:
         "their names defer weight gradients to when a rank would wait.",
         choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
         needs="parallel.pipeline > 1",
+        known_as="torchtitan pipeline_parallel_schedule",
     )
     pipeline_microbatches: int | None = key(
         None,
@@ -58,6 +75,7 @@ class ParallelConfig:
         minimum=1,
         most=2**16,
         needs="parallel.pipeline > 1",
+        known_as="torch PipelineSchedule n_microbatches",
     )
     pipeline_stages_per_rank: int = key(
         2,
@@ -65,25 +83,29 @@ class ParallelConfig:
         minimum=2,
         most=2**10,
         needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_1f1b, interleaved_zero_bubble"),
+        known_as="Megatron num_virtual_stages_per_pipeline_rank",
     )
     pipeline_max_deferred_weight_grads: int | None = key(
         None,
         "Most micro-batches of a rank (each of its stages counted) whose weight gradients are deferred at a time, in "
         "schedules that defer them; fewer take less memory, the bubble is longer; null: as the schedule has it.",
         minimum=1,
-        needs=("parallel.pipeline > 1", idle.defers_weight_gradients),
+        needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_zero_bubble, zbv, dualpipev"),
+        known_as="Megatron (zero-bubble fork) zero_bubble_max_pending_backward",
     )
     pipeline_layers_per_stage: list[int] | None = key(
         None,
         "Layers of each stage, one number a stage; null: by pipeline_balance.",
         minimum=1,
         needs="parallel.pipeline > 1",
+        known_as="torchtitan module_fqns_per_model_part; Megatron pipeline_model_parallel_layout",
     )
     pipeline_balance: str = key(
         "compute",
         "Layers of each stage: even in `compute`, or in `memory` of parameters and states; embedding and head counted.",
         choices=("compute", "memory"),
         needs=("parallel.pipeline > 1", "parallel.pipeline_layers_per_stage = null"),
+        known_as="DeepSpeed partition_method",
     )
     fsdp_wrap_policy: str | list[str] = key(
         "auto",
@@ -91,18 +113,26 @@ class ParallelConfig:
         "if either is larger than a layer, else layers); or a list of module-name patterns.",
         choices=("auto", "layers", "memory_efficient"),
         needs="parallel.strategy != ddp",
+        known_as="HF fsdp_auto_wrap_policy",
     )
     reshard_after_forward: bool = key(
-        True, "Free a unit's gathered parameters after its forward; false: keep them.", needs="parallel.strategy != ddp"
+        True,
+        "Free a unit's gathered parameters after its forward; false: keep them.",
+        needs="parallel.strategy != ddp",
+        known_as="torch fully_shard reshard_after_forward",
     )
     reduce_dtype: str | None = key(
-        None, "Gradients are summed over ranks in it; null: their own.", choices=("fp32", "bf16")
+        None,
+        "Gradients are summed over ranks in it; null: their own.",
+        choices=("fp32", "bf16"),
+        known_as="torch MixedPrecisionPolicy reduce_dtype",
     )
     heartbeat_timeout_seconds: float = key(
         60.0,
         "Seconds that a rank waits in a step for one that does not answer or stands still: then all ranks end, with a "
         "line that names it, and exit code 7. Loading, validation and saving may take longer.",
         minimum=1.0,
+        known_as="torch TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC; HF ddp_timeout",
     )
 
 
@@ -115,6 +145,7 @@ class MemoryConfig:
         "`full`: keep only each layer's input; `selective`: also keep attention outputs and every second matmul; "
         "`budget`: keep what saves the most time, up to activation_budget_gib.",
         choices=("none", "full", "selective", "budget"),
+        known_as="torchtitan activation_checkpoint.mode; HF gradient_checkpointing",
     )
     activation_budget_gib: float | None = key(
         None,
@@ -122,11 +153,13 @@ class MemoryConfig:
         above=0,
         most=2**20,
         needs="memory.activation_checkpointing = budget",
+        known_as="torch activation_memory_budget, there a share",
     )
     activation_offload: bool = key(
         False,
         "Keep what the layers keep for backward in pinned host memory; copied beside the computation.",
         needs="device != cpu",
+        known_as="torchtune enable_activation_offloading; TRL activation_offloading",
     )
     activation_offload_prefetch_layers: int = key(
         1,
@@ -134,23 +167,31 @@ class MemoryConfig:
         minimum=1,
         most=2**12,
         needs="memory.activation_offload",
+        known_as="torchtune's OffloadActivations has a fixed number of streams",
     )
     mlp_tiles: int = key(
         1,
         "Pieces of a row's tokens that an MLP computes one after the other, again in backward.",
         minimum=1,
         most=2**16,
+        known_as="Axolotl tiled_mlp_num_shards; Arctic TiledMLP",
     )
     cpu_offload: bool = key(
-        False, "Keep sharded parameters, gradients and optimizer states in host memory.", needs="device != cpu"
+        False,
+        "Keep sharded parameters, gradients and optimizer states in host memory.",
+        needs="device != cpu",
+        known_as="torchtune fsdp_cpu_offload; torch CPUOffloadPolicy",
     )
     optimizer_in_backward: bool = key(
-        False, "Step each parameter when its gradient is there, and free that; needs clip_grad_norm=null."
+        False,
+        "Step each parameter when its gradient is there, and free that; needs clip_grad_norm=null.",
+        known_as="torchtune optimizer_in_bwd",
     )
     optimizer_offload: bool = key(
         False,
         "Keep optimizer states in pinned host memory; each parameter's visit the device for its step.",
         needs=("device != cpu", "memory.cpu_offload = false"),
+        known_as="DeepSpeed offload_optimizer; Megatron optimizer_cpu_offload",
     )
     host_memory_limit_gib: float | None = key(
         None,
@@ -158,6 +199,7 @@ class MemoryConfig:
         above=0,
         most=2**20,
         needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload",
+        known_as="none has it: others take what there is",
     )
     loss_chunks: int = key(
         8,
@@ -165,10 +207,12 @@ class MemoryConfig:
         minimum=1,
         most=2**16,
         needs="memory.loss_kernel != liger",
+        known_as="torchtune num_output_chunks",
     )
     loss_kernel: str = key(
         "chunked",
         "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
         "has one; `liger`: Liger's kernel (extra `liger`).",
         choices=("chunked", "torch", "liger"),
+        known_as="HF use_liger_kernel",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.local_files import no_datasets
-from recipe_lib.config.sources import HUB
+from recipe_lib.config.schema_data import HUB
 from recipe_lib.data.parquet import without_nulls
 from recipe_lib.data.row_files import ROW_LIMIT, Located, RowFile, as_row, hash_of
 from recipe_lib.errors import DataError

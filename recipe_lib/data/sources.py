@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recipe_lib.config.local_files import find_files
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.config.sources import is_hub, resolved_sources
+from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.data.hub import HubRows
 from recipe_lib.data.json_files import JsonFile
 from recipe_lib.data.parquet import ParquetRows

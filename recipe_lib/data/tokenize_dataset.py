@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
-from recipe_lib.config.sources import resolved_sources
+from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.data.cache import cache_root, load_or_make, make_in_memory
 from recipe_lib.data.cache_key import cache_key
 from recipe_lib.data.dataset import Dataset, Origin, copies

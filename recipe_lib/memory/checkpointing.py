@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of

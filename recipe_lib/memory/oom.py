@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import OutOfMemoryError
 from recipe_lib.memory.peaks import PeakMemory

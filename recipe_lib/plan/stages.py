@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.config.pipeline import micro_batches, stages_per_rank
+from recipe_lib.config.mesh import micro_batches, stages_per_rank
 from recipe_lib.parallel.pipeline.schedule_memory import counted_in_flight
 from recipe_lib.parallel.pipeline.schedule_time import theoretical_bubble
 from recipe_lib.plan.hardware import Hardware

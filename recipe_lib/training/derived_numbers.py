@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_lib.config.pipeline import micro_batches, stage_count
+from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.optim.lr_scheduler import warmup_steps

@@ -4,7 +4,7 @@ import os
 
 from torch import nn
 
-from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.plugins import loaded_plugins
+from recipe_lib.config.registry import loaded_plugins
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError

@@ -17,7 +17,8 @@ from typing import Any
 
 from recipe_lib import files
 from recipe_lib.config.describe import to_yaml
-from recipe_lib.config.output_folder import (
+from recipe_lib.config.load import check_no_secrets
+from recipe_lib.config.local_files import (
     ADAPTER_FOLDER,
     MODEL_FOLDER,
     STATE_FOLDER,
@@ -25,7 +26,6 @@ from recipe_lib.config.output_folder import (
     check_folder,
 )
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.config.secret_values import check_no_secrets
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.training import previous_run
 from recipe_lib.training.inputs import check_inputs

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from recipe_lib.checkpoint.manifest import read_manifest
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
-from recipe_lib.config.output_folder import STATE_FOLDER
+from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger

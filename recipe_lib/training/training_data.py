@@ -6,7 +6,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import (
     DataPlan,

@@ -8,7 +8,7 @@ import pytest
 
 from recipe_lib.cli import cp
 from recipe_lib.cli.main import main
-from recipe_lib.config.places import find_config, find_recipe
+from recipe_lib.config.paths import find_config, find_recipe
 from recipe_lib.config.suggest import show
 
 CONFIG = "llama3/8B_full"

@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config import FullFinetuneConfig
-from recipe_lib.config.places import find_config, find_recipe, list_configs, list_recipes
+from recipe_lib.config.paths import find_config, find_recipe, list_configs, list_recipes
 from recipe_lib.config.suggest import show
 from tests.cli.commands import tune
 

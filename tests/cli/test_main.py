@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.cli.main import VERBS, main
-from recipe_lib.config.places import list_configs
+from recipe_lib.config.paths import list_configs
 from tests.cli.commands import ROOT, TUNE, environment, tune
 
 CONFIG = "llama3/8B_full"

@@ -11,7 +11,7 @@ CODE = """
 import sys
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.describe import describe_text
-from recipe_lib.config.places import list_configs
+from recipe_lib.config.paths import list_configs
 from recipe_lib.errors import ConfigError
 names = [name for names in list_configs().values() for name in names]
 load_config("llama3/8B_full", ["batch_size=2"])

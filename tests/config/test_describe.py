@@ -10,7 +10,7 @@ from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, load_config
 from recipe_lib.config.describe import describe_text, markdown, to_yaml, value_text
 from recipe_lib.config.keys import item_schema, read_schema
 from recipe_lib.config.load import load
-from recipe_lib.config.places import RECIPE_CONFIGS, list_configs
+from recipe_lib.config.paths import RECIPE_CONFIGS, list_configs
 from recipe_lib.config.rules import RULES
 from recipe_lib.config.schema import SourceConfig, key
 
@@ -34,10 +34,23 @@ def test_every_key_and_combination_is_described():
         assert f"| {entry.reason} | {entry.remedy} |" in page
 
 
-def test_every_row_has_four_cells():
+def test_every_key_has_its_name_elsewhere():
+    """Of torch, HF, PEFT, TRL, torchtitan, Megatron, torchtune or another tool, or the reason why none has one."""
+    page, tools = (
+        markdown(),
+        ("torch", "HF", "PEFT", "TRL", "Megatron", "DeepSpeed", "Axolotl", "LLaMA-Factory", "vLLM"),
+    )
+    inner = item_schema(read_schema(DpoFinetuneConfig).keys["data.sources"], 0).keys
+    for name, described in {**read_schema(DpoFinetuneConfig).keys, **inner}.items():
+        known = described.limits.get("known_as", "")
+        assert known.startswith(("none has it: ", "as data.")) or known.startswith(tools), f"{name}: {known!r}"
+        assert f" | {known} |" in page
+
+
+def test_every_row_has_five_cells():
     for line in markdown().splitlines():
         if line.startswith("| `") and "." in line.split("|")[1]:
-            assert line.replace("\\|", "").count("|") in (4, 5)
+            assert line.replace("\\|", "").count("|") in (4, 6)
 
 
 def test_own_keys_are_described():

@@ -9,7 +9,8 @@ from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetun
 from recipe_lib.config.idle import needs_text, why_idle
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import load as load_all
-from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.mesh import SCHEDULES
+from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.errors import ConfigError
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
@@ -157,3 +158,13 @@ def test_validate_says_so_and_ends_well(capsys, tmp_path):
         "note: optimizer.eps has no effect: optimizer.name is sgd",
         "note: parallel.pipeline_schedule has no effect: parallel.pipeline is 1",
     ]
+
+
+def test_schedules_are_those_of_the_table():
+    """What the conditions spell out, since the schema knows no schedule."""
+    needs = {name: key.limits["needs"][1] for name, key in read_schema(FullFinetuneConfig).keys.items()
+             if name.endswith(("deferred_weight_grads", "stages_per_rank"))}  # fmt: skip
+    splitting = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
+    free = ", ".join(name for name, facts in SCHEDULES.items() if facts.stages is None)
+    assert needs["parallel.pipeline_max_deferred_weight_grads"] == f"parallel.pipeline_schedule in {splitting}"
+    assert needs["parallel.pipeline_stages_per_rank"] == f"parallel.pipeline_schedule in {free}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.config import load_config, parse_arguments, plugins, register, registered, registry
+from recipe_lib.config import load_config, parse_arguments, register, registered, registry
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
@@ -18,7 +18,7 @@ GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 def own_registry(monkeypatch):
     """Each test has the registry and the list of loaded plugins to itself."""
     monkeypatch.setattr(registry, "_components", {kind: dict(names) for kind, names in registry._components.items()})
-    monkeypatch.setattr(plugins, "_loaded", set())
+    monkeypatch.setattr(registry, "_loaded", set())
 
 
 def test_a_name_of_ones_own():
@@ -117,7 +117,7 @@ def test_a_plugin_may_hold_dataclasses(write, tmp_path):
         tmp_path,
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n",
     )
-    plugins.load_plugin(plugin)
+    registry.load_plugin(plugin)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_plugin_that_raises(tmp_path, text, said):
     plugin = write_plugin(tmp_path, text)
     before = set(sys.modules)
     with pytest.raises(ConfigError) as caught:
-        plugins.load_plugin(plugin)
+        registry.load_plugin(plugin)
     assert str(caught.value).startswith(f"{show(str(plugin))}:{said}")
     assert "\n" not in str(caught.value)
     assert not {name for name in set(sys.modules) - before if name.startswith("tune_plugin")}
@@ -142,7 +142,7 @@ def test_a_plugin_that_raises(tmp_path, text, said):
 def test_a_plugin_that_takes_our_name(tmp_path):
     plugin = write_plugin(tmp_path, REGISTERS.replace("squared", "cross_entropy"))
     with pytest.raises(ConfigError) as caught:
-        plugins.load_plugin(plugin)
+        registry.load_plugin(plugin)
     assert (
         str(caught.value)
         == f"{show(str(plugin))}: register('loss', 'cross_entropy'): the name is taken; register another one"
@@ -152,7 +152,7 @@ def test_a_plugin_that_takes_our_name(tmp_path):
 @pytest.mark.parametrize("path", ["/no/such.py", "mine.txt", ".", "", "a\0b.py", "os"])
 def test_a_plugin_is_an_existing_py_file(path):
     with pytest.raises(ConfigError) as caught:
-        plugins.load_plugin(path)
+        registry.load_plugin(path)
     shown = path.replace("\0", "\\x00")
     assert str(caught.value) == f"--plugin '{shown}': expected the path of an existing .py file"
 

@@ -6,7 +6,7 @@ import pytest
 
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, load_config, register
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.places import RECIPE_CONFIGS
+from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.rules import RULES, broken_rules
 from recipe_lib.errors import ConfigError
 

@@ -116,15 +116,15 @@ def test_a_changed_plugin_is_another_format(chatml, root, rows_file, tmp_path, t
     source = rows_file(*ROWS)
 
     def with_plugin(word):
-        from recipe_lib.config import plugins, registry
+        from recipe_lib.config import registry
 
         registry._components["data.format"].pop("mine", None)
-        plugins._loaded.clear()
+        registry._loaded.clear()
         (tmp_path / "plugin.py").write_text(
             "from recipe_lib.config.registry import register\nfrom recipe_lib.data.samples import Completion\n"
             f"@register('data.format', 'mine')\ndef read(row): return Completion(row['prompt'], ' {word}')\n"
         )
-        plugins.load_plugin(tmp_path / "plugin.py")
+        registry.load_plugin(tmp_path / "plugin.py")
         return build(chatml, root, source, format="mine")
 
     first, second = with_plugin("cat"), with_plugin("dog")

@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config as load_any
-from recipe_lib.config.places import RECIPE_CONFIGS, find_config, list_configs
+from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, list_configs
 from tests.house.files import ROOT
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
-from recipe_lib.config.places import RECIPE_CONFIGS, list_presets
+from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import fit
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.places import RECIPE_CONFIGS, list_presets
+from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import Plan

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.config.pipeline import stage_count, stages_of_rank
+from recipe_lib.config.mesh import stage_count, stages_of_rank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps

@@ -23,7 +23,7 @@ from benchmarks.planned_peaks import (
     read_plans,
     total_bytes,
 )
-from recipe_lib.config.places import configs_folder
+from recipe_lib.config.paths import configs_folder
 from recipe_lib.units import GIB, MIB
 from tests.plan.apart import settings
 from tests.selection import selected, slow_except

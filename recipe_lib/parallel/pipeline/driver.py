@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.pipeline import SCHEDULES, rank_of_stage, stage_count
+from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import Later, put_off, splittable

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from recipe_lib.config.pipeline import stages_of_rank
+from recipe_lib.config.mesh import stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 
 BETWEEN, COMPUTES, WAITS = "between", "computes", "waits"

@@ -9,7 +9,7 @@ rank has taken it. Parameters, gradients and states are not counted. No torch.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from recipe_lib.config.pipeline import rank_of_stage, stage_count
+from recipe_lib.config.mesh import rank_of_stage, stage_count
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedule_time import Timeline, partner_of
 from recipe_lib.parallel.pipeline.schedules import (

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from recipe_lib.config.pipeline import rank_of_stage, stage_count
+from recipe_lib.config.mesh import rank_of_stage, stage_count
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import (
     COMPUTE,

@@ -13,7 +13,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from recipe_lib.config.pipeline import rank_of_stage, stage_count, stages_per_rank
+from recipe_lib.config.mesh import rank_of_stage, stage_count, stages_per_rank
 from recipe_lib.config.schema import ParallelConfig
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
@@ -45,7 +45,7 @@ Orders = dict[int, list[Action]]  # by the place of a rank in its pipeline
 def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     """The forwards and backwards of every rank of a pipeline for a training step.
 
-    Any number of micro-batches from 1 on has an order; see config.pipeline.schedule_fault for those worth having.
+    Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those worth having.
     """
     name, ranks = parallel.pipeline_schedule, parallel.pipeline
     if name == "gpipe":

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from recipe_lib.config.pipeline import SCHEDULES, stage_count, stages_of_rank
+from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.deferred import linear

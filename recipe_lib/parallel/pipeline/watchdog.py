@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from recipe_lib.config.pipeline import rank_of_stage
+from recipe_lib.config.mesh import rank_of_stage
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import UserError
 from recipe_lib.ops.device import holds_values

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe_lib.config.pipeline import micro_batches, stage_count, stages_of_rank
+from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedule_memory import StageBytes, live_bytes, peak_bytes
 from recipe_lib.parallel.pipeline.schedule_time import simulate

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from recipe_lib.config.mesh import mesh_shape
-from recipe_lib.config.pipeline import SCHEDULES, fewest_micro_batches, stage_count
+from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, stage_count
 from recipe_lib.errors import SetupError
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.trials import Changes, changed, value_of

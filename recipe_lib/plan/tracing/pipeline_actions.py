@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from recipe_lib.config.pipeline import micro_batches, rank_of_stage, stage_count, stages_of_rank
+from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline import driver
 from recipe_lib.parallel.pipeline.schedule_memory import StageBytes, live_bytes, taken_in

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.pipeline import micro_batches
-from recipe_lib.config.places import recipes_folder
-from recipe_lib.config.plugins import loaded_plugins
+from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.paths import recipes_folder
+from recipe_lib.config.registry import loaded_plugins
 from recipe_lib.data import Batch
 from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from recipe_lib.config.pipeline import micro_batches
+from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.data.batches import make_step

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.config.local_files import find_files
-from recipe_lib.config.sources import is_hub, resolved_sources
+from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.units import MIB, format_bytes

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.places import configs_folder, list_presets
+from recipe_lib.config.paths import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import preset_config, read_config, read_spec

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipe_lib.config.pipeline import SCHEDULES, rank_of_stage, stage_count, stages_of_rank
+from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, stages_of_rank
 from recipe_lib.config.schema import (
     DpoFinetuneConfig,
     FullFinetuneConfig,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.config.pipeline import SCHEDULES
+from recipe_lib.config.mesh import SCHEDULES
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.pp_traced import config, expected_held, run_ours, small_spec
-from recipe_lib.config.pipeline import SCHEDULES
+from recipe_lib.config.mesh import SCHEDULES
 from tests.distributed.ranks import run_ranks
 from tests.selection import selected, slow_except
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from recipe_lib.config.pipeline import SCHEDULES, rank_of_stage, stage_count, stages_of_rank, stages_per_rank
+from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, stages_of_rank, stages_per_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedule_memory import (
     StageBytes,

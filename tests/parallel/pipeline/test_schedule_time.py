@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe_lib.config.pipeline import SCHEDULES, fewest_micro_batches, stages_per_rank
+from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, stages_per_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedule_time import simulate, theoretical_bubble
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders, with_transfers

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from recipe_lib.config.pipeline import (
+from recipe_lib.config.mesh import (
     SCHEDULES,
     fewest_micro_batches,
     rank_of_stage,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.config.places import list_configs, list_presets
+from recipe_lib.config.paths import list_configs, list_presets
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, plannable, with_layers

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.config import load_config, places
+from recipe_lib.config import load_config, paths
 from recipe_lib.config.load import load
 from recipe_lib.errors import ConfigError
 
@@ -21,7 +21,7 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
         path = tmp_path / "configs" / f"{name}.yaml"
         path.parent.mkdir(parents=True)
         path.write_text(f"# {name}\n#\n{GOOD}")
-    monkeypatch.setattr(places, "_shipped_folder", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(paths, "_shipped_folder", lambda kind: tmp_path / kind)
     return tmp_path
 
 
@@ -32,11 +32,11 @@ def refusal(find, name: str) -> str:
 
 
 def test_by_name(checkout):
-    assert places.find_config("llama3/8B_full") == checkout / "configs/llama3/8B_full.yaml"
-    assert places.find_config("qwen2_5/0.5B_full") == checkout / "configs/qwen2_5/0.5B_full.yaml"
-    assert places.find_recipe("other") == checkout / "recipes/other.py"
-    assert places.list_recipes() == ["full_finetune_distributed", "other"]
-    assert places.list_configs() == {
+    assert paths.find_config("llama3/8B_full") == checkout / "configs/llama3/8B_full.yaml"
+    assert paths.find_config("qwen2_5/0.5B_full") == checkout / "configs/qwen2_5/0.5B_full.yaml"
+    assert paths.find_recipe("other") == checkout / "recipes/other.py"
+    assert paths.list_recipes() == ["full_finetune_distributed", "other"]
+    assert paths.list_configs() == {
         "dpo_distributed": [],
         "full_finetune_distributed": ["llama3/8B_full", "qwen2_5/0.5B_full"],
         "lora_finetune_distributed": [],
@@ -49,17 +49,17 @@ def test_by_path(checkout, monkeypatch):
     (checkout / "mine.yml").write_text(GOOD)
     (checkout / "mine.py").write_text("")
     for name in ("mine.yml", "./mine.yml", str(checkout / "mine.yml"), "configs/llama3/8B_full.yaml"):
-        assert places.find_config(name) == Path(name)
-    assert places.find_recipe("mine.py") == Path("mine.py")
+        assert paths.find_config(name) == Path(name)
+    assert paths.find_recipe("mine.py") == Path("mine.py")
     monkeypatch.setenv("HOME", str(checkout))
-    assert places.find_config("~/mine.yml") == checkout / "mine.yml"
+    assert paths.find_config("~/mine.yml") == checkout / "mine.yml"
 
 
 def test_a_shipped_name_is_no_relative_path(checkout, monkeypatch):
     (checkout / "llama3").mkdir()
     (checkout / "llama3/8B_full").write_text("not this")
     monkeypatch.chdir(checkout)
-    assert places.find_config("llama3/8B_full") == checkout / "configs/llama3/8B_full.yaml"
+    assert paths.find_config("llama3/8B_full") == checkout / "configs/llama3/8B_full.yaml"
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_no_such_config(checkout, tmp_path_factory, monkeypatch, name, said):
     monkeypatch.chdir(elsewhere)
     (elsewhere / "folder").mkdir()
     (elsewhere / "rows.json").write_text("{}")
-    assert refusal(places.find_config, name) == said
+    assert refusal(paths.find_config, name) == said
 
 
 def test_no_such_recipe(checkout):
-    assert refusal(places.find_recipe, "full_finetune") == (
+    assert refusal(paths.find_recipe, "full_finetune") == (
         "full_finetune: no such recipe; did you mean full_finetune_distributed?"
     )
-    assert refusal(places.find_recipe, "_private").startswith("_private: no such recipe")
+    assert refusal(paths.find_recipe, "_private").startswith("_private: no such recipe")
 
 
 def test_a_named_config_is_shown_by_its_path(checkout, monkeypatch, tmp_path_factory):
@@ -103,17 +103,17 @@ def test_a_named_config_is_shown_by_its_path(checkout, monkeypatch, tmp_path_fac
 
 
 def test_every_shipped_recipe_has_a_config_class():
-    assert set(places.list_recipes()) == set(places.RECIPE_CONFIGS)
+    assert set(paths.list_recipes()) == set(paths.RECIPE_CONFIGS)
 
 
-SHIPPED = [name for names in places.list_configs().values() for name in names]
+SHIPPED = [name for names in paths.list_configs().values() for name in names]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_config_loads(name):
-    path = places.find_config(name)
-    recipe = next(recipe for recipe, names in places.list_configs().items() if name in names)
-    cfg = load_config(name, (), places.RECIPE_CONFIGS[recipe])
+    path = paths.find_config(name)
+    recipe = next(recipe for recipe, names in paths.list_configs().items() if name in names)
+    cfg = load_config(name, (), paths.RECIPE_CONFIGS[recipe])
     assert cfg.recipe == recipe
     text = path.read_text()
     assert text.startswith("#"), "a config begins with what it is for"
@@ -124,8 +124,8 @@ def test_every_shipped_config_loads(name):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_holds_only_what_differs(name):
-    recipe = next(recipe for recipe, names in places.list_configs().items() if name in names)
-    schema = places.RECIPE_CONFIGS[recipe]
+    recipe = next(recipe for recipe, names in paths.list_configs().items() if name in names)
+    schema = paths.RECIPE_CONFIGS[recipe]
     from recipe_lib.config.keys import read_schema
 
     keys = read_schema(schema).keys
@@ -138,5 +138,5 @@ def test_a_shipped_config_holds_only_what_differs(name):
 
 def test_there_are_shipped_configs_and_presets():
     assert len(SHIPPED) > 10
-    assert "llama3/8B" in places.list_presets()
-    assert all((places.presets_folder() / f"{name}.json").is_file() for name in places.list_presets())
+    assert "llama3/8B" in paths.list_presets()
+    assert all((paths.presets_folder() / f"{name}.json").is_file() for name in paths.list_presets())

@@ -1,0 +1,117 @@
+"""Keys as other tools call them: each leads to ours, or to nothing, and never to a key that means something else."""
+
+import pytest
+
+from recipe_lib.config import DpoFinetuneConfig
+from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
+from recipe_lib.config.hints import meant_by, near
+from recipe_lib.config.keys import read_schema
+
+SCHEMA = read_schema(DpoFinetuneConfig)
+
+# From the documentation of each tool; none: there is nothing like it here.
+TITAN = {
+    "job.dump_folder": "output_dir", "metrics.log_freq": "log.every_n_steps",
+    "metrics.enable_tensorboard": "log.trackers", "model.flavor": "model.preset",
+    "model.hf_assets_path": "model.path", "optimizer.name": "optimizer.name", "optimizer.beta1": "optimizer.betas",
+    "optimizer.early_step_in_backward": "memory.optimizer_in_backward",
+    "lr_scheduler.min_lr_factor": "lr_scheduler.min_lr_ratio", "lr_scheduler.decay_type": "lr_scheduler.type",
+    "training.dataset": "data.source", "training.dataset_path": "data.source",
+    "training.local_batch_size": "batch_size", "training.global_batch_size": None, "training.seq_len": "max_seq_len",
+    "training.max_norm": "clip_grad_norm", "training.steps": "max_steps", "training.seed": "seed",
+    "training.enable_cpu_offload": "memory.cpu_offload", "training.mixed_precision_param": "dtype",
+    "training.mixed_precision_reduce": "parallel.reduce_dtype", "training.compile": "compile",
+    "parallelism.data_parallel_replicate_degree": "parallel.data_replicate",
+    "parallelism.data_parallel_shard_degree": "parallel.data_shard",
+    "parallelism.fsdp_reshard_after_forward": "parallel.reshard_after_forward",
+    "parallelism.tensor_parallel_degree": "parallel.tensor",
+    "parallelism.pipeline_parallel_degree": "parallel.pipeline",
+    "parallelism.pipeline_parallel_schedule": "parallel.pipeline_schedule",
+    "parallelism.module_fqns_per_model_part": "parallel.pipeline_layers_per_stage",
+    "parallelism.context_parallel_degree": None, "parallelism.expert_parallel_degree": None,
+    "checkpoint.interval": "checkpoint.save_every_n_steps", "checkpoint.keep_latest_k": "checkpoint.keep_last_n",
+    "checkpoint.initial_load_path": "model.path", "activation_checkpoint.mode": "memory.activation_checkpointing",
+    "validation.freq": "validation.every_n_steps", "comm.train_timeout_seconds": "parallel.heartbeat_timeout_seconds",
+}  # fmt: skip
+MEGATRON = {
+    "tensor_model_parallel_size": "parallel.tensor", "pipeline_model_parallel_size": "parallel.pipeline",
+    "num_layers_per_virtual_pipeline_stage": "parallel.pipeline_stages_per_rank",
+    "virtual_pipeline_model_parallel_size": "parallel.pipeline_stages_per_rank", "context_parallel_size": None,
+    "sequence_parallel": "parallel.tensor", "micro_batch_size": "batch_size", "global_batch_size": None,
+    "train_iters": "max_steps", "min_lr": "lr_scheduler.min_lr_ratio", "lr_decay_style": "lr_scheduler.type",
+    "lr_warmup_iters": "lr_scheduler.warmup_steps", "lr_warmup_fraction": "lr_scheduler.warmup_ratio",
+    "clip_grad": "clip_grad_norm", "save_interval": "checkpoint.save_every_n_steps",
+    "eval_interval": "validation.every_n_steps", "log_interval": "log.every_n_steps",
+    "recompute_granularity": "memory.activation_checkpointing", "seq_length": "max_seq_len",
+    "distributed_timeout_minutes": "parallel.heartbeat_timeout_seconds", "expert_model_parallel_size": None,
+    "optimizer_cpu_offload": "memory.optimizer_offload", "data_path": "data.source", "lr": "optimizer.lr",
+}  # fmt: skip
+HUGGING_FACE = {
+    "learning_rate": "optimizer.lr", "per_device_train_batch_size": "batch_size",
+    "per_device_eval_batch_size": "validation.batch_size", "num_train_epochs": "epochs", "warmup_ratio":
+    "lr_scheduler.warmup_ratio", "warmup_steps": "lr_scheduler.warmup_steps", "lr_scheduler_type": "lr_scheduler.type",
+    "max_grad_norm": "clip_grad_norm", "save_strategy": None, "eval_strategy": None, "logging_strategy": None,
+    "save_steps": "checkpoint.save_every_n_steps", "save_total_limit": "checkpoint.keep_last_n",
+    "logging_steps": "log.every_n_steps", "eval_steps": "validation.every_n_steps", "report_to": "log.trackers",
+    "gradient_checkpointing": "memory.activation_checkpointing", "bf16": "dtype", "torch_compile": "compile",
+    "use_liger_kernel": "memory.loss_kernel", "label_smoothing_factor": None, "deepspeed": None, "push_to_hub": None,
+    "dataloader_num_workers": "data.num_workers", "fsdp_auto_wrap_policy": "parallel.fsdp_wrap_policy",
+    "tp_size": "parallel.tensor", "cp_size": None, "dp_replicate_size": "parallel.data_replicate",
+    "eval_accumulation_steps": None, "overwrite_output_dir": "overwrite_output_dir",
+    "dataset_num_proc": "data.num_proc", "max_length": "max_seq_len", "assistant_only_loss": "data.train_on",
+    "dataset_text_field": "data.columns", "loss_type": "dpo.loss", "beta": "dpo.beta", "reference_free":
+    "dpo.reference_free", "truncation_mode": "data.truncation", "attn_implementation": None, "r": "lora.rank",
+    "lora_alpha": "lora.alpha", "target_modules": "lora.target_modules", "use_dora": "lora.dora", "tf32": None,
+    "modules_to_save": "lora.target_modules", "load_in_4bit": "lora.quantize_base", "packing_strategy": None,
+}  # fmt: skip
+AXOLOTL_AND_OTHERS = {
+    "base_model": "model.path", "datasets": "data.source", "sequence_len": "max_seq_len",
+    "sample_packing": "data.packing", "pad_to_sequence_len": "data.pad_to_multiple_of", "val_set_size": None,
+    "micro_batch_size": "batch_size", "num_epochs": "epochs", "train_on_inputs": "data.train_on",
+    "cosine_min_lr_ratio": "lr_scheduler.min_lr_ratio", "excess_length_strategy": "data.truncation",
+    "tensor_parallel_size": "parallel.tensor", "tiled_mlp": "memory.mlp_tiles", "wandb_project": "log.project",
+    "lora_target_linear": "lora.target_modules", "flash_attention": None, "saves_per_epoch":
+    "checkpoint.save_every_n_steps", "cutoff_len": "max_seq_len", "finetuning_type": "dpo.trainable",
+    "quantization_bit": "lora.quantize_base", "pref_beta": "dpo.beta", "preprocessing_num_workers": "data.num_proc",
+    "dataset.path": "data.source", "dataset.packed": "data.packing", "dataset.split": "data.split",
+    "dataset.column_map": "data.columns", "checkpointer.checkpoint_dir": "model.path", "tensor_parallel_dim":
+    "parallel.tensor", "parallel.tp": "parallel.tensor", "optimizer_in_bwd": "memory.optimizer_in_backward",
+    "enable_activation_offloading": "memory.activation_offload", "num_output_chunks": "memory.loss_chunks",
+    "memory_efficient_fsdp_wrap": "parallel.fsdp_wrap_policy", "fsdp_cpu_offload": "memory.cpu_offload",
+    "run_val_every_n_steps": "validation.every_n_steps", "keep_last_n_checkpoints": "checkpoint.keep_last_n",
+    "model.lora_attn_modules": "lora.target_modules", "model.lora_rank": "lora.rank", "lr_scheduler.num_warmup_steps":
+    "lr_scheduler.warmup_steps", "max_steps_per_epoch": "max_steps", "log_peak_memory_stats": None,
+}  # fmt: skip
+KEYS = [(name, ours) for table in (TITAN, MEGATRON, HUGGING_FACE, AXOLOTL_AND_OTHERS) for name, ours in table.items()]
+
+
+@pytest.mark.parametrize(("name", "ours"), KEYS)
+def test_another_tools_key(name: str, ours: str | None) -> None:
+    assert meant_by(name, SCHEMA) == ([] if ours is None else [ours])
+
+
+def test_there_are_many() -> None:
+    assert len(KEYS) >= 140 and sum(ours is None for _, ours in KEYS) >= 20
+
+
+def test_an_unknown_section_says_what_is_there(faults) -> None:
+    found = faults("", "parallelism.disable_loss_parallel=true")
+    assert found[0].startswith(
+        "command line: parallelism.disable_loss_parallel=true: unknown key; the keys of parallel are "
+    )
+    assert faults("", "profiling.freq=3") == [
+        "command line: profiling.freq=3: unknown key; `tune cat CONFIG --describe` lists all keys"
+    ]
+
+
+@pytest.mark.parametrize("found", ["tp_size", "eval_size", "group_size", "save_policy", "val_batches", "num_heads",
+                                   "warmup", "log_level", "hub_token", "step_size", "min_size"])  # fmt: skip
+def test_what_is_far_is_not_near(found: str) -> None:
+    assert near(found, [key.rpartition(".")[2] for key in SCHEMA.keys]) is None
+
+
+def test_tables_fit_together() -> None:
+    assert set(SECTION_ALIASES.values()) <= set(SCHEMA.sections)
+    assert not NOTHING_LIKE_IT & set(KEY_ALIASES)
+    assert not NOTHING_LIKE_IT & {name.rpartition(".")[2] for name in SCHEMA.keys}
+    assert all(word.islower() for word in GENERIC)
