@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, PipelinePlan, Plan, RankPlan
+from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, PipelinePlan, Plan, RankPlan, StagePlan
 from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares, split_number
 from recipe_lib.plan.verdict import reason_text
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_seconds
@@ -130,6 +130,11 @@ def outside_rows(plan: Plan) -> list[tuple[str, int, str]]:
 def where_of(peak: PhasePeak) -> str:
     """`backward, model.layers.31`."""
     return ", ".join(text for text in (peak.part, peak.module) if text) or "-"
+
+
+def layers_text(place: StagePlan) -> str:
+    """`0-3, 28-31`: the layers of a place's stages."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in place.layers)
 
 
 def _place(plan: Plan, rank: RankPlan) -> str:
