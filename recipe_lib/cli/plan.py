@@ -65,7 +65,8 @@ def exit_code(plan: "Plan") -> int:
 
 def text_of(plan: "Plan", other: "Plan | None", depth: int) -> str:
     """The report; with another plan, what is different here."""
-    from recipe_lib.plan.report import render, wants_color
+    from recipe_lib.plan.report import render
+    from recipe_lib.report.terminal import wants_color
 
     if other is not None:
         from recipe_lib.plan.diff import render_diff

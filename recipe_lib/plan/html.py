@@ -59,6 +59,7 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
         Section("Not modeled", items=plan.not_modeled),
     ]
     return render_page(
+        "plan",
         f"{plan.config}: {plan.verdict}",
         f"{plan.config} on {plan.ranks} x {plan.device.name}",
         verdict_text(plan),

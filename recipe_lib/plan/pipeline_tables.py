@@ -1,7 +1,8 @@
 """What each place of a pipeline has and holds, as a table. No torch in here."""
 
 from recipe_lib.plan.result import Plan, RankPlan, StagePlan
-from recipe_lib.plan.tables import Table, layers_text
+from recipe_lib.plan.tables import layers_text
+from recipe_lib.report.terminal import Table
 from recipe_lib.units import format_bytes, format_count
 
 _STATES = ("parameters", "gradients", "optimizer")

@@ -7,6 +7,7 @@ from typing import Any
 from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, PipelinePlan, Plan, RankPlan, StagePlan
 from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares, split_number
 from recipe_lib.plan.verdict import reason_text
+from recipe_lib.report.terminal import Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_seconds
 
 # (bytes of one, name)
@@ -14,19 +15,6 @@ Unit = tuple[int, str]
 
 # A branch of the tree is shown if it is this share of the one above it, and at most so many are.
 _SMALLEST_SHARE, _MOST_BRANCHES = 0.01, 12
-
-
-@dataclass
-class Table:
-    """rows: a text for each of `header`. left: the headers of text columns, numbers stand at the right. optional:
-    headers to leave out where the room is short, the first of them first. notes: sentences below it."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    left: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def unit_of(largest: int) -> Unit:

@@ -64,11 +64,12 @@ def _template() -> jinja2.Template:
 
 
 def render_page(
-    title: str, name: str, headline: str, sections: Iterable[Section], *, style: str = "", status: str = "",
+    kind: str, title: str, name: str, headline: str, sections: Iterable[Section], *, style: str = "", status: str = "",
     footer: str = "",
 ) -> str:  # fmt: skip
-    """The page. style: `good`, `risky` or `bad` colors the headline. status: a word beside the name."""
+    """The page. kind: `run` or `plan`, by which the file is known again. style:
+    `good`, `risky` or `bad` colors the headline. status: a word beside the name."""
     shown = [section for section in sections if section]
     return _template().render(
-        title=title, name=name, headline=headline, sections=shown, style=style, status=status, footer=footer
+        kind=kind, title=title, name=name, headline=headline, sections=shown, style=style, status=status, footer=footer
     )

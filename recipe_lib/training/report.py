@@ -41,7 +41,7 @@ def render_report(name: str, summary: Mapping[str, Any], lines: list[dict[str, A
         Section("Config", text=config),
     ]
     status = str(summary.get("status", "unknown"))
-    return render_page(f"{name}: {headline}", name, headline, sections, status=status)
+    return render_page("run", f"{name}: {headline}", name, headline, sections, status=status)
 
 
 def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
