@@ -53,8 +53,18 @@ def terminal_width(otherwise: int = 100) -> int:
 
 def open_console(width: int, color: bool = False) -> Console:
     """A console that collects what it prints for `text_of`; whatever the environment says, styles only with color."""
-    return Console(file=io.StringIO(), width=width, height=25, force_terminal=color,
-                   color_system="standard" if color else None, no_color=not color, highlight=False, markup=False, emoji=False, legacy_windows=False)  # fmt: skip
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        height=25,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
 
 
 def text_of(console: Console) -> str:

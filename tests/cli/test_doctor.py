@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.cli import doctor, doctor_findings, doctor_machine, doctor_probes
+from recipe_lib.cli import doctor, doctor_findings, doctor_probes
 from recipe_lib.cli.doctor_findings import advice, findings
 from recipe_lib.cli.doctor_report import report
 from recipe_lib.cli.main import main
@@ -134,7 +134,7 @@ def test_what_hangs_is_tried_without_peer_access(monkeypatch: pytest.MonkeyPatch
         return good if environment else HANGS
 
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    monkeypatch.setattr(doctor_machine, "machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
     monkeypatch.setattr(doctor_probes, "device_steps", faked(facts["steps"]))
     monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
     monkeypatch.setattr(doctor_probes, "peer_steps", faked(dict(enumerate(copies))))
@@ -156,7 +156,7 @@ def test_what_hangs_is_tried_without_peer_access(monkeypatch: pytest.MonkeyPatch
 def test_more_ranks_than_cores_can_bear_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     facts = healthy()
     seen = facts["steps"]["torch"] | {"gpus": []}
-    monkeypatch.setattr(doctor_machine, "machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
     monkeypatch.setattr(doctor_probes, "device_steps", faked({"torch": seen}))
     monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
     tried = []
@@ -172,7 +172,7 @@ def test_more_ranks_than_cores_can_bear_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_torch_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor_machine, "machine", lambda folders: healthy()["machine"])
+    monkeypatch.setattr(doctor_probes, "machine", lambda folders: healthy()["machine"])
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.FOUND
     out = capsys.readouterr().out
@@ -187,11 +187,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("on a GPU this would be the real thing")
-    monkeypatch.setattr(doctor_machine, "WRITTEN", MIB)
+    monkeypatch.setattr(doctor_probes, "WRITTEN", MIB)
     monkeypatch.setattr(links, "CPU_SIZES", (4096, 65536))
     monkeypatch.setattr(links, "ROUNDS", 2)
     monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
-    monkeypatch.setattr(doctor_machine, "installed", lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name))
+    monkeypatch.setattr(doctor_probes, "installed", lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name))
     for name in ("DISK", "MEMORY"):
         monkeypatch.setattr(doctor_findings, name, 0)
 
