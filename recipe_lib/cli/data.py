@@ -57,9 +57,9 @@ def read(words: list[str]) -> argparse.Namespace:
     parser = Parser("data", DESCRIPTION)
     parser.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
     add_configs(parser, words)
-    parser.add_argument("--rows", type=int, default=5, metavar="N", help="show: how many rows (packs); default: 5")
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="show: how many sequences (packs); default: 5")
     parser.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
-    parser.add_argument("--validation", action="store_true", help="show: rows of validation.source")
+    parser.add_argument("--validation", action="store_true", help="show: sequences of validation.source")
     parser.add_argument(
         "--allow", metavar="FAULT", action="append", default=[], help="check: a fault to put up with, by its name"
     )
@@ -142,7 +142,7 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     tokens, trained = sum(row.tokens for row in documents), sum(row.trained for row in documents)
-    what = "pack" if packed else "row"
+    what = "pack" if packed else "sequence"
     held = f" in {len(documents)} documents" if len(documents) > 1 else ""
     console.print(
         Text(f"── {what} {number}: {tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})")
@@ -198,14 +198,16 @@ def report(found: Any, lines: list[str]) -> None:
         print(visible(line))
     print(
         f"lengths: {numbers['shortest_row']} to {numbers['longest_row']} tokens, median {numbers['median_row']}; "
-        f"packed into {numbers['packs']} rows of {numbers['pack_length']} they fill "
+        f"packed into {numbers['packs']} sequences of {numbers['pack_length']} they fill "
         f"{numbers['packing_efficiency']:.1%} of them"
     )
     most = max((count for *_, count in found.histogram), default=1)
     for low, high, count in found.histogram:
         print(f"  {low:>7} - {high:<7} {count:>9}  {'#' * round(40 * count / most)}")
     if "untrained_tokens" in numbers and not numbers["untrained_tokens"]:
-        print("special tokens: every one that the rows use has a trained embedding")
+        print("special tokens: every one that the data uses has a trained embedding")
     if numbers["validation_rows"]:
-        print(f"validation: {numbers['validation_rows']} rows, {numbers['overlapping_rows']} of them also trained on")
+        print(
+            f"validation: {numbers['validation_rows']} sequences, {numbers['overlapping_rows']} of them also trained on"
+        )
     print(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")

@@ -56,7 +56,7 @@ def _packages(facts: dict[str, Any]) -> Iterator[Finding]:
             remedy = f"pip install '{name}>={major}.{minor},<{above}.{after}'"
             yield _finding("package-version", f"{name}: found {packages[name]}, {expected}", remedy)
     if "torchao" in facts["failed"]:
-        line = f"torchao {packages['torchao']} cannot be imported beside torch {packages['torch']}"
+        line = f"torchao {packages['torchao']} cannot be imported with torch {packages['torch']}"
         remedy = "install the torchao that its release notes name for this torch, or the newest in the range"
         yield _finding("torchao", f"{line} ({facts['failed']['torchao']})", remedy)
 

@@ -67,7 +67,7 @@ def software(facts: dict[str, Any]) -> list[Row]:
         ("driver", machine["driver"] or "none (nvidia-smi is not there, or says nothing)"),
     ]
     ao = packages["torchao"]
-    fits = "cannot be imported beside this torch" if "torchao" in facts["failed"] else "can be imported beside it"
+    fits = "cannot be imported with this torch" if "torchao" in facts["failed"] else "can be imported with it"
     lines.append(("torchao", f"{ao}, {fits}" if ao else "not installed"))
     others = ", ".join(f"{name} {packages[name] or '-'}" for name in packages if name not in ("torch", "torchao"))
     lines.append(("others", others))

@@ -243,7 +243,7 @@ def _base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
     if found.cfg is not None:
         if not found.cfg.model.path:
             raise CheckpointError(
-                f"{show(arguments.checkpoint)}: was trained beside random weights (model.preset), which are in no "
+                f"{show(arguments.checkpoint)}: was trained with random weights (model.preset), which are in no "
                 "checkpoint; start from model.path to have an adapter that others can load"
             )
         return _named_base(found.cfg.model.path)

@@ -172,7 +172,7 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
     text = (
         f"plan: {figures['verdict']} ({where}): active {format_bytes(figures['active'])}, "
         f"{'about ' if figures['allocated'] is None else ''}{format_bytes(figures['reserved'])} reserved + "
-        f"{format_bytes(memory - figures['usable'])} outside torch, of {format_bytes(memory)}; rows of "
+        f"{format_bytes(memory - figures['usable'])} outside torch, of {format_bytes(memory)}; sequences of "
         f"{settings.sequence.tokens:,} tokens"
     )
     if figures["seconds"] is not None and own:

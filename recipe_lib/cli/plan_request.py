@@ -50,9 +50,14 @@ def parser() -> Parser:
     add("--nnodes", metavar="M", help="machines; default: 1")
     add("--device", metavar="NAME", help="rtx4090, h100, ... or a size as 24GB; default: this machine's GPU, else 24GB")
     add("--fit", metavar="4x24GB", help="processes and device in one word")
-    add("--sequence", metavar="LENGTH", default="auto", help="tokens of a row: auto (the data's longest), max, p99, N")
+    add(
+        "--sequence",
+        metavar="LENGTH",
+        default="auto",
+        help="tokens of a sequence: auto (the data's longest), max, p99, N",
+    )
     add("--rank", metavar="R,...", help="ranks to plan; default: 0, or the first rank of each place in a pipeline")
-    add("--depth", type=int, default=2, metavar="N", help="levels of the tree of what is alive at the peak; default: 2")
+    add("--depth", type=int, default=2, metavar="N", help="levels of the tree of what is live at the peak; default: 2")
     add("--json", metavar="FILE", help="also write the plan as JSON; -: to standard output, in place of the report")
     add("--html", metavar="FILE", help="also write a page with the memory over time")
     add("--snapshot", metavar="FILE", help="also write a snapshot for pytorch.org/memory_viz")
@@ -92,7 +97,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
     unused = [name for name in ("json", "html", "snapshot", "diff", "advice") if getattr(arguments, name)]
     if arguments.search and unused:
-        raise ConfigError(f"--search: looks for settings and makes no plan of its own; leave --{unused[0]} out")
+        raise ConfigError(f"--search: looks for settings and makes no plan; leave --{unused[0]} out")
     for name in ("calibrate", "json", "html", "snapshot"):
         check_output(f"--{name}", getattr(arguments, name))
     return arguments

@@ -278,14 +278,14 @@ def _sequence_facts(sequence: Sequence) -> dict[str, Any]:
 def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
     """What the figures rest on."""
     like_cpu = settings.hardware.architecture == "cpu"
-    kernels = "a CPU's" if like_cpu else "flash attention (documents of packed rows: varlen flash), fused RMSNorm"
+    kernels = "a CPU's" if like_cpu else "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
     if attention_backend(settings.hardware.architecture) == "cudnn":
-        kernels += "; for rows that are not packed torch may take cuDNN's attention here, whose scratch is its own"
+        kernels += "; for unpacked sequences torch may take cuDNN's attention here, whose workspace differs"
     multiple = cfg.data.pad_to_multiple_of
     padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
     lines = [
-        f"rows of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), batch_size {cfg.batch_size}, "
-        f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
+        f"sequences of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), "
+        f"batch_size {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
         f"kernels: {kernels}; torch {torch.__version__}",
         "allocator: torch's default settings; `expandable` with PYTORCH_ALLOC_CONF=expandable_segments:True",
     ]

@@ -17,7 +17,7 @@ def stage_table(plan: Plan) -> Table | None:
     header = ["rank", "layers", "parameters", "in flight", "active", "states", "activations", "other", "reserved"]
     header += ["computes", "idle", "sends", ""]
     notes = (
-        "In flight: micro-batches between forward and backward, each stage counted; + those that wait for their weight "
+        "In flight: micro-batches between forward and backward, each stage counted; + those with deferred weight "
         "gradients. States: parameters, gradients and optimizer states at the peak. Sends: to other ranks of the "
         "pipeline, a step.",
     )

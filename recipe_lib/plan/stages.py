@@ -130,16 +130,14 @@ def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     """What the figures of a pipeline rest on. ranks: simulated."""
     count = micro_batches(cfg)[1]
     traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
-    lines = [
-        "pipeline: every place computes as fast as its own trace says; a transfer begins when both ranks are there"
-    ]
+    lines = ["pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks are ready"]
     if traced < count:
         lines.append(
-            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a rank, with which it "
-            "comes to hold whatever it holds with all of them; what the others do takes as long as what is like it"
+            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a rank, which "
+            "is enough to hold all that it holds with all of them; the others take as long as those like them"
         )
     if len(ranks) < cfg.parallel.pipeline:
-        lines.append("pipeline: --rank leaves places out, so that neither the heaviest is known for sure nor the time")
+        lines.append("pipeline: --rank leaves pipeline ranks out, so neither the heaviest rank nor the time is certain")
     return lines
 
 

@@ -111,7 +111,7 @@ def outside_rows(plan: Plan) -> list[tuple[str, int, str]]:
     return [
         ("context and kernels", outside.context, "--context-gib"),
         ("NCCL communicators", outside.nccl, "--nccl-gib"),
-        ("kept free for other programs", outside.reserve, "--reserve-gib"),
+        ("reserved headroom", outside.reserve, "--reserve-gib"),
     ]
 
 
@@ -144,9 +144,9 @@ def phase_table(plan: Plan) -> Table:
         [peak.phase, *map(format_bytes, (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable,
          peak.host)), where_of(peak)] for peak in rank.peaks
     ]  # fmt: skip
-    header = ["phase", "active", "allocated", "reserved", "expandable", "host", "most is active in"]
+    header = ["phase", "active", "allocated", "reserved", "expandable", "host", "peak in"]
     title = f"memory by phase, {rank_name(plan, rank)}"
-    return Table(title, header, rows, ("phase", "most is active in"), ("most is active in",))
+    return Table(title, header, rows, ("phase", "peak in"), ("peak in",))
 
 
 def rank_table(plan: Plan) -> Table | None:
@@ -178,10 +178,10 @@ def layer_table(plan: Plan) -> Table | None:
     ]
     rows.append(["total", "", "", *_layer_sums(outermost(plan.layers))])
     header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
-    note = "Kept: activations that wait for backward, of this rank."
+    note = "Kept: activations saved for backward on this rank."
     if plan.pipeline:
-        note += " Of a pipeline this rank is for each module one that has it."
-    return Table("layers: the full model without parallelism beside one rank", header, rows, ("module", "type"),
+        note += " With a pipeline, this rank is for each module a rank that has it."
+    return Table("layers: the full model and one rank's share", header, rows, ("module", "type"),
                  ("type", "modules"), (note,))  # fmt: skip
 
 
@@ -312,12 +312,14 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
 
 def _pipeline_text(pipeline: PipelinePlan) -> str:
     """Its schedule, and how much of it is waiting."""
-    rows = f"{pipeline.micro_batches} micro-batches of {pipeline.rows} row{'s' if pipeline.rows != 1 else ''}"
-    text = f"{pipeline.schedule}, {rows}"
+    sequences = f"{pipeline.rows} sequence{'s' if pipeline.rows != 1 else ''}"
+    text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
     if pipeline.bubble is not None and pipeline.seconds is not None:
-        text += f"; bubble {pipeline.bubble:.1%} of {duration(pipeline.seconds)} on {len(pipeline.places)} places"
+        text += (
+            f"; bubble {pipeline.bubble:.1%} of {duration(pipeline.seconds)} on {len(pipeline.places)} pipeline ranks"
+        )
     if pipeline.ideal is not None:
-        text += f" (equal stages that exchange in no time: {pipeline.ideal:.1%})"
+        text += f" (equal stages without communication time: {pipeline.ideal:.1%})"
     return text
 
 
@@ -355,7 +357,7 @@ def host_line(plan: Plan) -> str:
 
 
 def run_lines(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) of what was planned: recipe, config, model, mesh, row length, device."""
+    """(name, value) of what was planned: recipe, config, model, mesh, sequence length, device."""
     mesh = " x ".join(f"{dim} {size}" for dim, size in plan.mesh.items()) or "one rank"
     device = plan.device
     facts = f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {format_count(device.flops)} FLOP/s"
@@ -368,7 +370,7 @@ def run_lines(plan: Plan) -> list[tuple[str, str]]:
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
         ("mesh", f"{mesh} ({plan.ranks} rank{'s' if plan.ranks != 1 else ''})"),
-        ("row length", _sequence_text(plan.sequence)),
+        ("sequence length", _sequence_text(plan.sequence)),
         ("device", facts),
     ]
 

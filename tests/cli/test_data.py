@@ -44,8 +44,8 @@ def test_show_marks_what_is_trained(capsys: pytest.CaptureFixture[str], tmp_path
     rows = write(tmp_path / "rows.jsonl", ROWS)
     code, out, err = tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--rows", "2")
     assert (code, err) == (0, "")
-    assert "".join(between(out.split("── row 2")[0])).startswith("five")
-    assert "".join(between(out.split("── row 2")[1])).startswith("six")
+    assert "".join(between(out.split("── sequence 2")[0])).startswith("five")
+    assert "".join(between(out.split("── sequence 2")[1])).startswith("six")
     assert f"{rows}:1" in out and f"{rows}:2" in out and f"{rows}:3" not in out
     assert "Write 5 in words." in out.replace("«", "").replace("»", "")
     trained = int(out.split(" trained")[0].rsplit(" ", 1)[1])
@@ -172,7 +172,7 @@ def test_check_finds_embeddings_that_were_never_trained(
     save_file(tensors, folder / "model.safetensors")
     code, out, err = tune(capsys, "check", *words)
     assert (code, err) == (0, ""), err
-    assert "every one that the rows use has a trained embedding" in out
+    assert "every one that the data uses has a trained embedding" in out
     tensors["model.embed_tokens.weight"][config["eos_token_id"]] = 0  # which ends each answer
     save_file(tensors, folder / "model.safetensors")
     code, _, err = tune(capsys, "check", *words)

@@ -28,7 +28,7 @@ PLANTED: list[tuple[str, Any, str, str]] = [
     ("machine/packages/torchao", None, "package-missing", "torchao: not installed, expected torchao>=0.15,<0.19"),
     ("machine/packages/torch", "2.9.1", "package-version", "found 2.9.1, expected torch>=2.11,<2.14; pip install"),
     ("machine/packages/torch", "2.14.0.dev20261101", "package-version", "found 2.14.0"),
-    ("failed/torchao", "ImportError: no such symbol", "torchao", "torchao 0.18.0 cannot be imported beside torch 2.13"),
+    ("failed/torchao", "ImportError: no such symbol", "torchao", "torchao 0.18.0 cannot be imported with torch 2.13"),
     ("failed/torch", "not done after 60 s", "torch-broken", "torch cannot be used: not done after 60 s; install"),
     ("machine/driver", "does not answer", "driver", "nvidia-smi does not answer"),
     ("steps/torch/gpus/1/supported", False, "gpu-architecture", "GPU 1 (NVIDIA GeForce RTX 4090) is sm_89"),

@@ -340,7 +340,7 @@ def speed_text(found: PlannedSettings) -> str:
 def render_search(result: Search) -> str:
     """The settings as a table: what to type, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
-    rows = f"{result.rows} rows a step"
+    rows = f"{result.rows} sequences a step"
     shown = result.found or ([result.closest] if result.closest else [])
     if result.found:
         title = f"FOUND  settings that fit {where}, {rows}, fastest first"
