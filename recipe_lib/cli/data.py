@@ -27,9 +27,9 @@ FINDINGS = (
     "bad-rows", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
     "trained-share", "duplicates", "overlap", "untrained-tokens",
 )  # fmt: skip
-DESCRIPTION = """Looks at the rows of a config, with the tokenizer and the template that training would use.
+DESCRIPTION = """Looks at the sequences of a config, with the tokenizer and the template that training would use.
 
-  show   prints rows as they will be trained: trained text in green (off a terminal between « and »), special tokens
+  show   prints sequences as they will be trained: trained text green (off a terminal between « and »), special tokens
          in another color, the border of each document of a pack
   check  reads every row once and reports what is wrong with them; exit code 2 if anything is"""
 

@@ -63,27 +63,27 @@ def _packages(facts: dict[str, Any]) -> Iterator[Finding]:
 
 def _gpus(facts: dict[str, Any]) -> Iterator[Finding]:
     """GPUs that torch does not see, has no kernels for, or shares with other programs."""
-    told, listed, gpus = facts["steps"].get("torch", {}), facts["machine"]["listed_gpus"], _gpus_of(facts)
+    seen, listed, gpus = facts["steps"].get("torch", {}), facts["machine"]["listed_gpus"], _gpus_of(facts)
     if facts["machine"]["driver"] == "does not answer":
         yield _finding("driver", "nvidia-smi does not answer", "restart the machine, or look into `dmesg`")
     if "torch" in facts["failed"]:
         line = f"torch cannot be used: {facts['failed']['torch']}"
         remedy = "install it anew, and restart the machine if its driver does not answer"
         yield _finding("torch-broken", line, remedy)
-    if listed and not gpus and told:
-        count = f"the driver lists {len(listed)} GPU{'s' * (len(listed) > 1)}, torch {told['version']} sees none"
-        if told["cuda"] is None:
+    if listed and not gpus and seen:
+        count = f"the driver lists {len(listed)} GPU{'s' * (len(listed) > 1)}, torch {seen['version']} sees none"
+        if seen["cuda"] is None:
             remedy = "this torch is built without CUDA: install one with it, see pytorch.org/get-started"
         else:
             remedy = (
-                f"it says: {told['error'] or 'nothing'}; install a driver for CUDA {told['cuda']}, or an older torch"
+                f"it says: {seen['error'] or 'nothing'}; install a driver for CUDA {seen['cuda']}, or an older torch"
             )
         yield _finding("gpu-unseen", count, remedy)
     for number, gpu in enumerate(gpus):
         major, minor = gpu["capability"]
         if not gpu["supported"]:
-            built = ", ".join(told["built_for"]) or "none"
-            line = f"GPU {number} ({gpu['name']}) is sm_{major}{minor}; torch {told['version']} has kernels for {built}"
+            built = ", ".join(seen["built_for"]) or "none"
+            line = f"GPU {number} ({gpu['name']}) is sm_{major}{minor}; torch {seen['version']} has kernels for {built}"
             yield _finding("gpu-architecture", line, "install a torch built for it")
         elif (major, minor) < (8, 0):
             line = f"GPU {number} ({gpu['name']}, sm_{major}{minor}) computes bf16 slowly or not at all"

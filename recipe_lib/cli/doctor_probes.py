@@ -28,7 +28,9 @@ PACKAGES = ("torch", "torchao", "safetensors", "tokenizers", "huggingface_hub", 
 # What this package was made for, as its requirements say; of a checkout, those of its pyproject.toml.
 RANGES = {"torch": ((2, 11), (2, 14)), "torchao": ((0, 15), (0, 19))}
 # Variables that change what is measured here; tokens and passwords have other names.
-TOLD = re.compile(r"(NCCL|TORCH_NCCL|GLOO|CUDA|OMP|MKL|PYTORCH)_\w+|TORCH_\w*LOGS|HF_HOME|HF_HUB_CACHE|XDG_CACHE_HOME")
+REPORTED = re.compile(
+    r"(NCCL|TORCH_NCCL|GLOO|CUDA|OMP|MKL|PYTORCH)_\w+|TORCH_\w*LOGS|HF_HOME|HF_HUB_CACHE|XDG_CACHE_HOME"
+)
 SHARED_FILE_SYSTEMS = re.compile(
     r"nfs\d?|lustre|ceph|gpfs|beegfs\w*|cifs|smb\d?|glusterfs|fuse\.\w+|9p|virtiofs|afs|wekafs|pvfs2|orangefs"
 )
@@ -47,7 +49,7 @@ def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
         "packages": {name: installed(name) for name in PACKAGES},
         "driver": driver(),
         "listed_gpus": [{"name": name, "memory": size} for name, size in own_gpus()],
-        "environment": {name: value for name, value in sorted(os.environ.items()) if TOLD.fullmatch(name)},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if REPORTED.fullmatch(name)},
         "memory": host_memory(),
         "locked_memory": locked_memory(),
         "shared_memory": space_of(Path("/dev/shm")),
@@ -66,9 +68,9 @@ def installed(package: str) -> str | None:
 
 def in_range(package: str, version: str) -> bool:
     """Whether a version lies in the range that this package was made for."""
-    first, behind = RANGES[package]
+    first, after = RANGES[package]
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    return first <= numbers < behind
+    return first <= numbers < after
 
 
 def driver() -> str | None:
@@ -203,7 +205,7 @@ def describe_torch() -> dict[str, Any]:
     this torch has kernels for it. error: why torch sees no GPU, as far as it says."""
     import torch
 
-    told: dict[str, Any] = {
+    described: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": getattr(torch.version, "hip", None),
@@ -213,21 +215,21 @@ def describe_torch() -> dict[str, Any]:
         "error": None,
     }
     if torch.version.cuda is None:
-        return told
+        return described
     module = torch.get_device_module("cuda")
-    told["nccl"] = ".".join(map(str, module.nccl.version()))
+    described["nccl"] = ".".join(map(str, module.nccl.version()))
     try:
         module.init()
     except (RuntimeError, AssertionError) as error:
-        told["error"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return told
-    told["built_for"] = module.get_arch_list()
+        described["error"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return described
+    described["built_for"] = module.get_arch_list()
     for number in range(module.device_count()):
         capability = module.get_device_capability(number)
         free, total = module.mem_get_info(number)
         gpu = {"name": module.get_device_name(number), "memory": total, "free": free, "capability": list(capability)}
-        told["gpus"].append(gpu | {"supported": has_kernels(capability, told["built_for"])})
-    return told
+        described["gpus"].append(gpu | {"supported": has_kernels(capability, described["built_for"])})
+    return described
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:

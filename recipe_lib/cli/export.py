@@ -55,7 +55,7 @@ def read(words: list[str]) -> argparse.Namespace:
     for name, text in (("merge", "base and adapter as one model"), ("adapter", "the adapter"), ("hf", "all weights")):
         parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument(
-        "--out", metavar="DIR", help="a new folder; default: beside the checkpoint, in the run's folder"
+        "--out", metavar="DIR", help="a new folder; default: next to the checkpoint, in the run's folder"
     )
     parser.add_argument(
         "--base", metavar="MODEL", help="the adapter's base; default: the one that run or adapter names"

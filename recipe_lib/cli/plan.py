@@ -1,4 +1,4 @@
-"""`tune plan`: what a run will take, told before it is started and on a machine that need not have a GPU."""
+"""`tune plan`: what a run will take, before it is started and on a machine that need not have a GPU."""
 
 import argparse
 import dataclasses
@@ -76,7 +76,7 @@ def text_of(plan: "Plan", other: "Plan | None", depth: int) -> str:
 
 
 def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
-    """The plan of a recipe with a config, and the trace behind it."""
+    """The plan of a recipe with a config, and the trace that it rests on."""
     from recipe_lib.plan.world.shape_only_model import plannable
 
     shaped, more = plannable(cfg)

@@ -1,4 +1,4 @@
-"""The plan that `tune run` shows: made beside the run in a process of its own, compared with what the run measured.
+"""The plan that `tune run` shows: made during the run in a separate process, compared with what the run measured.
 
 The process has 10 seconds of CPU, gives way to the ranks, sees no GPU, and ends with the run. It prints the figures
 itself, and leaves them in a file for the end of the run. Whatever goes wrong in it is one line, and nothing to the run.
@@ -188,7 +188,7 @@ class _TooSlow(BaseException):  # nothing on the way is to catch it
 
 
 def main(argv: list[str]) -> int:
-    """The process beside the run: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
+    """The separate process: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
     say = _quiet()
     _be_modest()
     gpus = hide_gpus()

@@ -29,7 +29,7 @@ DEFAULT_DEVICE = "24GB"
 ROOT = Path(__file__).parents[2]
 # What a class of a recipe has that a plan can be made of.
 METHODS = ("setup_model", "setup_optimizer", "train_step")
-# A plan comes from what is on the machine; the packages that could ask a network are told so.
+# A plan comes from what is on the machine; the packages that could ask a network are set offline.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 DESCRIPTION = """Plans a run: the recipe's own code runs on a simulated device, where tensors have sizes and no bytes.
 Needs no GPU and no weights. Takes the command line of `tune run`, with the flags for its processes anywhere.
@@ -156,7 +156,7 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
 
 
 def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
-    """What a plan needs beside recipe and config, and what was assumed for it."""
+    """What a plan needs besides recipe and config, and what was assumed for it."""
     from recipe_lib.plan.world.sequence_lengths import check_choice, planned_sequence
 
     check_choice(arguments.sequence)

@@ -49,7 +49,7 @@ class PlanSettings:
     """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none: the first of each
     place in a pipeline, or rank 0. steps: of the whole run.
 
-    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced beside
+    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced besides
     set-up and steps. assumptions: what was assumed on the way here. timed: whether operators
     are put on a time line.
     """
@@ -159,7 +159,7 @@ def _layers(found: Simulated) -> list[LayerRow]:
 
 
 def _kept_for_backward(trace: Trace) -> dict[str, int]:
-    """By module the bytes of activations that are alive when a backward of the steady step begins, where the most are;
+    """By module the bytes of activations that are live when a backward of the steady step begins, where the most are;
     of equal ones the last."""
     alive: dict[int, None] = {}
     before = ""

@@ -16,7 +16,7 @@ Row = list[str]
 
 
 def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
-    """What the second plan takes beside the first: verdict, phases, kinds at the peak, communication, time.
+    """What the second plan takes compared with the first: verdict, phases, kinds at the peak, communication, time.
 
     A difference is the second's figure less the first's; `-` where one of them was not planned.
     """

@@ -17,7 +17,7 @@ _HEIGHT, _LEFT, _TOP, _BOTTOM = 340, 80, 44, 12  # of the timeline
 
 @dataclass
 class Point:
-    """at: allocations and frees before it. total: bytes alive on the device. kinds: of them, as in STORAGE_KINDS."""
+    """at: allocations and frees before it. total: bytes live on the device. kinds: of them, as in STORAGE_KINDS."""
 
     at: int
     total: int

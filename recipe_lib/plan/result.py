@@ -25,7 +25,7 @@ class PhasePeak:
     `active_bytes.all.peak`). allocated: in blocks handed out (`allocated_bytes.all.peak`). reserved: taken from the
     device by its default configuration (`reserved_bytes.all.peak`); reserved_expandable: with
     `expandable_segments:True`. host: in tensors of host memory. part, module: what was running when the most was
-    requested. requested: in tensors that are alive, as they were asked for (`requested_bytes.all.peak`).
+    requested. requested: in tensors that are live, as they were asked for (`requested_bytes.all.peak`).
     """
 
     phase: str
@@ -41,7 +41,7 @@ class PhasePeak:
 
 @dataclass
 class Alive:
-    """Storages of one kind and place that are alive when the most bytes are requested. kind: of memory, such as
+    """Storages of one kind and place that are live when the most bytes are requested. kind: of memory, such as
     `parameters`. module: dotted path of the module that was running, "" outside. label: the parameter's name where one
     is known. bytes: of all of them, as they were asked for. count: how many."""
 

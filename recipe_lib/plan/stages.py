@@ -145,11 +145,11 @@ def rows_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
     """The table of modules of a whole model from those of its places, each module once, in the model's order."""
     found: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
     for rows in places:
-        behind = False
+        after = False
         for at, row in enumerate(rows):
             number = next((int(piece) for piece in row.module.split(".") if piece.isdigit()), None)
-            behind = behind or number is not None
-            place = (1, number, at) if number is not None else (2 if behind else 0, 0, at)
+            after = after or number is not None
+            place = (1, number, at) if number is not None else (2 if after else 0, 0, at)
             if row.module not in found or not row.module:
                 found[row.module] = (place, row)
     return [row for _, row in sorted(found.values(), key=lambda entry: entry[0])]

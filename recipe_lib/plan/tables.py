@@ -69,7 +69,7 @@ def allocator_name(plan: Plan) -> str:
 
 
 def verdict_text(plan: Plan) -> str:
-    """The verdict with the sum behind it; the figures add up as they are printed."""
+    """The verdict with its sum; the figures add up as they are printed."""
     unit = unit_of(planned_reserved(plan) + plan.outside.total)
     reserved, outside = (hundredths(size, unit) for size in (planned_reserved(plan), plan.outside.total))
     margin = hundredths(planned_reserved(plan) + plan.outside.total + plan.margin, unit) - reserved - outside

@@ -68,7 +68,7 @@ def render_page(
     footer: str = "",
 ) -> str:  # fmt: skip
     """The page. kind: `run` or `plan`, by which the file is known again. style:
-    `good`, `risky` or `bad` colors the headline. status: a word beside the name."""
+    `good`, `risky` or `bad` colors the headline. status: a word after the name."""
     shown = [section for section in sections if section]
     return _template().render(
         kind=kind, title=title, name=name, headline=headline, sections=shown, style=style, status=status, footer=footer
