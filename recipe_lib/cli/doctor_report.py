@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from recipe_lib.cli.doctor_findings import Finding
+from recipe_lib.plan.tables import duration
 from recipe_lib.plan.timing.cost import wire_bytes
 from recipe_lib.plan.timing.links import OPERATIONS
 from recipe_lib.report.terminal import Table, open_console, put, put_pairs, put_table, terminal_width, text_of
@@ -20,21 +21,18 @@ def report(facts: dict[str, Any], faults: list[Finding], hints: list[Finding]) -
     console = open_console(terminal_width(WIDTH))
     for title, rows in (("software", software(facts)), ("GPUs", gpus(facts)), ("rates", rates(facts))):
         _section(console, title, rows)
-    if facts["peers"] or facts["links"]:
-        _section(console, "links", peers(facts))
-        for name, note in (("links", ""), ("links_without_p2p", ", NCCL_P2P_DISABLE=1")):
-            if facts[name]:
-                _collectives(console, facts[name], note)
-        console.print()
+    _section(console, "links", peers(facts))
+    for name, note in (("links", ""), ("links_without_p2p", ", NCCL_P2P_DISABLE=1")):
+        if facts[name]:
+            _collectives(console, facts[name], note)
     _section(console, "host", host(facts))
     _section(console, "folders", [(each["use"], ", ".join(_folder(each))) for each in facts["machine"]["folders"]])
-    for title, found in (("advice", hints), ("findings", faults)):
-        if found or title == "findings":
-            put(console, title)
+    for title, found in (("advice", hints), ("findings", faults)) if hints else (("findings", faults),):
+        put(console, title)
         for each in found:
             put(console, f"{each['name']}: {each['line']}", indent=2, wrap=False)
             put(console, f"-> {each['remedy']}", indent=4, wrap=False)
-        if found and title == "advice":
+        if found is hints:
             console.print()
     if not faults:
         put(console, "none: all is well", indent=2)
@@ -42,11 +40,10 @@ def report(facts: dict[str, Any], faults: list[Finding], hints: list[Finding]) -
 
 
 def _section(console: Console, title: str, rows: list[Row]) -> None:
-    if rows or title == "links":
+    if rows:
         put(console, title)
         put_pairs(console, [(f"{name:<{NAME}}", value) for name, value in rows])
-        if title != "links":
-            console.print()
+        console.print()
 
 
 def per_second(rate: float) -> str:
@@ -136,9 +133,10 @@ def _collectives(console: Console, found: dict[str, Any], note: str) -> None:
         here = {point["operation"]: point for point in found["points"] if point["bytes"] == size}
         cells = [cell(here.get(operation), found["ranks"]) for operation in OPERATIONS]
         rows.append([format_bytes(size).replace(".00 ", " "), *(text for pair in cells for text in pair)])
-    put(console, title, indent=2)
+    put(console, title)
     put_table(console, Table("", ["size", *(name for operation in OPERATIONS for name in (operation, ""))], rows, ()))
     put_pairs(console, [("failed", line) for line in found["failed"]])
+    console.print()
 
 
 def cell(point: dict[str, Any] | None, ranks: int) -> tuple[str, str]:
@@ -146,12 +144,7 @@ def cell(point: dict[str, Any] | None, ranks: int) -> tuple[str, str]:
     if point is None or point["wrong"]:
         return ("WRONG" if point else "-"), ""
     sent = wire_bytes(point["operation"], point["bytes"], ranks) / point["seconds"]
-    return time_text(point["seconds"]), per_second(sent)
-
-
-def time_text(seconds: float) -> str:
-    """Microseconds below a millisecond."""
-    return f"{1e6 * seconds:.0f} us" if seconds < 0.001 else f"{1e3 * seconds:.1f} ms"
+    return duration(point["seconds"]), per_second(sent)
 
 
 def host(facts: dict[str, Any]) -> list[Row]:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -29,20 +29,7 @@ from recipe_lib.foreign.tensor_plan.summary import (
     why_not,
 )
 from recipe_lib.foreign.tensor_plan.transformers_models import randomize, shrink
-from recipe_lib.report.terminal import (
-    BAD,
-    GOOD,
-    HEADING,
-    WARNING,
-    Table,
-    heading,
-    open_console,
-    put,
-    put_table,
-    terminal_width,
-    text_of,
-    wants_color,
-)
+from recipe_lib.report import terminal
 from recipe_lib.units import format_bytes, format_count
 
 _SMALL = 2**20  # parameters of a model that is proven as it is
@@ -142,11 +129,11 @@ def report(
     proofs: list[dict[str, Any]],
 ) -> None:
     """Prints plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of every axis."""
-    console = open_console(terminal_width(WIDTH), wants_color(sys.stdout))
+    console = terminal.open_console(terminal.terminal_width(WIDTH), terminal.wants_color(sys.stdout))
     unlike = {plan.hash(): plan for plan in plans.values()}
     for name, plan in unlike.items():
         sizes = [size for size, other in plans.items() if other.hash() == name]
-        _line(console, f"{model}: plan {name} for {_some(sizes)} ranks", HEADING)
+        _line(console, f"{model}: plan {name} for {_some(sizes)} ranks", terminal.HEADING)
         _parameters(console, plan)
         _whole(console, plan)
         _boundaries(console, plan)
@@ -159,27 +146,26 @@ def report(
         if set(sizes) <= set(whole.legal_sizes):
             _line(console, f"legal sizes: {_few(plan.legal_sizes)}")
         else:  # made for this size alone, around what its ranks cannot share
-            _line(console, f"kept whole for {_some(sizes)} ranks: {why_not(whole, sizes[0])}", WARNING)
+            _line(console, f"kept whole for {_some(sizes)} ranks: {why_not(whole, sizes[0])}", terminal.WARNING)
             _line(console, "")
     for size, why in illegal.items():
-        _line(console, f"not legal: {size}: {why}", WARNING)
+        _line(console, f"not legal: {size}: {why}", terminal.WARNING)
     for proof in proofs:
         _proof(console, proof)
-    print(text_of(console), end="")
+    print(terminal.text_of(console), end="")
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    put(console, text, style, wrap=False)
+    terminal.put(console, text, style, wrap=False)
 
 
-def _table(
-    console: Console, title: str, header: Iterable[str], rows: Iterable[Iterable[str]], numbers: int = 0
-) -> None:
+def _table(console: Console, title: str, header: list[str], rows: list[list[str]], numbers: int = 0) -> None:
     """A table of which the last `numbers` columns are numbers; nothing where there is no row."""
-    names, lines = list(header), [list(row) for row in rows]
-    if lines:
-        heading(console, title)
-        put_table(console, Table(title, names, lines, tuple(names[: len(names) - numbers]), fold=True))
+    if rows:
+        terminal.heading(console, title)
+        terminal.put_table(
+            console, terminal.Table(title, header, rows, tuple(header[: len(header) - numbers]), fold=True)
+        )
 
 
 def _parameters(console: Console, plan: TensorPlan) -> None:
@@ -265,13 +251,13 @@ def _held(console: Console, plan: TensorPlan, sizes: list[int]) -> None:
 def _proof(console: Console, proof: dict[str, Any]) -> None:
     what = f"certificate, {proof['size']} ranks"
     if proof["failures"]:
-        _line(console, f"{what}: NOT PASSED", BAD)
+        _line(console, f"{what}: NOT PASSED", terminal.BAD)
         for failure in proof["failures"]:
             _line(console, f"  {failure}")
     else:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
         said = f"passed, {proof['checked']} comparisons of forward and gradients on a small model{shared}"
-        _line(console, f"{what}: {said}", GOOD)
+        _line(console, f"{what}: {said}", terminal.GOOD)
 
 
 def _few(sizes: tuple[int, ...], most: int = 12) -> str:
