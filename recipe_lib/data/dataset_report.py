@@ -117,13 +117,13 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report as log lines."""
         everything = self.train_on == "all" or self.texts > 0
-        what = "all tokens" if everything else "answers with their end-of-turn token"
+        what = "all tokens" if everything else "answers incl. end-of-turn"
         read = f"cut from {self.texts} texts" if self.texts else f"of {self.rows_read}"
         read = f"from the {self.rows_read} rows" if self.split_sequences else read
         kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} {self.unit}"
         lines = [
             f"data: {kind} {read} read from {self.source} (format {self.format}, template "
-            f"{self.template}), {self.tokens} tokens; the loss counts {what}: {_percent(self.trained_share)} of them",
+            f"{self.template}), {self.tokens} tokens; label tokens: {what}, {_percent(self.trained_share)}",
             *(f"data: {part.part_line()}" for part in self.parts),
             f"data: {self._bos_line()}",
         ]
@@ -212,7 +212,7 @@ class DataReport:
 
     def _bos_line(self) -> str:
         if self.template == "chat":
-            return "the chat template alone says whether a row begins with BOS"
+            return "the chat template decides whether a sequence begins with BOS"
         what = "text" if self.texts else "row"
         return f"each {what} begins with BOS" if self.adds_bos else f"no BOS is put before a {what}"
 

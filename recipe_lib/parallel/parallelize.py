@@ -65,11 +65,11 @@ def describe_units(model: nn.Module, parallel: Parallel) -> str:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         count = sum(whole_elements(parameter) for parameter in trained)
         return (
-            f"FSDP units: none (ddp): {replicas.ranks} ranks have the same parameters, and sum the gradients of "
+            f"FSDP: off (ddp): {replicas.ranks} ranks have the same parameters, and sum the gradients of "
             f"{format_count(count)} of them once a step"
         )
     if not units:
-        return "FSDP units: none, each rank holds its parameters at all times"
+        return "FSDP: off, each rank holds its parameters at all times"
     sizes: dict[int, list[Unit]] = {}
     for unit in units:
         sizes.setdefault(unit.bytes, []).append(unit)

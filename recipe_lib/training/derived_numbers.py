@@ -62,12 +62,12 @@ def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "Data
     share = rows.report.trained_share
     per_row = rows.report.tokens / max(1, rows.items)
     step_tokens = rows.report.tokens / plan.steps(0) if cfg.data.packing else per_row * global_rows
-    unit = "packed rows" if cfg.data.packing else rows.report.unit if rows.group == 1 else "pairs"
+    unit = "packs" if cfg.data.packing else "sequences" if rows.group == 1 else "pairs"
     longest = cfg.max_seq_len * rows.group
     return [
         f"global batch: {global_rows} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
         f"{accumulation} x data ranks {world.data_ranks}",
-        f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} of them trained "
+        f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} label tokens "
         f"({share:.1%}); at most {format_count(global_rows * longest)} "
         f"({global_rows} {unit} x {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})",
     ]
@@ -85,7 +85,7 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
         for stage, of in pipeline.layers.items()
     )
     return [
-        f"pipeline: {count} micro-batches of {rows} row{'s' if rows > 1 else ''} through {stages} stages, "
+        f"pipeline: {count} micro-batches of {rows} sequence{'s' if rows > 1 else ''} through {stages} stages, "
         f"{cfg.parallel.pipeline_schedule}; here {here}"
     ]
 
@@ -95,7 +95,7 @@ def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
     cut = "" if steps == full else f", cut by max_steps from {full}"
     if cfg.max_steps is not None and cfg.max_steps > full:
         cut = f"; max_steps {cfg.max_steps} needs more epochs"
-    unit = rows.report.unit if rows.group == 1 else "pairs"
+    unit = "sequences" if rows.group == 1 else "pairs"
     packed = " in packs" if cfg.data.packing else ""
     return f"steps: {steps} ({plan.steps(0)} per epoch of {rows.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
 
@@ -140,7 +140,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers
     total = parameters + gradients + (state or 0)
     here = " of this rank" if parallel.pipeline is not None else ""
     return [
-        f"parameters{here}: {format_count(count)}, of them trained {format_count(trained_count)} "
+        f"parameters{here}: {format_count(count)}, trainable {format_count(trained_count)} "
         f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
         f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",

@@ -131,8 +131,9 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         )
     if saved["rows_per_step"] != now["rows_per_step"]:
         raise CheckpointError(
-            f"{path}: was saved with a global batch of {saved['rows_per_step']} rows, found {now['rows_per_step']}; "
-            f"make batch_size x gradient_accumulation_steps x ranks {saved['rows_per_step']} again"
+            f"{path}: was saved with a global batch of {saved['rows_per_step']} sequences, found "
+            f"{now['rows_per_step']}; make batch_size x gradient_accumulation_steps x ranks "
+            f"{saved['rows_per_step']} again"
         )
     for key, was in saved["order"].items():
         if was != now["order"][key]:

@@ -50,7 +50,7 @@ def test_report_of_clean_rows(chatml, rows_file):
     share = 100 * dataset.trained_counts.sum() / dataset.lengths.sum()
     assert dataset.report.lines() == [
         f"data: 2 rows of 2 read from {source} (format prompt_completion, template none), {dataset.lengths.sum()} "
-        f"tokens; the loss counts answers with their end-of-turn token: {share:.1f} % of them",
+        f"tokens; label tokens: answers incl. end-of-turn, {share:.1f} %",
         "data: no BOS is put before a row",
     ]
 
@@ -58,9 +58,11 @@ def test_report_of_clean_rows(chatml, rows_file):
 def test_report_says_which_template_and_bos(chatml, plain, rows_file):
     source = rows_file({"instruction": "a", "output": "b"})
     chat = build(source, chatml, format="alpaca").report.lines()
-    assert "template chat" in chat[0] and chat[1] == "data: the chat template alone says whether a row begins with BOS"
+    assert (
+        "template chat" in chat[0] and chat[1] == "data: the chat template decides whether a sequence begins with BOS"
+    )
     lines = build(source, plain, format="alpaca", train_on="all").report.lines()
-    assert "template plain" in lines[0] and "counts all tokens: 100.0 %" in lines[0]
+    assert "template plain" in lines[0] and "label tokens: all tokens, 100.0 %" in lines[0]
     assert lines[1] == "data: each row begins with BOS"
     assert "no BOS" in build(source, plain, format="alpaca", add_bos=False).report.lines()[1]
 
@@ -187,7 +189,7 @@ def test_text_is_cut_in_file_order(plain, tmp_path):
     assert (report.dropped_pieces, report.dropped_tokens) == (1, len(ids) % 11)
     assert f"data: {len(dataset)} rows cut from 2 texts read from" in report.lines()[0]
     assert f"1 last pieces of texts ({len(ids) % 11} tokens) do not fill a row of 10 tokens" in report.lines()[2]
-    assert "the loss counts all tokens: 100.0 %" in report.lines()[0]
+    assert "label tokens: all tokens, 100.0 %" in report.lines()[0]
     assert dataset.report.trained_tokens == dataset.trained_counts.sum() == dataset.lengths.sum()
     without = build(tmp_path, plain, max_seq_len=10, format="text", add_bos=False)
     assert without[0].tokens.tolist() == ids[1:11]

@@ -145,7 +145,7 @@ def of_two(runs: Runs, bits: list[int]) -> dict[str, Any]:
     with torch.no_grad():
         logits = run.recipe.model(probe())
     marked = {
-        "units": [line for line in run.said if line.startswith("FSDP units")],
+        "units": [line for line in run.said if line.startswith("FSDP")],
         "whole": all(type(parameter) is nn.Parameter for parameter in run.recipe.model.parameters()),
     }
     runs.run("lora ddp", 2, DDP, "optimizer.lr=1e-2", recipe=LORA)
@@ -204,5 +204,5 @@ def test_every_rank_has_the_whole_trained_model(runs: Any):
     assert first["whole"] and second["whole"]
     assert torch.equal(first["logits"], second["logits"])
     assert torch.allclose(first["resumed"], first["logits"], atol=1e-4)
-    assert first["units"][0].startswith("FSDP units: none (ddp): 2 ranks have the same parameters")
+    assert first["units"][0].startswith("FSDP: off (ddp): 2 ranks have the same parameters")
     assert len(metrics(runs[0] / "full ddp")) == STEPS

@@ -177,8 +177,8 @@ REFUSED = {
     "seed": (["seed=7"], "was saved with seed=42, found seed=7; the order of the rows follows from it: set seed=42"),
     "global batch": (
         ["gradient_accumulation_steps=2"],
-        "was saved with a global batch of 12 rows, found 8; make batch_size x gradient_accumulation_steps x ranks 12 "
-        "again",
+        "was saved with a global batch of 12 sequences, found 8; make batch_size x gradient_accumulation_steps x "
+        "ranks 12 again",
     ),
     "fewer rows": (["data.max_samples=23"], "was saved with other rows (fingerprint "),
     "other file": (["data.source=examples/demo/heldout.jsonl"], "was saved with other rows (fingerprint "),

@@ -127,8 +127,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         (
             "rows_per_step",
             16,
-            "p: was saved with a global batch of 8 rows, found 16; make batch_size x gradient_accumulation_steps x "
-            "ranks 8 again",
+            "p: was saved with a global batch of 8 sequences, found 16; make batch_size x "
+            "gradient_accumulation_steps x ranks 8 again",
         ),
         (
             "data",
