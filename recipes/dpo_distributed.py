@@ -115,7 +115,9 @@ class DpoFinetune:
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         weights = self.model.named_parameters()
         self.optimizer = training.build_optimizer(self.cfg.optimizer, weights, self.device, self.world, self.cfg.seed)
-        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
+        self.grad_norms_in_backward = training.configure_optimizer_step(
+            self.optimizer, self.model, self.cfg.memory, self.device
+        )
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; the reference is what was loaded."""
@@ -124,7 +126,9 @@ class DpoFinetune:
     def describe(self) -> list[str]:
         """What the config comes to here: pairs, global batch, steps, bytes per rank, reference, FSDP units."""
         lines = self.data.report()
-        lines += training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        lines += training.derived_numbers(
+            self.cfg, self.world, self.model, self.data.rows, self.data.plan, self.grad_norms_in_backward
+        )
         if self.adapts:
             lines.append(describe_adapters(self.model, self.cfg.lora))
         return [*lines, describe_reference(self.cfg.dpo, self.reference), describe_units(self.model, self.units)]
@@ -159,7 +163,9 @@ class DpoFinetune:
         training.backward_each(self.model, loss_of, batches)
         means = self.world.all_reduce_sum(sums) / batches.items
         sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world, self.earlier)
+        grad_norm = training.clip_grad_norm(
+            self.trained, self.cfg.clip_grad_norm, self.world, self.grad_norms_in_backward
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(means[0], grad_norm, preference_metrics(means))

@@ -81,9 +81,9 @@ class FullFinetune:
 
     def setup_optimizer(self) -> None:
         """The optimizer over this rank's shards; its states appear in the first step."""
-        named = self.model.named_parameters()
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, named, self.device, self.world, self.cfg.seed)
-        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
+        cfg, model, device = self.cfg, self.model, self.device
+        self.optimizer = training.build_optimizer(cfg.optimizer, model.named_parameters(), device, self.world, cfg.seed)
+        self.grad_norms_in_backward = training.configure_optimizer_step(self.optimizer, model, cfg.memory, device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one."""
@@ -92,14 +92,17 @@ class FullFinetune:
     def describe(self) -> list[str]:
         """What the config comes to here: data, global batch, steps, bytes per rank, FSDP units."""
         units = describe_units(self.model, self.units)
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        rows, plan, norms = self.data.rows, self.data.plan, self.grad_norms_in_backward
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, rows, plan, norms)
         return [*self.data.report(), *numbers, units]
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step: forward and backward of each micro-batch, clipping, the optimizer."""
         loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
         sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.model.parameters(), self.cfg.clip_grad_norm, self.world, self.earlier)
+        grad_norm = training.clip_grad_norm(
+            self.model.parameters(), self.cfg.clip_grad_norm, self.world, self.grad_norms_in_backward
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(self.world.all_reduce_sum(loss), grad_norm)

@@ -86,7 +86,8 @@ class LoraFinetune:
         """The optimizer over the adapters: nothing else has gradients or states."""
         trained = self.trained.items()
         self.optimizer = training.build_optimizer(self.cfg.optimizer, trained, self.device, self.world, self.cfg.seed)
-        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
+        memory = self.cfg.memory
+        self.grad_norms_in_backward = training.configure_optimizer_step(self.optimizer, self.model, memory, self.device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no frozen weights."""
@@ -94,7 +95,9 @@ class LoraFinetune:
 
     def describe(self) -> list[str]:
         """What the config comes to here: data, global batch, steps, bytes per rank, adapters, FSDP units."""
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        numbers = training.derived_numbers(
+            self.cfg, self.world, self.model, self.data.rows, self.data.plan, self.grad_norms_in_backward
+        )
         shape = [describe_adapters(self.model, self.cfg.lora), describe_units(self.model, self.units)]
         return self.data.report() + numbers + shape
 
@@ -110,7 +113,9 @@ class LoraFinetune:
         """One optimizer step over the adapters."""
         loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
         sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.trained.values(), self.cfg.clip_grad_norm, self.world, self.earlier)
+        grad_norm = training.clip_grad_norm(
+            self.trained.values(), self.cfg.clip_grad_norm, self.world, self.grad_norms_in_backward
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(self.world.all_reduce_sum(loss), grad_norm)

@@ -4,8 +4,9 @@ Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight
 optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can read them again.
 """
 
+from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +25,22 @@ _OWN = (  # each of them decides which states there are
     "resume with the run's own optimizer.name, optimizer.state_bits, optimizer.master_weights and "
     "optimizer.stochastic_rounding"
 )
+
+
+Place = Callable[[torch.Tensor], torch.Tensor]  # a state to another one like it, without values, elsewhere
+
+
+def beside_parameter(value: torch.Tensor) -> torch.Tensor:
+    """The place of a state that is not offloaded: where it was made."""
+    return value
+
+
+@runtime_checkable
+class MakesStates(Protocol):
+    """An optimizer that makes its states itself, before they are read."""
+
+    def new_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Every state tensor of a parameter, by its key."""
 
 
 def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
@@ -121,11 +138,13 @@ def make_optimizer_states(
     saved: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     where: str,
     holders: Holders,
+    place: Place = beside_parameter,
 ) -> dict[str, torch.Tensor]:
     """Replaces the optimizer's states by empty tensors as they were saved, and returns them by name, to be filled.
 
     saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters too. where: the
-    state's folder, named in errors.
+    state's folder, named in errors. place: memory for a state, if not beside its parameter: offloaded ones would not
+    fit on the device together.
     """
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -141,7 +160,7 @@ def make_optimizer_states(
             raise CheckpointError(
                 f"{where}: holds optimizer state of {name}, which is not trained here; resume with the run's own config"
             )
-        if hasattr(optimizer, "new_states"):
+        if isinstance(optimizer, MakesStates):
             if parameter not in made:
                 made[parameter] = optimizer.new_states(parameter)
             value = _own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)
@@ -152,8 +171,7 @@ def make_optimizer_states(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
                 f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
             )
-        if (place := getattr(optimizer, "place_state", None)) is not None:
-            value = place(value)  # states that wait in host memory would not fit on the device together
+        value = place(value)
         optimizer.state[parameter][key] = value
         targets[full_name] = value
     missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)

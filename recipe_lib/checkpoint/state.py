@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from recipe_lib import files
 from recipe_lib.checkpoint import rng
@@ -41,6 +42,8 @@ from recipe_lib.checkpoint.manifest import (
 from recipe_lib.checkpoint.optimizer_state import (
     MODEL,
     OPTIMIZER,
+    Place,
+    beside_parameter,
     describe_tensor,
     make_optimizer_states,
     model_tensors,
@@ -68,7 +71,7 @@ def save_state(
     root: Path,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     extra: dict[str, Any],
     world: RankGroup,
     keep: int,
@@ -284,15 +287,17 @@ def _manifest_of(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: {damage}; find_state takes one that is whole: set resume=latest") from damage
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup) -> dict[str, Any]:
+def load_state(
+    path: Path, model: nn.Module, optimizer: Optimizer, world: RankGroup, place: Place = beside_parameter
+) -> dict[str, Any]:
     """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
 
     The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
     number generators are restored when it is the one that saved. Raises CheckpointError if the state is that of
-    another model, dtype or optimizer.
+    another model, dtype or optimizer. place: gives the memory of a state that is offloaded.
     """
     manifest = together(world, lambda: _manifest_of(path))
-    saved = _load_tensors(path, manifest, model, optimizer, world)
+    saved = _load_tensors(path, manifest, model, optimizer, world, place)
     groups = optimizer_settings(model, optimizer, world, find_holders(model, world))["groups"]
     together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups))
     if manifest.world_size == world.size:
@@ -311,11 +316,11 @@ def load_trained(path: Path, model: nn.Module, world: RankGroup) -> None:
     path: what `find_state` has verified. Raises CheckpointError as `load_state` does.
     """
     manifest = together(world, lambda: _manifest_of(path))
-    _load_tensors(path, manifest, model, None, world)
+    _load_tensors(path, manifest, model, None, world, beside_parameter)
 
 
 def _load_tensors(
-    path: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: RankGroup
+    path: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizer | None, world: RankGroup, place: Place
 ) -> dict[str, Any]:
     """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]
@@ -324,7 +329,7 @@ def _load_tensors(
     adapters = adapter_use(model, world, holders)
     together(world, lambda: check_use(path, saved.get("adapters"), adapters))
     metadata = together(world, lambda: read_shards(path, names))
-    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders))
+    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders, place))
     mark = frozen_mark(model, world, holders)
     together(world, lambda: check_mark(path, saved.get("frozen"), mark))
     together(world, lambda: _read_tensors(path, metadata, targets))
@@ -361,7 +366,7 @@ def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model
 
 
 def _targets(
-    path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None, holders: Holders
+    path: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer | None, holders: Holders, place: Place
 ) -> dict[str, torch.Tensor]:
     """This rank's tensors to fill, after comparing names, shapes and types of the model with the saved ones."""
     saved = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
@@ -386,4 +391,4 @@ def _targets(
     filled = {name: tensor for name, tensor in own.items() if name in saved_model}
     if optimizer is None:
         return filled
-    return filled | make_optimizer_states(model, optimizer, states, str(path), holders)
+    return filled | make_optimizer_states(model, optimizer, states, str(path), holders, place)

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from recipe_lib.config.optimizers import built_in_optimizers, optimizer_facts
+
 Condition = str | Callable[[Any], str | None]
 
 
@@ -131,12 +133,25 @@ def trains_bf16(cfg: Any) -> str | None:
     return f"{'dtype' if dtype == cfg.dtype else 'lora.dtype'} is {dtype}"
 
 
+def read_by_optimizer(word: str) -> Callable[[Any], str | None]:
+    """The condition that `optimizer.name` reads a key of its section; of a plugin's without facts nobody knows."""
+
+    def reads(cfg: Any) -> str | None:
+        facts = optimizer_facts(cfg.optimizer.name)
+        return None if facts is None or word in facts.keys else f"optimizer.name is {cfg.optimizer.name}"
+
+    others = [name for name, facts in built_in_optimizers().items() if word not in facts.keys]
+    reads.__doc__ = f"`optimizer.name != {', '.join(others)}`"
+    return reads
+
+
 def steps_with_torch(cfg: Any) -> str | None:
     """a step of torch's own optimizers"""
-    if cfg.optimizer.name == "muon":
-        return "optimizer.name is muon"
+    facts = optimizer_facts(cfg.optimizer.name)
+    if facts is None or "implementation" not in facts.keys:
+        return None if facts is None else f"optimizer.name is {cfg.optimizer.name}"
     same = {"bf16": 16, "fp32": 32, "fp64": 64}.get(trained_dtype(cfg))
-    if cfg.optimizer.name != "adamw":
+    if "state_bits" not in facts.keys:
         return None
     if cfg.optimizer.state_bits not in (None, same):
         return f"optimizer.state_bits is {cfg.optimizer.state_bits}, which has one implementation"

@@ -51,16 +51,16 @@ class OptimizerConfig:
         minimum=0,
         below=1,
         length=2,
-        needs="optimizer.name != sgd",
+        needs=idle.read_by_optimizer("betas"),
         known_as="torch betas",
     )
-    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs="optimizer.name != sgd", known_as="torch eps")
+    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs=idle.read_by_optimizer("eps"), known_as="torch eps")
     momentum: float | None = key(
         None,
         "Momentum; null: for sgd 0, for muon 0.95.",
         minimum=0,
         below=1,
-        needs="optimizer.name != adamw",
+        needs=idle.read_by_optimizer("momentum"),
         known_as="torch SGD momentum",
     )
     implementation: str = key(
@@ -75,19 +75,19 @@ class OptimizerConfig:
         None,
         "Bits of each number of AdamW's states; 8 and 4: in blocks with a scale each; null: those of dtype.",
         choices=(4, 8, 16, 32),
-        needs="optimizer.name != sgd",
+        needs=idle.read_by_optimizer("state_bits"),
         known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
     )
     master_weights: bool = key(
         False,
         "Also keep the weights in fp32, which the steps add up in; dtype=bf16 is what is computed with.",
-        needs=("optimizer.name != sgd", idle.trains_bf16),
+        needs=(idle.read_by_optimizer("master_weights"), idle.trains_bf16),
         known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
     )
     stochastic_rounding: bool = key(
         False,
         "Round a step's bf16 weights up or down at random, so that steps smaller than a bit add up.",
-        needs=("optimizer.name != sgd", idle.trains_bf16),
+        needs=(idle.read_by_optimizer("stochastic_rounding"), idle.trains_bf16),
         known_as="torchao bf16_stochastic_round",
     )
 

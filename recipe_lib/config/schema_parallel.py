@@ -189,7 +189,7 @@ class MemoryConfig:
     )
     optimizer_offload: bool = key(
         False,
-        "Keep optimizer states in pinned host memory; each parameter's visit the device for its step.",
+        "Keep optimizer states in pinned host memory; each parameter's are on the device for its step alone.",
         needs=("device != cpu", "memory.cpu_offload = false"),
         known_as="DeepSpeed offload_optimizer; Megatron optimizer_cpu_offload",
     )

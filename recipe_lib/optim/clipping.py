@@ -26,15 +26,17 @@ _CPU_PIECES = 1024  # at a time: as many as are turned to fp32 together
 _Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]  # dimensions that a gradient is cut over, and its device
 
 
-class EarlierNorms:
+class GradNormsInBackward:
     """Squared norms of this rank's gradients that were used and freed before the others are there, by kind.
 
-    by_rows: the parameters of which parts were counted since the norms were last taken.
+    by_rows: the parameters of which parts were counted since the norms were last taken. chunks: in how many backward
+    makes the gradient of a parameter, of those that have more than one.
     """
 
     def __init__(self) -> None:
         self._squares: dict[_Key, Tensor] = {}
         self.by_rows: set[nn.Parameter] = set()
+        self.chunks: dict[nn.Parameter, int] = {}
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
@@ -102,14 +104,14 @@ def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
     world: "World",
-    earlier: EarlierNorms | None = None,
+    in_backward: GradNormsInBackward | None = None,
 ) -> Tensor:
     """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device or several (CPU
     offload); those without a gradient are left out. Each element counts once: sums run over the mesh dimensions a
     gradient is cut along, not over those it is copied along, and over the stages of a pipeline. max_norm None: only the
-    norm is taken. earlier: what parameters without a gradient had before they were stepped, in backward.
+    norm is taken. in_backward: of gradients whose parameters were stepped in backward, and which are gone.
 
     The norm is fp32 (fp64 where a parameter is), `[]` on `world.device`. Nothing is read back to the host: the factor,
     at most 1, is made and applied on the gradients' device. A norm that is not finite makes the gradients so too.
@@ -120,7 +122,7 @@ def clip_grad_norm(
     groups = _group(trained)
     first = next(iter(groups.values()), None)
     total = torch.zeros((), dtype=torch.float64, device=first.device if first else world.device)
-    squares = earlier.take() if earlier is not None else {}
+    squares = in_backward.take() if in_backward is not None else {}
     for key, group in groups.items():
         total += group.squared_norm(dtype, squares.get(key)).to(total.device)
     if world.pipeline is not None:  # each stage has parameters of its own

@@ -2,13 +2,14 @@
 
 Of AdamW's memory gradients and states are three times the parameters. A gradient can go as soon as it is there, if its
 parameter is stepped at once (as LOMO does, arXiv 2306.09782), and states can wait in host memory, if each parameter's
-visit the device for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host instead, and steps there).
+are fetched for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host instead, and steps there).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +21,36 @@ from recipe_lib.models.decoder import Decoder, OutputHead
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss
 from recipe_lib.ops.row_gradients import RowGradients, embedding_by_rows
-from recipe_lib.optim.clipping import EarlierNorms
+from recipe_lib.optim.clipping import GradNormsInBackward
 from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.row_steps import RowSteps, step_only
 
+_configured: "WeakSet[Optimizer]" = WeakSet()  # for `check_configured` alone
 
-def arrange_steps(
+
+def configure_optimizer_step(
     optimizer: Optimizer, model: nn.Module, memory: MemoryConfig, device: torch.device
-) -> EarlierNorms | None:
-    """Says when the optimizer steps each parameter, and where its states wait; call it once, behind `build_optimizer`.
+) -> GradNormsInBackward | None:
+    """Steps in backward and offloaded optimizer states, as `memory` says; call it once, after `build_optimizer`.
 
     `memory.optimizer_offload`: states are in pinned host memory, and `optimizer.step()` takes the parameters one after
-    the other, large ones some rows at a time, each with its states on the device. On a CPU nothing changes.
+    the other, large ones in chunks of rows, each with its states on the device. On a CPU nothing changes.
 
     `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient, which is freed. A
     sharded parameter's is there when FSDP has summed it. Parameters whose gradients are not whole at that moment are
-    left for `optimizer.step()` behind backward: a tied embedding's come twice, and those that every rank of a
+    left for `optimizer.step()` after backward: a tied embedding's come twice, and those that every rank of a
     tensor-parallel group has are summed once a step. There may be one backward a step. Of an embedding and an output
-    projection that one rank has whole, backward makes the gradient some rows at a time, and steps these.
+    projection that one rank has whole, backward makes the gradient in chunks of rows, and steps these.
 
     Returns the norms of gradients that are gone when `clip_grad_norm` is called, for that; None without the lever.
     """
     by_rows = RowSteps(optimizer)
-    visits = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
-    optimizer.steps_in_backward = memory.optimizer_in_backward  # type: ignore[attr-defined]
+    offloaded = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
+    _configured.add(optimizer)
     if not memory.optimizer_in_backward:
         return None
-    norms = EarlierNorms()
-    step_one: Callable[[nn.Parameter], Any] = visits.step_one if visits else lambda one: step_only(optimizer, one)
+    norms = GradNormsInBackward()
+    step_one: Callable[[nn.Parameter], Any] = offloaded.step_one if offloaded else lambda one: step_only(optimizer, one)
 
     def step(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -67,14 +70,17 @@ def arrange_steps(
     chosen = _made_at_once(optimizer, model)
     for parameter in chosen:
         parameter.register_post_accumulate_grad_hook(step)
-    _make_by_rows(model, chosen, visits or by_rows, norms, memory)
+    _make_by_rows(model, chosen, offloaded or by_rows, norms, memory)
     return norms
 
 
-def check_arranged(optimizer: Optimizer, memory: MemoryConfig) -> None:
-    """ValueError for a recipe, such as an older copy, that never called `arrange_steps` though its config asks."""
-    if (memory.optimizer_in_backward or memory.optimizer_offload) and not hasattr(optimizer, "steps_in_backward"):
-        raise ValueError("a recipe with these levers calls training.arrange_steps behind training.build_optimizer")
+def check_configured(optimizer: Optimizer, memory: MemoryConfig) -> None:
+    """ValueError for a recipe that never called `configure_optimizer_step` though its config asks."""
+    if (memory.optimizer_in_backward or memory.optimizer_offload) and optimizer not in _configured:
+        raise ValueError(
+            "memory.optimizer_in_backward, memory.optimizer_offload: the recipe does not configure them; call "
+            "training.configure_optimizer_step after training.build_optimizer"
+        )
 
 
 def _made_at_once(optimizer: Optimizer, model: nn.Module) -> Sequence[nn.Parameter]:
@@ -95,7 +101,7 @@ def _make_by_rows(
     model: nn.Module,
     chosen: Sequence[nn.Parameter],
     steps: OffloadedStates | RowSteps,
-    norms: EarlierNorms,
+    norms: GradNormsInBackward,
     memory: MemoryConfig,
 ) -> None:
     """Backward makes the gradients of embedding and output projection by rows, where these are plain and large."""
@@ -113,7 +119,7 @@ def _make_by_rows(
 
         if not pieces:
             return None
-        weight.gradient_pieces = len(pieces)  # type: ignore[attr-defined]  # for what a run says of itself
+        norms.chunks[weight] = len(pieces)
         return RowGradients(pieces, take)
 
     embedding, head = model.model.embed_tokens, model.lm_head

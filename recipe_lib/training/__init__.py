@@ -1,7 +1,7 @@
 """What happens in a training run around the model: optimizer, schedule, clipping, seeds, stop signals and records."""
 
 from recipe_lib.optim.clipping import clip_grad_norm
-from recipe_lib.optim.in_backward import arrange_steps
+from recipe_lib.optim.in_backward import configure_optimizer_step
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.training.derived_numbers import derived_numbers
@@ -18,11 +18,11 @@ from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import validation_loss
 
 __all__ = [
+    "configure_optimizer_step",
     "ModelSource",
     "Step",
     "TrainingData",
     "TrainingLoop",
-    "arrange_steps",
     "backward_each",
     "build_head_loss",
     "build_optimizer",

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.optim.clipping import GradNormsInBackward
 from recipe_lib.optim.lr_scheduler import warmup_steps
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.training.added_parameters import describe_extra
@@ -20,11 +21,16 @@ if TYPE_CHECKING:
 
 
 def derived_numbers(
-    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", plan: "DataPlan"
+    cfg: FullFinetuneConfig,
+    world: "World",
+    model: nn.Module,
+    rows: "Dataset",
+    plan: "DataPlan",
+    in_backward: GradNormsInBackward | None = None,
 ) -> list[str]:
     """Lines for the log, each number with its unit and how it comes about.
 
-    model: as it will be trained, or sharded. Collective in a pipeline.
+    model: as it will be trained, or sharded. in_backward: knows the gradients made in chunks. Collective in a pipeline.
     """
     return [
         _devices(cfg, world),
@@ -32,7 +38,7 @@ def derived_numbers(
         *_pipeline(cfg, model),
         _steps(cfg, rows, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
-        *_model(cfg, model),
+        *_model(cfg, model, in_backward.chunks if in_backward is not None else {}),
         *describe_extra(model, world),
         *_other_parts(model),
         *([f"checkpointing: {kept}"] if (kept := getattr(model, "kept_for_backward", None)) else []),
@@ -107,7 +113,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.type} over {after} steps towards {final:.2e}"
 
 
-def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+def _model(cfg: FullFinetuneConfig, model: nn.Module, chunks: dict[nn.Parameter, int]) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
     stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
@@ -126,7 +132,10 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         tokens = micro_batches(cfg)[0] * cfg.max_seq_len
         if not cfg.sums_losses:  # the gradient of the head's weight is whole then
             tokens = sys.maxsize
-        sizes = (sum(_gradient_at_once(one, tokens) for one in together) for together in _reduced_together(model))
+        sizes = (
+            sum(_gradient_at_once(one, tokens, chunks.get(one, 1)) for one in together)
+            for together in _reduced_together(model)
+        )
         gradients, freed = max(sizes, default=0), " at a time"
     total = parameters + gradients + (state or 0)
     here = " of this rank" if hasattr(model, "pipeline") else ""
@@ -150,10 +159,9 @@ def _other_parts(model: nn.Module) -> list[str]:
     ]
 
 
-def _gradient_at_once(parameter: nn.Parameter, tokens: int) -> int:
-    """Bytes of a gradient, or of the pieces that backward makes it in, as it does for no more tokens than channels."""
-    pieces = getattr(parameter, "gradient_pieces", 1) if tokens <= parameter.shape[-1] else 1
-    return -(-local_bytes([parameter]) // pieces)
+def _gradient_at_once(parameter: nn.Parameter, tokens: int, chunks: int) -> int:
+    """Bytes of a gradient, or of the chunks that backward makes it in, as it does for no more tokens than channels."""
+    return -(-local_bytes([parameter]) // (chunks if tokens <= parameter.shape[-1] else 1))
 
 
 def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -8,6 +8,7 @@ from torch import nn
 from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.optim.clipping import GradNormsInBackward
 from recipe_lib.training.derived_numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
 
@@ -68,11 +69,11 @@ def test_what_is_freed_and_what_is_on_the_host() -> None:
         "together 2.25 MiB before activations"
     )
 
-    network = model()
-    network[1].weight.gradient_pieces = 4
+    network, norms = model(), GradNormsInBackward()
+    norms.chunks[network[1].weight] = 4
     for length, said in ((128, "256.00 KiB"), (129, "1.00 MiB")):  # two rows of them, against 256 channels
         cfg.max_seq_len = length
-        assert f"gradients {said} at a time" in derived_numbers(cfg, world, network, Rows(), Plan())[-1]
+        assert f"gradients {said} at a time" in derived_numbers(cfg, world, network, Rows(), Plan(), norms)[-1]
 
 
 def test_other_settings_are_said() -> None:

@@ -123,6 +123,11 @@ class Tracer(TorchDispatchMode):
                 else:
                     storage.kind, storage.label = kind, label
 
+    def _label_of(self, tensor: Tensor) -> str:
+        """The name of the parameter that a tensor, such as some rows of it, shares its memory with."""
+        number = self.number_of(tensor)
+        return self.trace.storages[number].label if number >= 0 else ""
+
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
         held = self._held.get(tensor.untyped_storage()._cdata)
@@ -320,8 +325,7 @@ class Tracer(TorchDispatchMode):
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                whole, _ = getattr(parameter, "rows_of", (parameter, None))  # some rows of it are stepped
-                name = self.parameter_names.get(id(whole), "")
+                name = self.parameter_names.get(id(parameter)) or self._label_of(parameter)
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
                 for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
