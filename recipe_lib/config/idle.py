@@ -119,10 +119,8 @@ def reads_hub(cfg: Any) -> str | None:
 
 def trained_dtype(cfg: Any) -> str:
     """The type of what is trained: the adapters' own, where adapters are."""
-    lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    if lora is None or (dpo is not None and dpo.trainable == "all"):
-        return str(cfg.dtype)
-    return str(lora.dtype or cfg.dtype)
+    adapters = getattr(cfg, "trained_adapters", None)
+    return str(cfg.dtype if adapters is None else adapters.dtype or cfg.dtype)
 
 
 def trains_bf16(cfg: Any) -> str | None:
@@ -162,6 +160,5 @@ def steps_with_torch(cfg: Any) -> str | None:
 
 
 def sums_over_tokens(cfg: Any) -> str | None:
-    """a recipe without pairs"""
-    dpo = getattr(cfg, "dpo", None)
-    return None if dpo is None else f"the loss of pairs is dpo.loss, {dpo.loss}"
+    """a recipe without a loss of its own"""
+    return getattr(cfg, "own_loss", None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from recipe_lib.config import idle
 from recipe_lib.config.keys import key
 from recipe_lib.config.recipe_facts import RecipeFacts
-from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, DpoConfig, LoraConfig
+from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
 
@@ -18,12 +18,9 @@ __all__ = [
     "PEFT_NAMES",
     "CheckpointConfig",
     "DataConfig",
-    "DpoConfig",
-    "DpoFinetuneConfig",
     "FullFinetuneConfig",
     "LogConfig",
     "LoraConfig",
-    "LoraFinetuneConfig",
     "LrSchedulerConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -260,55 +257,3 @@ class FullFinetuneConfig(RecipeFacts):
         choices=("fp8", "int8"),
         known_as="torchtitan float8; HF fp8 mixed_precision",
     )
-
-
-@dataclass
-class LoraFinetuneConfig(FullFinetuneConfig):
-    """Config of `lora_finetune_distributed`."""
-
-    recipe: str = key(
-        "lora_finetune_distributed",
-        "The recipe this config is for.",
-        known_as="torchtune: the first word of `tune run`",
-    )
-    lora: LoraConfig = field(default_factory=LoraConfig)
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """As everywhere."""
-        return self.lora
-
-
-@dataclass
-class DpoFinetuneConfig(LoraFinetuneConfig):
-    """Config of `dpo_distributed`."""
-
-    recipe: str = key(
-        "dpo_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
-    )
-    dpo: DpoConfig = field(default_factory=DpoConfig)
-
-    @property
-    def sequences_per_item(self) -> int:
-        """A chosen answer and a rejected one."""
-        return 2
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """As `dpo.trainable` says."""
-        return self.lora if self.dpo.trainable == "adapters" else None
-
-    @property
-    def adapters_instead(self) -> dict[str, str]:
-        """As everywhere."""
-        return {"dpo.trainable": "adapters"}
-
-    @property
-    def runs_reference(self) -> bool:
-        """As the loss needs one."""
-        return self.dpo.needs_reference
-
-    @property
-    def sums_losses(self) -> bool:
-        """Log-probabilities of tokens."""
-        return False
