@@ -16,6 +16,8 @@ from recipe_lib.checkpoint.ownership import TRAINED, Holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, together
 from recipe_lib.errors import CheckpointError
 
+PlaceState = Callable[[torch.Tensor], torch.Tensor] | None  # a state's memory where it waits, without values
+
 MODEL, OPTIMIZER = "model", "optimizer"
 # How a step is computed belongs to the machine it runs on, not to the state.
 _IMPLEMENTATION_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
@@ -25,14 +27,6 @@ _OWN = (  # each of them decides which states there are
     "resume with the run's own optimizer.name, optimizer.state_bits, optimizer.master_weights and "
     "optimizer.stochastic_rounding"
 )
-
-
-Place = Callable[[torch.Tensor], torch.Tensor]  # a state to another one like it, without values, elsewhere
-
-
-def beside_parameter(value: torch.Tensor) -> torch.Tensor:
-    """The place of a state that is not offloaded: where it was made."""
-    return value
 
 
 @runtime_checkable
@@ -138,13 +132,12 @@ def make_optimizer_states(
     saved: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     where: str,
     holders: Holders,
-    place: Place = beside_parameter,
+    place_state: PlaceState = None,
 ) -> dict[str, torch.Tensor]:
     """Replaces the optimizer's states by empty tensors as they were saved, and returns them by name, to be filled.
 
     saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters too. where: the
-    state's folder, named in errors. place: memory for a state, if not beside its parameter: offloaded ones would not
-    fit on the device together.
+    state's folder, named in errors. place_state: memory for a state where it waits; None: beside its parameter.
     """
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -171,7 +164,8 @@ def make_optimizer_states(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
                 f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
             )
-        value = place(value)
+        if place_state is not None:
+            value = place_state(value)  # states that wait in host memory would not fit on the device together
         optimizer.state[parameter][key] = value
         targets[full_name] = value
     missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.ops.device import kernels_of
+from recipe_lib.parallel.parallelize import Parallel
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -29,20 +30,16 @@ _Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]  # dimensions tha
 class GradNormsInBackward:
     """Squared norms of this rank's gradients that were used and freed before the others are there, by kind.
 
-    by_rows: the parameters of which parts were counted since the norms were last taken. chunks: in how many backward
-    makes the gradient of a parameter, of those that have more than one.
+    by_rows: the parameters of which parts were counted since the norms were last taken.
     """
 
     def __init__(self) -> None:
         self._squares: dict[_Key, Tensor] = {}
         self.by_rows: set[nn.Parameter] = set()
-        self.chunks: dict[nn.Parameter, int] = {}
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
         """Counts a parameter's gradient, on the stream that has it. gradient: a part of it, where there is no whole."""
-        if getattr(parameter, "is_copy", False):
-            return
         ((key, group),) = _group([parameter]).items()
         if gradient is not None:
             group.grads = [gradient]
@@ -104,14 +101,16 @@ def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
     world: "World",
-    in_backward: GradNormsInBackward | None = None,
+    parallel: Parallel,
+    earlier: GradNormsInBackward | None,
 ) -> Tensor:
     """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device or several (CPU
     offload); those without a gradient are left out. Each element counts once: sums run over the mesh dimensions a
     gradient is cut along, not over those it is copied along, and over the stages of a pipeline. max_norm None: only the
-    norm is taken. in_backward: of gradients whose parameters were stepped in backward, and which are gone.
+    norm is taken. parallel: says which parameter is a copy of another rank's. earlier: what parameters without a
+    gradient had before they were stepped, in backward.
 
     The norm is fp32 (fp64 where a parameter is), `[]` on `world.device`. Nothing is read back to the host: the factor,
     at most 1, is made and applied on the gradients' device. A norm that is not finite makes the gradients so too.
@@ -119,10 +118,10 @@ def clip_grad_norm(
     parameters = list(parameters)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
-    groups = _group(trained)
+    groups = _group(trained, parallel.tied_copy)
     first = next(iter(groups.values()), None)
     total = torch.zeros((), dtype=torch.float64, device=first.device if first else world.device)
-    squares = in_backward.take() if in_backward is not None else {}
+    squares = earlier.take() if earlier is not None else {}
     for key, group in groups.items():
         total += group.squared_norm(dtype, squares.get(key)).to(total.device)
     if world.pipeline is not None:  # each stage has parameters of its own
@@ -136,7 +135,7 @@ def clip_grad_norm(
     return norm.to(world.device, non_blocking=True)
 
 
-def _group(parameters: Iterable[nn.Parameter]) -> dict[_Key, _Group]:
+def _group(parameters: Iterable[nn.Parameter], copy: nn.Parameter | None = None) -> dict[_Key, _Group]:
     """Local gradients by mesh, sharded dimensions and device.
 
     A parameter without a gradient still makes its group: another rank may have one and wait for this rank in the sum.
@@ -149,7 +148,7 @@ def _group(parameters: Iterable[nn.Parameter]) -> dict[_Key, _Group]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         group = groups.setdefault((sharded_over, local.device), _Group(sharded_over, local.device))
         if grad is not None:
-            (group.copies if getattr(parameter, "is_copy", False) else group.grads).append(local)
+            (group.copies if parameter is copy else group.grads).append(local)
     return groups
 
 

@@ -91,7 +91,7 @@ class ChunkedOptimizer(Optimizer):
 
     `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for any of the parameters
     alone is as good as one for all. So is one for some rows of a parameter after the other, each as a parameter of its
-    own inside `rows_as_parameter`.
+    own, inside of `stepping_rows`.
     """
 
     def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
@@ -99,7 +99,7 @@ class ChunkedOptimizer(Optimizer):
         made_of = {"state_bits": cfg.state_bits, "master_weights": cfg.master_weights}
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
         self._codes = Codes(cfg.state_bits)
-        self._rows: tuple[nn.Parameter, nn.Parameter, int] | None = None  # what stands for rows of which, from where on
+        self._rows_of: tuple[nn.Parameter, nn.Parameter, int] | None = None
         super().__init__(
             list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
         )
@@ -122,18 +122,18 @@ class ChunkedOptimizer(Optimizer):
         return sum(stored_sizes(parameter, self.states_of(parameter), *made_of))
 
     @contextmanager
-    def rows_as_parameter(self, piece: nn.Parameter, whole: nn.Parameter, first: int) -> Iterator[None]:
-        """Inside it `piece` is stepped as rows of a parameter. first: their place in this rank's part."""
-        self._rows = piece, whole, first
+    def stepping_rows(self, piece: nn.Parameter, whole: nn.Parameter, first: int) -> Iterator[None]:
+        """Inside, `piece` stands for rows of this rank's part of `whole`, from row `first` on."""
+        self._rows_of = (piece, whole, first)
         try:
             yield
         finally:
-            self._rows = None
+            self._rows_of = None
 
     def _whole_of(self, parameter: nn.Parameter) -> tuple[nn.Parameter, int]:
-        """The parameter that is stepped, or that its rows are of; and the first of them on this rank."""
-        if self._rows is not None and self._rows[0] is parameter:
-            return self._rows[1:]
+        """The parameter that some rows are of, and the first of them on this rank; others are whole."""
+        if self._rows_of is not None and self._rows_of[0] is parameter:
+            return self._rows_of[1:]
         return parameter, 0
 
     def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -155,11 +155,11 @@ class ChunkedOptimizer(Optimizer):
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
-            self._step_adamw(group, parameter)
+            self._step_adamw(parameter, group)
 
-    def _step_adamw(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        part = self._begin(parameter)
-        step_adamw(part, group, self.state[parameter]["step"], self._codes, self._whole_of(parameter)[0])
+    def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        whole, _ = self._whole_of(parameter)
+        step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, whole)
 
     def _begin(self, parameter: nn.Parameter) -> StateChunk:
         """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
@@ -187,7 +187,7 @@ def _rows(local: Tensor) -> Tensor:
 
 
 def step_adamw(part: StateChunk, group: dict[str, Any], step: int, codes: Codes, parameter: nn.Parameter) -> None:
-    """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part of a parameter.
+    """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
 
     The update is made of the means before they are rounded to their bits, as torchao's is.
     """

@@ -39,6 +39,10 @@ class OffloadedStates:
         self._last: nn.Parameter | None = None
         optimizer.step = self.step  # type: ignore[method-assign]
 
+    def placed(self, value: Tensor) -> Tensor:
+        """A state's memory where it waits, without values: of one that is being read from a checkpoint."""
+        return _with_local(value, _pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
+
     def pieces(self, parameter: nn.Parameter) -> list[slice]:
         """The runs of rows that a parameter is stepped by; none: it is stepped whole."""
         return self._rows.pieces(parameter)
@@ -147,11 +151,6 @@ class OffloadedStates:
             sent, held = self._leaving.popleft()
             self._module.current_stream().wait_event(sent)
             held.clear()
-
-
-def offloaded(value: Tensor) -> Tensor:
-    """Host memory for a state, without values: of one that is being read from a checkpoint."""
-    return _with_local(value, _pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
 
 
 def _is_large(value: Any) -> bool:

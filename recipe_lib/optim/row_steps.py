@@ -88,12 +88,12 @@ class RowSteps:
         counts = {key: _own(value) for key, value in states.get(parameter, {}).items() if not is_cut(value)}
         if counts or here:
             states[piece] = counts | here
-        own = isinstance(self.optimizer, ChunkedOptimizer)
-        try:
-            with self.optimizer.rows_as_parameter(piece, parameter, rows.start) if own else nullcontext():
+        chunked = isinstance(self.optimizer, ChunkedOptimizer)
+        with self.optimizer.stepping_rows(piece, parameter, rows.start) if chunked else nullcontext():
+            try:
                 step_only(self.optimizer, parameter, self._step, piece)
-        finally:
-            found = states.pop(piece, {})
+            finally:
+                found = states.pop(piece, {})
         self._counts = {key: value for key, value in found.items() if not is_cut(value)}
         return {key: value for key, value in found.items() if is_cut(value)}
 

@@ -78,6 +78,13 @@ def test_the_page_counts_right(name: str, copy: Path) -> None:
             compile((copy / file).read_text(encoding="utf-8"), file, "exec")
 
 
+def test_the_page_counts_the_files_of_a_mesh_dimension() -> None:
+    """Those that it names, and the new one."""
+    said, text = sections()["A mesh dimension"]
+    named = set(re.findall(r"`(recipe_lib/[\w/]+\.py)`", text))
+    assert all((ROOT / name).is_file() for name in named) and len(named) + 1 == int(said.split()[0])
+
+
 def test_every_block_of_code_is_followed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     counted = Counter(re.findall(r"^```(\w+)$", text, re.MULTILINE))

@@ -68,7 +68,7 @@ class Muon(ChunkedOptimizer):
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             if parameter not in self._turns:
-                self._step_adamw(group, parameter)
+                self._step_adamw(parameter, group)
         for over, found in self._by_exchange([one for one in parameters if one in self._turns]).items():
             count = 1 if over is None else over[0].size(over[1])
             for first in range(0, len(found), count):

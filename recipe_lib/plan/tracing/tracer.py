@@ -123,11 +123,6 @@ class Tracer(TorchDispatchMode):
                 else:
                     storage.kind, storage.label = kind, label
 
-    def _label_of(self, tensor: Tensor) -> str:
-        """The name of the parameter that a tensor, such as some rows of it, shares its memory with."""
-        number = self.number_of(tensor)
-        return self.trace.storages[number].label if number >= 0 else ""
-
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
         held = self._held.get(tensor.untyped_storage()._cdata)
@@ -325,12 +320,16 @@ class Tracer(TorchDispatchMode):
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = self.parameter_names.get(id(parameter)) or self._label_of(parameter)
+                name = self.parameter_names.get(id(parameter)) or self._label_of(parameter)  # some rows of one
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
                 for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
                     if isinstance(value, Tensor):
                         self.label(value, "optimizer", name)
+
+    def _label_of(self, tensor: Tensor) -> str:
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        return self.trace.storages[held.number].label if held is not None else ""
 
     def record(self, stream: int, event: int) -> None:
         """The device's stream passed a mark."""
