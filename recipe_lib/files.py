@@ -5,6 +5,7 @@ and renamed. What a killed process leaves behind is therefore recognized by its 
 `before_operation` is called before each change of the disk: tests make it fail there.
 """
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -276,8 +277,6 @@ def _exchange_names(first: Path, second: Path) -> bool:
     """Exchanges two names at once (Linux: renameat2); False where system or file system do not have that."""
     if sys.platform != "linux":
         return False
-    import ctypes
-
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
 from recipe_lib.checkpoint.hub_files import MODEL_FILES, NEVER
 from recipe_lib.checkpoint.weights_in import check_weights, load_weights
 from recipe_lib.checkpoint.weights_out import check_room, export_model
@@ -20,9 +23,6 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
     if folder is not None:
         return folder
     name = str(path_or_hub_id)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
         return Path(snapshot_download(name, allow_patterns=MODEL_FILES, ignore_patterns=NEVER, local_files_only=True))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:

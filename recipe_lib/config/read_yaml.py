@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import open_regular
@@ -97,8 +99,6 @@ def parse(text: str) -> Document:
     if control:
         line = text.count("\n", 0, control.start()) + 1
         raise YamlError(line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it")
-    import yaml  # 30 ms; `tune ls` does without
-
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
         return _Builder(iter(yaml.parse(text, Loader=loader))).document()
@@ -134,8 +134,6 @@ class _Builder:
         self.faults: list[tuple[int, str]] = []
 
     def document(self) -> Document:
-        import yaml
-
         top: Node | None = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
@@ -147,8 +145,6 @@ class _Builder:
 
     def node(self, event: Any, depth: int, key: str) -> Node:
         """The value that begins with this event. key: its dotted name, empty at the top and for a key itself."""
-        import yaml
-
         line = _line(event)
         if depth > MAX_DEPTH:
             raise YamlError(line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys")
@@ -166,8 +162,6 @@ class _Builder:
         self.faults.append((line, f"{show(key)}: {what}" if key else what))
 
     def content(self, event: Any, line: int, depth: int, name: str) -> Node:
-        import yaml
-
         if isinstance(event, yaml.ScalarEvent):
             return Node("scalar", line, event.value, quoted=not event.implicit[0])
         if isinstance(event, yaml.SequenceStartEvent):

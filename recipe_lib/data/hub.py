@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HTTPError
+
 from recipe_lib.config.local_files import no_datasets
 from recipe_lib.config.schema_data import HUB
 from recipe_lib.data.parquet import without_nulls
@@ -67,7 +69,6 @@ class HubRows(RowFile):
     def _rows(self) -> Any:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
-        from huggingface_hub.errors import HTTPError
 
         name, _, subset = self.place.removeprefix(HUB).partition(":")
         try:
