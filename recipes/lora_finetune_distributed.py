@@ -23,7 +23,8 @@ import torch
 
 from recipe_lib import training
 from recipe_lib.adapters import add_adapters, describe_adapters, init_adapters
-from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
+from recipe_lib.checkpoint.adapter_files import check_adapter
+from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, StepBatches, check_documents_apart

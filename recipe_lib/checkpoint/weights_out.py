@@ -101,7 +101,7 @@ def export_model(
     def read(name: str) -> Iterator[torch.Tensor]:
         return holders.relay(name, lambda: gather(name))
 
-    pieces = _Pieces(spec, read, world, extras)
+    pieces = _TensorPieces(spec, read, world, extras)
 
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
@@ -205,7 +205,7 @@ def _other_layout(spec: ModelSpec) -> WrittenLayout | None:
     return spec.written_layout() if isinstance(spec, ExternalSpec) else None
 
 
-class _Pieces:
+class _TensorPieces:
     """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
     def __init__(
@@ -256,7 +256,7 @@ def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list
 def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
-    read: _Pieces,
+    read: _TensorPieces,
     world: RankGroup,
     extras: Collection[str],
 ) -> None:

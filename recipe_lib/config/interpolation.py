@@ -9,7 +9,7 @@ import functools
 import re
 from typing import Any
 
-from recipe_lib.config.read_yaml import Node
+from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.config.values import is_null
 
@@ -18,13 +18,13 @@ _NAME = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_]\w*(?:\.\w+|\[\w+\])*)\s*\}")
 _SCRATCH = "value being filled in"
 
 
-def is_interpolated(node: Node) -> bool:
+def is_interpolated(node: YamlNode) -> bool:
     """Whether a value, or a part of it, names another key."""
     inner = [*node.items, *(value for _, value in node.entries.values())]
     return (node.kind == "scalar" and "${" in node.text) or any(is_interpolated(part) for part in inner)
 
 
-def names_in(node: Node) -> set[str]:
+def names_in(node: YamlNode) -> set[str]:
     """The keys that a value names, but for relative ones."""
     inner = [*node.items, *(value for _, value in node.entries.values())]
     return set(_NAME.findall(node.text)).union(*(names_in(part) for part in inner))
@@ -34,7 +34,7 @@ class InterpolationError(Exception):
     """A value cannot be filled in; the text is `found ..; remedy`."""
 
 
-def check_form(node: Node) -> None:
+def check_form(node: YamlNode) -> None:
     """InterpolationError for a text whose `${...}` is no name of a key."""
     for part in (*node.items, *(value for _, value in node.entries.values())):
         check_form(part)
@@ -53,7 +53,7 @@ def check_form(node: Node) -> None:
         raise InterpolationError(f"found {quote(node.text)}, expected ${{section.key}}") from error
 
 
-def tree_of(values: dict[str, Any], pending: dict[str, Node]) -> Any:
+def tree_of(values: dict[str, Any], pending: dict[str, YamlNode]) -> Any:
     """All keys as OmegaConf's tree. values: by dotted key; pending: those that name other keys, as written."""
     import omegaconf
 
@@ -64,7 +64,7 @@ def tree_of(values: dict[str, Any], pending: dict[str, Node]) -> Any:
     return omegaconf.OmegaConf.create(tree, flags={"allow_objects": True})
 
 
-def fill_in(tree: Any, node: Node, key: str) -> Node:
+def fill_in(tree: Any, node: YamlNode, key: str) -> YamlNode:
     """The node with the values of the keys that it names. key: whose value it is, for relative names."""
     if not is_interpolated(node):
         return node
@@ -113,7 +113,7 @@ def _names(tree: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def _raw(node: Node) -> Any:
+def _raw(node: YamlNode) -> Any:
     if node.kind == "list":
         return [_raw(item) for item in node.items]
     if node.kind == "mapping":
@@ -130,14 +130,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str, dict)) else str(value)
 
 
-def _node_of(value: Any, written: Node) -> Node:
+def _node_of(value: Any, written: YamlNode) -> YamlNode:
     """A value as if it had been written in the place of `written`."""
     if isinstance(value, list):
-        return Node("list", written.line, items=[_node_of(item, written) for item in value])
+        return YamlNode("list", written.line, items=[_node_of(item, written) for item in value])
     if isinstance(value, dict):
         entries = {str(word): (written.line, _node_of(item, written)) for word, item in value.items()}
-        return Node("mapping", written.line, entries=entries)
+        return YamlNode("mapping", written.line, entries=entries)
     if value is None or isinstance(value, bool):
-        return Node("scalar", written.line, {None: "null", True: "true", False: "false"}[value])
+        return YamlNode("scalar", written.line, {None: "null", True: "true", False: "false"}[value])
     quoted = isinstance(value, str) and (value == "" or value.lower() in ("null", "true", "false", "~"))
-    return Node("scalar", written.line, str(value), quoted=quoted)
+    return YamlNode("scalar", written.line, str(value), quoted=quoted)

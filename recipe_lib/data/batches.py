@@ -101,7 +101,7 @@ def make_step(
     """
     if len(slots) != batch_size * accumulation * data_ranks:
         raise ValueError(f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x {batch_size}")
-    step = _Step(dataset, slots, batch_size, pad_id, multiple, row_length)
+    step = _StepSlots(dataset, slots, batch_size, pad_id, multiple, row_length)
     return step.batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
@@ -130,10 +130,10 @@ def validation_steps(
     for start in range(0, len(slots), together):
         part = slots[start : start + together]
         part += [nothing] * (together - len(part))
-        yield _Step(dataset, part, batch_size, pad_id, multiple, row_length).batches([data_rank])
+        yield _StepSlots(dataset, part, batch_size, pad_id, multiple, row_length).batches([data_rank])
 
 
-class _Step:
+class _StepSlots:
     """The slots of a step, of all ranks; micro-batch n takes `batch_size` of them from n * batch_size on."""
 
     def __init__(

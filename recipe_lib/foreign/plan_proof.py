@@ -26,7 +26,7 @@ from recipe_lib.foreign.adapters import add_adapters
 from recipe_lib.foreign.tensor_plan.certificate import certify
 from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.foreign.tensor_plan.summary import pattern_of
 from recipe_lib.foreign.tensor_plan.transformers_models import randomize
 from recipe_lib.foreign.transformers_config import TRANSFORMERS

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from recipe_lib import files
 from recipe_lib.adapters import merging
 from recipe_lib.adapters.merging import Update, merge_rows
-from recipe_lib.checkpoint.adapters import export_adapter, merge_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError

@@ -14,7 +14,7 @@ from recipe_lib.config import register
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.data import check_documents_apart
 from recipe_lib.errors import CheckpointError, SetupError
-from recipe_lib.foreign.spec import ForeignSpec, read_spec
+from recipe_lib.foreign.module_spec import ForeignSpec, read_spec
 from recipe_lib.logs import get_logger
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.weight_names import parameter_shapes
