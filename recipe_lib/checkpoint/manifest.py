@@ -43,11 +43,6 @@ class Manifest:
     files: tuple[FileRecord, ...]
     versions: dict[str, str]
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(record.size for record in self.files)
-
 
 def write_manifest(folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]) -> None:
     """Writes the manifest into a folder whose files are already flushed."""

@@ -16,7 +16,7 @@ from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
 
 if TYPE_CHECKING:
-    from recipe_lib.data.show import Shown
+    from recipe_lib.data.inspect import Shown
     from recipe_lib.tokenizers import Tokenizer
 
 # (trained, special token) -> how it looks on a terminal
@@ -95,7 +95,7 @@ def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]
 
 def show_rows(cfg: Any, arguments: argparse.Namespace) -> int:
     """Prints the first rows, or packs, of a step's order."""
-    from recipe_lib.data.show import show_item
+    from recipe_lib.data.inspect import show_item
 
     tokenizer, rows, validation, _ = read_datasets(cfg, tolerant=False)
     if arguments.validation:

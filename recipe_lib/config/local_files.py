@@ -13,6 +13,15 @@ from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupErro
 
 DISTRIBUTION = "tune-recipes"
 
+# What `tune download` fetches of a model on the hub, and the cache is searched for: names in its top folder.
+MODEL_FILES = [
+    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
+]  # fmt: skip
+
+# Not even where a pattern above fits: subfolders, code, formats that run code when loaded, second copies of weights.
+NEVER_DOWNLOADED = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.gguf", "consolidated*"]
+
 
 def install_line(extra: str) -> str:
     """`pip install 'datasets<6,>=4' 'pyarrow>=17'`: what an extra of this project asks for, by package.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from recipe_lib.config import idle
 from recipe_lib.config.keys import key
-from recipe_lib.config.recipe_facts import RecipeFacts
 from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, DpoConfig, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
@@ -181,6 +180,43 @@ class LogConfig:
         minimum=1,
         known_as="none has it: others measure by their profilers",
     )
+
+
+class RecipeFacts:
+    """What a recipe's batch and model are, for all that plans or divides them.
+
+    Those of full fine-tuning; the config of a recipe of another kind overrides what is different.
+    """
+
+    @property
+    def sequences_per_item(self) -> int:
+        """Sequences of a micro-batch for each of `batch_size`."""
+        return 1
+
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """The settings of what is trained; None: every parameter is."""
+        return None
+
+    @property
+    def adapters_instead(self) -> dict[str, str]:
+        """Keys and values by which the recipe trains adapters in place of every parameter; empty: it cannot."""
+        return {}
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether a step also evaluates micro-batches by a frozen model."""
+        return False
+
+    @property
+    def copies_model(self) -> bool:
+        """Whether that is a second copy of the model, as there are no adapters that could be turned off."""
+        return self.runs_reference and self.trained_adapters is None
+
+    @property
+    def sums_losses(self) -> bool:
+        """Whether the output head makes a sum of losses, and its gradients in forward; else numbers of tokens."""
+        return True
 
 
 @dataclass

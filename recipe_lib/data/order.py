@@ -132,13 +132,6 @@ class DataPlan:
         """Tokens of the fullest pack of the epoch that a step is in; None without packing."""
         return self._epoch(self.locate(step)[0]).row_length if self._capacity else None
 
-    def packing_efficiency(self, epoch: int = 0) -> float:
-        """Share of an epoch's packed rows that is no padding; 1 without packing, where a batch has its own width."""
-        found = self._epoch(epoch)
-        if found.row_length is None:
-            return 1.0
-        return float(self._lengths[found.items].sum() / (found.slots * found.row_length))
-
     def _slots(self, epoch: int) -> int:
         return self._epoch(epoch).slots
 

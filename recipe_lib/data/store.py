@@ -11,8 +11,7 @@ import numpy as np
 
 from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.encoding import Chunk
-
-BLOCK = 2**22  # bytes read at once
+from recipe_lib.files import sha256_of
 
 
 class ArrayWriter:
@@ -95,10 +94,6 @@ def difference(folder: Path, checksums: Mapping[str, Any]) -> str | None:
     for name in ARRAYS:
         if not (folder / name).is_file():
             return f"{name} is missing"
-        digest = hashlib.sha256()
-        with open(folder / name, "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        if digest.hexdigest() != checksums.get(name):
+        if sha256_of(folder / name) != checksums.get(name):
             return f"{name} has other content than was written"
     return None

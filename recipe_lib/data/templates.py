@@ -10,10 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from recipe_lib.data import spans
-from recipe_lib.data.answers import AnswerFinder, Writing
+from recipe_lib.data.answers import AnswerFinder, Writing, in_whole, shared_out
 from recipe_lib.data.escaping import escaped, special_pattern, unused_letters
 from recipe_lib.data.generation_tags import Marked, marked_answers
-from recipe_lib.data.history import in_whole, shared_out
 from recipe_lib.data.samples import Completion, Conversation, Message, Preference, RowFault, TextTokenizer, Wanted
 from recipe_lib.data.spans import Span
 from recipe_lib.data.template_behavior import Habits, learn_habits

@@ -12,8 +12,7 @@ import numpy as np
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources
-from recipe_lib.data.cache import cache_root, load_or_make, make_in_memory
-from recipe_lib.data.cache_key import cache_key
+from recipe_lib.data.cache import cache_key, cache_root, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task

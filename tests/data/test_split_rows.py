@@ -12,8 +12,8 @@ from recipe_lib.cli.main import main
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
 from recipe_lib.data.dataset import Dataset, overlap
+from recipe_lib.data.inspect import show_item
 from recipe_lib.data.samples import Conversation, Preference, RowFault
-from recipe_lib.data.show import show_item
 from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
@@ -134,7 +134,7 @@ def test_the_order_and_packs_are_those_of_sequences(build: Build):
     assert plan.steps(0) == 4 and sorted(taken) == list(range(8))
     capacity = int(dataset.lengths.sum())
     packed = DataPlan(dataset, seed=1, slots_per_step=1, shuffle=True, packing_capacity=capacity)
-    assert packed.steps(0) == 1 and packed.packing_efficiency() == 1.0
+    assert packed.steps(0) == 1 and packed.row_length(0) == capacity
     assert sorted(packed.slots(0)[0].tolist()) == list(range(8))
 
 

@@ -17,8 +17,7 @@ from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.config.suggest import show
 from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
 from recipe_lib.data import tokenize_dataset as data_build
-from recipe_lib.data.cache import MANIFEST, cache_root
-from recipe_lib.data.cache_key import cache_key
+from recipe_lib.data.cache import MANIFEST, cache_key, cache_root
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.tokenizers import load_tokenizer
