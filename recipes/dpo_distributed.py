@@ -34,7 +34,7 @@ from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import DpoFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, StepBatches, check_documents_apart
+from recipe_lib.data import Batch, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
@@ -109,7 +109,7 @@ class DpoFinetune:
             if self.cfg.lora.adapter_path:
                 load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
         if self.cfg.data.packing:
-            check_documents_apart(self.model, self.spec.vocab_size, self.device)
+            check_packing_isolation(self.model, self.spec.vocab_size, self.device)
 
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""

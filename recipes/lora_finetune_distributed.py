@@ -27,7 +27,7 @@ from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, StepBatches, check_documents_apart
+from recipe_lib.data import Batch, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
@@ -81,7 +81,7 @@ class LoraFinetune:
         if cfg.lora.adapter_path:
             load_adapter(model, self.spec, Path(cfg.lora.adapter_path))
         if cfg.data.packing:
-            check_documents_apart(model, self.spec.vocab_size, self.device)
+            check_packing_isolation(model, self.spec.vocab_size, self.device)
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""

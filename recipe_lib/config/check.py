@@ -54,7 +54,7 @@ class Checked:
     full: bool = False
 
     def fault(self, place: str, name: str, what: str, *, doubt: bool = True) -> None:
-        """Notes a fault, and unless told otherwise doubts its key (no name: nothing, the line says all)."""
+        """Notes a fault, and unless `doubt` is false doubts its key (no name: nothing, the line says all)."""
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{place}: {show(name)}: {what}" if name else f"{place}: {what}")
         else:
@@ -153,7 +153,7 @@ def check_value(
     typed: bool = False,
     filled: bool = False,
 ) -> None:
-    """Checks a key's value and takes it. where: how the setting is told later, if not by the place.
+    """Checks a key's value and takes it. where: how the setting is named later, if not by the place.
 
     A value that names other keys waits for `fill_pending`; filled: it has been there.
     """

@@ -156,7 +156,7 @@ def find_files(source: str) -> list[Path]:
     """The data files that a local source names, sorted by name. Raises DataError."""
     path, kinds = Path(source), ", ".join(DATA_KINDS)
     if os.path.isdir(path):
-        # Hidden files are none of the user's: macOS puts `._rows.jsonl` beside `rows.jsonl`.
+        # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
         shown = (file for file in path.iterdir() if not file.name.startswith("."))
         files = sorted(file for file in shown if file.suffix in DATA_KINDS and file.is_file())
         if not files:
@@ -191,9 +191,9 @@ def no_pyarrow(path: Path) -> str:
 
 
 def check_source(source: str) -> str | None:
-    """A note if the package that reads rows of the hub is still to be installed. Nothing is asked of the hub.
+    """A note if the package that reads datasets of the hub is still to be installed. Nothing is asked of the hub.
 
-    Raises DataError if there are no rows by that name, or no package to read them with.
+    Raises DataError if there is no dataset by that name, or no package to read them with.
     """
     if is_hub(source):
         return None if has_package("datasets") else no_datasets(source)

@@ -1,4 +1,4 @@
-"""Tokenized rows on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
+"""Tokenized samples on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
 
 A folder `<cache>/<key>` holds the arrays of `recipe_lib.data.store` and `manifest.json`: their SHA-256 and the report.
 It is written under another name, synced and renamed, so that it is complete or not there. Who makes it holds the lock
@@ -26,12 +26,12 @@ from recipe_lib import errors
 from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import SourceEncoder
-from recipe_lib.data.row_files import hash_of
+from recipe_lib.data.sample_files import hash_of
 from recipe_lib.data.samples import TextTokenizer
-from recipe_lib.data.sources import RowFile
+from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.store import ArrayWriter, difference, map_arrays
 from recipe_lib.errors import UserError
-from recipe_lib.files import flush_folder, write_json
+from recipe_lib.files import flush_folder, write_bytes
 from recipe_lib.logs import get_logger
 
 MANIFEST = "manifest.json"
@@ -78,7 +78,9 @@ def load_or_make(root: Path, key: str, make: Make) -> Stored | None:
         return _read(root / key) or _made_under_lock(root, key, make)
     except _Unusable as unusable:
         get_logger().info(
-            "warning: data.cache_dir: tokenized rows cannot be kept in %s (%s); they are kept in memory", root, unusable
+            "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in memory",
+            root,
+            unusable,
         )
         return None
 
@@ -131,7 +133,7 @@ def _refusals_of_the_disk() -> Iterator[None]:
 
 def _write_manifest(folder: Path, checksums: Mapping[str, str], report: DataReport) -> None:
     content = {"checksums": dict(checksums), "report": report.to_json()}
-    write_json(folder / MANIFEST, {"content": content, "sha256": _checksum(content)})
+    write_bytes(folder / MANIFEST, json.dumps({"content": content, "sha256": _checksum(content)}).encode())
     flush_folder(folder)
 
 
@@ -264,7 +266,10 @@ FOLDERS = ("data", "tokenizers")
 
 
 def cache_key(
-    settings: Mapping[str, Any], files: Sequence[RowFile], encoders: Sequence[SourceEncoder], tokenizer: TextTokenizer
+    settings: Mapping[str, Any],
+    files: Sequence[SampleFile],
+    encoders: Sequence[SourceEncoder],
+    tokenizer: TextTokenizer,
 ) -> str | None:
     """SHA-256 in hex over settings, the content and the place of all files, tokenizer, formats and our own code.
 

@@ -110,7 +110,7 @@ def _device_in_use() -> bool:
 class WorkProgress:
     """Shows how far work has come: a bar on a terminal, else a line now and then; only on rank 0, if it takes long.
 
-    with WorkProgress("data: tokenizing", total, "rows") as progress:
+    with WorkProgress("data: tokenizing", total, "samples") as progress:
         progress.advance(100)
     """
 

@@ -52,7 +52,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
 def looks_ahead(made: Any) -> bool:
     """Whether a config is of an encoder, which transformers has a language model's head for too.
 
-    made: that of a built model: decoders of encoder-decoders are told so in their constructors.
+    made: that of a built model: decoders of encoder-decoders are configured so in their constructors.
     """
     if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
         return True

@@ -61,7 +61,7 @@ class TensorConversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """(first row, row behind the last or None: all, tensors to take) of parts that can be made by themselves.
+        """(first row, row after the last or None: all, tensors to take) of parts that can be made by themselves.
 
         Experts that are stacked, one by one; else everything at once.
         """

@@ -33,7 +33,7 @@ try:
 except ImportError:  # a system without limits still has the sandbox and the time limit
     resource = None  # type: ignore[assignment]
 
-# The clock stands still, or the same rows would be other tokens tomorrow and a run could not be resumed. It shows the
+# The clock is frozen, or the same samples would be other tokens tomorrow and a run could not be resumed. It shows the
 # date that Llama 3's templates fall back to where there is no clock.
 DATE = datetime.datetime(2024, 7, 26)
 

@@ -50,7 +50,7 @@ class Vocabulary(Protocol):
         """The id of a token as the file spells it; None: there is none."""
 
     def begins_with(self, bos_id: int) -> bool:
-        """Whether this kind of tokenizer puts BOS before a text unless told otherwise."""
+        """Whether this kind of tokenizer puts BOS before a text by default."""
 
 
 class SentencePieceVocabulary:

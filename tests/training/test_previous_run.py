@@ -188,7 +188,7 @@ INPUTS = {  # name: key, and where in the output folder it leads
     "tokenizer": ("tokenizer.path", "model"),
     "template": ("tokenizer.chat_template", "model/chat_template.jinja"),
     "rows": ("data.source", "metrics.jsonl"),
-    "folder of rows": ("data.source", "."),
+    "folder of samples": ("data.source", "."),
     "validation": ("validation.source", "model/rows.jsonl"),
     "adapter": ("lora.adapter_path", "adapter"),
     "relative": ("model.path", "model"),

@@ -109,7 +109,7 @@ class _ProofForward(Calls):
         super().__init__(model)
         self.plan, self.kind, self.rank, self.size, self.clean = plan, kind, rank, size, clean
         self.boundaries = plan.boundaries_by_call()
-        self.visits: dict[CallKey, int] = {}
+        self.runs: dict[CallKey, int] = {}
         self.kept: dict[tuple[CallKey, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.biases: dict[tuple[CallKey, int], torch.Tensor] = {}
         self.reached: set[CallKey] = set()
@@ -132,8 +132,8 @@ class _ProofForward(Calls):
         if not leaving:
             return function(*args, **kwargs)
         boundary = leaving[0]
-        place = (key, self.visits.get(key, 0))
-        self.visits[key] = place[1] + 1
+        place = (key, self.runs.get(key, 0))
+        self.runs[key] = place[1] + 1
         taken = dict(places_in(args, kwargs)).get(boundary.taken) if boundary.taken else None
         if self.kind == "part" and boundary.bias:
             self.biases[place] = dict(places_in(args, kwargs))[boundary.bias].detach()
@@ -232,8 +232,8 @@ def _rehearse(
         checked += run.checked
         for place, (_, part) in run.kept.items():
             sums[place] = sums[place] + part if place in sums else part + run.biases.get(place, 0)
-    for (key, visit), total in sums.items():
-        if not failures and not close(total, clean.kept[key, visit][1]):
+    for (key, run), total in sums.items():
+        if not failures and not close(total, clean.kept[key, run][1]):
             clean.fail(clean.boundaries[key][-1], "does not add up to the whole over ranks")
             failures += clean.failures[-1:]
     return failures, checked

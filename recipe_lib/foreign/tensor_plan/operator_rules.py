@@ -18,7 +18,7 @@ RULES: dict[str, Rule] = {}
 
 
 class OperatorCall:
-    """One operator at work: its arguments by name, the dimensions of its inputs, and what it says beside its outputs.
+    """One operator at work: its arguments by name, the dimensions of its inputs, and what it says besides its outputs.
 
     contractions: dimensions that it sums over, of which inputs. lookup: it picks rows by token. uniform: what comes out
     is the same everywhere, whatever its size. values: it differs from place to place, and no input has those places.

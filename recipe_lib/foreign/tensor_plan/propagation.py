@@ -151,7 +151,7 @@ def _leave(trace: ForwardTrace, course: Course, record: Record) -> None:
         numbers = [number for number, found in enumerate(each.dims) if carries(found, axis)]
         segments = layout(each.dims[numbers[0]], axis) if len(numbers) == 1 else None
         if segments is None:
-            raise Refusal(f"the axis cannot be told apart in what goes into {where}")
+            raise Refusal(f"the axis cannot be separated in what goes into {where}")
         point.taken, point.dim, point.segments = place, numbers[0], period(segments)
     if record.added is not None:
         _bias(trace, record, point, record.added)

@@ -97,7 +97,9 @@ def _number(choice: str, longest: int) -> int | None:
     if not choice.isdigit():
         return None
     if int(choice) > longest:
-        raise ConfigError(f"--sequence {choice}: rows have at most max_seq_len tokens ({longest}); raise max_seq_len")
+        raise ConfigError(
+            f"--sequence {choice}: sequences have at most max_seq_len tokens ({longest}); raise max_seq_len"
+        )
     return int(choice)
 
 
@@ -115,9 +117,9 @@ def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
     order = DataPlan(rows, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
     slots = order.total_steps(1)
     whole = _check_steps(cfg, rows, ranks)
-    fullest = order.row_length(0)
-    split = f" from {rows.report.rows_read:,} rows" if rows.report.split_sequences else ""
-    count = f"{len(rows):,} {rows.report.unit}{split}"
+    fullest = order.pack_length(0)
+    split = f" from {rows.report.samples_read:,} samples" if rows.report.split_sequences else ""
+    count = f"{len(rows):,} sequences{split}"
     if fullest is not None:
         tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {count}"
     elif choice in PERCENTILES:
