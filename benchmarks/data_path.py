@@ -132,7 +132,7 @@ def ours(folder: Path) -> dict[str, Any]:
     import recipe_lib
     from recipe_lib.config import load_config
     from recipe_lib.parallel import start_world
-    from recipe_lib.training.resolve_model import find_model
+    from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import TrainingData, prepare
 
     began = time.perf_counter()
@@ -156,7 +156,7 @@ def ours(folder: Path) -> dict[str, Any]:
     )
     prepare(cfg)
     with start_world(cfg) as world:
-        data = TrainingData(cfg, find_model(cfg.model), world)
+        data = TrainingData(cfg, resolve_model(cfg.model), world)
         packs = data.plan.steps(0)  # of one pack each
     report = data.rows.report
     return {

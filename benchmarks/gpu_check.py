@@ -64,7 +64,7 @@ from recipe_lib.data.batches import Batch, StepBatches  # noqa: E402
 from recipe_lib.memory import PeakMemory  # noqa: E402
 from recipe_lib.models import DecoderSpec  # noqa: E402
 from recipe_lib.models.weight_names import parameter_shapes  # noqa: E402
-from recipe_lib.parallel import describe_units, resolve_wrapping, start_world  # noqa: E402
+from recipe_lib.parallel import Parallel, describe_units, resolve_wrapping, start_world  # noqa: E402
 from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
@@ -221,7 +221,9 @@ def run_steps(case: Case, cfg: FullFinetuneConfig, recipe: Any) -> dict[str, Any
         recipe.setup_model()
         fill_weights(recipe.model)
         recipe.setup_optimizer()
-        result["units"] = describe_units(recipe.model, resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy))
+        result["units"] = describe_units(
+            recipe.model, Parallel(units=resolve_wrapping(recipe.model, cfg.parallel.fsdp_wrap_policy))
+        )
         batches = random_batches(case, recipe)
         for step in range(1, case.steps + 1):
             phase = f"step {step}"

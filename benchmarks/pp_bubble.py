@@ -28,6 +28,7 @@ from recipe_lib.models import build_meta, init_weights  # noqa: E402
 from recipe_lib.ops import deferred  # noqa: E402
 from recipe_lib.parallel import split_pipeline, start_world  # noqa: E402
 from recipe_lib.parallel.pipeline import driver  # noqa: E402
+from recipe_lib.parallel.pipeline.driver import Pipeline  # noqa: E402
 from recipe_lib.parallel.pipeline.schedule_time import simulate, theoretical_bubble  # noqa: E402
 from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders, with_transfers  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
@@ -86,21 +87,22 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
         spec = small_spec(stages)
         with start_world(cfg) as world:
             model = build_meta(spec, torch.float32)
-            split_pipeline(model, cfg, world)
+            pipeline = split_pipeline(model, cfg, world)
+            assert pipeline is not None
             model.to_empty(device="cpu")
             init_weights(model, 1, spec)
             make_sleep(model, seconds)
-            found.append([_timed_step(model, micro_batches(count), seconds) for _ in range(STEPS)])
+            found.append([_timed_step(pipeline, model, micro_batches(count), seconds) for _ in range(STEPS)])
     return found
 
 
-def _timed_step(model: nn.Module, batches: list[Rows], seconds: float) -> list[float]:
+def _timed_step(pipeline: Pipeline, model: nn.Module, batches: list[Rows], seconds: float) -> list[float]:
     """When a step began, at a tick, and when this rank's last action ended."""
     ends: list[float] = []
     driver.on_action = lambda action: ends.append(time.monotonic())
     begin = _agreed_begin(seconds)
     try:
-        model.pipeline.train(batches, lambda number, batch: model(batch.tokens, labels=batch.labels) / 100)
+        pipeline.train(batches, lambda number, batch: model(batch.tokens, labels=batch.labels) / 100)
     finally:
         driver.on_action = None
     model.zero_grad(set_to_none=True)

@@ -124,13 +124,14 @@ def _run_ours(situation: Situation, schedule: str) -> Found:
     cfg = _config(situation, schedule)
     with start_world(cfg) as world:
         model = build_meta(SPEC, torch.float64)
-        split_pipeline(model, cfg, world)
+        pipeline = split_pipeline(model, cfg, world)
+        assert pipeline is not None
         _freeze(model, situation)
         apply_activation_checkpointing(model, situation.checkpointing)
         shard_model(model, cfg.parallel, cfg.memory, world)
         materialize(model, cfg.memory, world.device)
         init_weights(model, 1, SPEC)
-        model.pipeline.train(_rows(world), lambda number, one: model(one.tokens, labels=one.labels) / 100)
+        pipeline.train(_rows(world), lambda number, one: model(one.tokens, labels=one.labels) / 100)
         return _compared({name: one.grad for name, one in model.named_parameters()}, situation, world)
 
 

@@ -26,6 +26,7 @@ from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
 from recipe_lib.parallel.pipeline.balance import put_off_of_layer
+from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.pipeline.schedule_memory import Live, StageBytes, live_bytes, taken_in
 from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders, with_transfers
@@ -283,21 +284,22 @@ def run_ours(
     count: int,
     *,
     peaks: bool = False,
-    spoil: Callable[[nn.Module], None] | None = None,
+    spoil: Callable[[nn.Module, Pipeline], None] | None = None,
 ) -> Traced:
-    """A rank's second step, traced. peaks: also `Traced.most`. spoil: is given the model first."""
+    """A rank's second step, traced. peaks: also `Traced.most`. spoil: is given model and pipeline first."""
     cfg.parallel.pipeline_layers_per_stage = [spec.num_layers // stage_count(cfg.parallel)] * stage_count(cfg.parallel)
     with start_world(cfg) as world:
         model = build_meta(spec, torch.float32)
-        split_pipeline(model, cfg, world)
+        pipeline = split_pipeline(model, cfg, world)
+        assert pipeline is not None
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
         model.to_empty(device="cpu")
         init_weights(model, 1, spec)
         assert world.pipeline is not None
         order = with_transfers(compute_orders(cfg.parallel, count), cfg.parallel)[world.pipeline.rank]
         if spoil is not None:
-            spoil(model)
-        return _Tracing(model, cfg, order, peaks).run(micro_batches(count))
+            spoil(model, pipeline)
+        return _Tracing(model, pipeline, cfg, order, peaks).run(micro_batches(count))
 
 
 def count_forwards(model: nn.Module, calls: Counter[str]) -> None:
@@ -310,8 +312,10 @@ def count_forwards(model: nn.Module, calls: Counter[str]) -> None:
 class _Tracing:
     """Runs steps of a rank and notes what is alive in the last of them."""
 
-    def __init__(self, model: nn.Module, cfg: FullFinetuneConfig, order: list[Action], peaks: bool) -> None:
-        self._model, self._cfg, self._order = model, cfg, order
+    def __init__(
+        self, model: nn.Module, pipeline: Pipeline, cfg: FullFinetuneConfig, order: list[Action], peaks: bool
+    ) -> None:
+        self._model, self._pipeline, self._cfg, self._order = model, pipeline, cfg, order
         self._found, self._storages = Traced(), Storages(peaks=peaks)
         self._next = 0
         self._calls: Counter[str] = Counter()
@@ -328,7 +332,7 @@ class _Tracing:
             found.held = []
             driver.on_action = self._note
             with self._storages:
-                model.pipeline.train(batches, self._loss)
+                self._pipeline.train(batches, self._loss)
                 driver.on_action = None
                 found.left = sum(self._storages.alive().values())
             found.most, found.first = self._storages.most, found.forwards

@@ -14,6 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def run_both(folder: Path, steps: int) -> tuple[list[tuple[dict[str, float], dic
     found = []
     with start_world(cfg) as world:
         recipe = recipe_class(recipe_module())(cfg, world)
-        for part in (recipe.setup_data, recipe.setup_model, recipe.load_weights, recipe.setup_optimizer):
+        for part in (partial(recipe.setup_data, None), recipe.setup_model, recipe.load_weights, recipe.setup_optimizer):
             part()
         model = copy.deepcopy(recipe.model)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)

@@ -34,14 +34,12 @@ from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import DpoFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, StepBatches, check_packing_isolation
+from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
-from recipe_lib.parallel import DTYPES, Unit, World, describe_units, materialize, shard_model, split_pipeline
-from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
+from recipe_lib.parallel import DTYPES, Parallel, World, all_reduce_gradients, describe_units, materialize, parallelize
 from recipe_lib.training.preference import (
     NUMBERS,
     answer_log_probs,
@@ -63,38 +61,37 @@ class DpoFinetune:
         training.check_output(cfg)
         self.cfg, self.world, self.device, self.output = cfg, world, world.device, Path(cfg.output_dir)
         self.adapts = cfg.trained_adapters is not None
-        self.source = training.find_model(cfg.model)
+        self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
-        training.check_sharing(cfg, self.spec)
+        training.validate_parallelism(cfg, self.spec)
         if self.adapts and cfg.lora.adapter_path:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
 
-    def setup_data(self) -> None:
+    def setup_data(self, prepared: PreparedData | None) -> None:
         """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one."""
-        self.data = training.TrainingData(self.cfg, self.source, self.world)
+        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
         check_pairs(self.data.rows, self.data.validation_rows)
 
     def setup_model(self) -> None:
         """The model and, when all of it is trained, a frozen reference; neither has values yet."""
-        self.reference = self.placed(trained=False)[0] if self.cfg.copies_model else None
-        self.model, self.units = self.placed(trained=True)
+        self.reference: Decoder | None = None
+        if self.cfg.copies_model:
+            self.reference, self.reference_parallel = self.placed(trained=False)
+        self.model, self.parallel = self.placed(trained=True)
         check_reference(self.cfg.dpo, self.model, self.reference)
 
-    def placed(self, *, trained: bool) -> tuple[Decoder, list[Unit]]:
-        """A model in this rank's memory, with or without adapters, or frozen as a whole; and its FSDP units."""
+    def placed(self, *, trained: bool) -> tuple[Decoder, Parallel]:
+        """A model in this rank's memory, with or without adapters, or frozen as a whole; and how it is divided."""
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
         model = build_meta(self.spec, dtype)
-        split_pipeline(model, cfg, self.world)
         if not trained:
             model.requires_grad_(False)
         elif self.adapts:
             add_adapters(model, cfg.lora, dtype)
-        shard_tensors(model, cfg.parallel, cfg.memory, self.world)
-        apply_layer_levers(model, cfg, self.device, keeps=trained)  # nothing of the reference is kept for a backward
-        units = shard_model(model, cfg.parallel, cfg.memory, self.world)
-        training.check_host_memory(model, cfg, self.world, beside=self.reference if trained else None)
+        parallel = parallelize(model, cfg, self.world, for_training=trained)
+        training.check_host_memory(model, parallel, cfg, self.world, other=self.reference if trained else None)
         materialize(model, cfg.memory, self.device)
-        return model, units
+        return model, parallel
 
     def load_weights(self) -> None:
         """Both models start from the same checkpoint, or the same random values; adapters change nothing yet."""
@@ -109,26 +106,32 @@ class DpoFinetune:
             if self.cfg.lora.adapter_path:
                 load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
         if self.cfg.data.packing:
-            check_packing_isolation(self.model, self.spec.vocab_size, self.device)
+            check_packing_isolation(self.model, self.spec, self.device, self.parallel.pipeline)
 
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         weights = self.model.named_parameters()
         self.optimizer = training.build_optimizer(self.cfg.optimizer, weights, self.device, self.world, self.cfg.seed)
-        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
+        self.levers = training.apply_optimizer_levers(
+            self.optimizer, self.model, self.parallel, self.cfg.memory, self.device
+        )
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; the reference is what was loaded."""
-        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.levers, self.data, self.world)
 
     def describe(self) -> list[str]:
         """What the config comes to here: pairs, global batch, steps, bytes per rank, reference, FSDP units."""
         lines = self.data.report()
-        lines += training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        lines += training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
         if self.adapts:
             lines.append(describe_adapters(self.model, self.cfg.lora))
-        return [*lines, describe_reference(self.cfg.dpo, self.reference), describe_units(self.model, self.units)]
+        return [
+            *lines,
+            describe_reference(self.cfg.dpo, self.reference),
+            describe_units(self.model, self.parallel),
+        ]
 
     def answers(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Log-probability of each answer of a micro-batch; logits exist for one chunk of its tokens at a time."""
@@ -141,7 +144,8 @@ class DpoFinetune:
         if not self.cfg.runs_reference:
             return repeat(None)
         model, off = self.reference or self.model, nullcontext if self.reference else partial(adapters_off, self.model)
-        return training.result_of_each(model, partial(self.answers, model), micro_batches, inside=off)
+        parallel = self.reference_parallel if self.reference else self.parallel
+        return training.result_of_each(parallel, partial(self.answers, model), micro_batches, inside=off)
 
     def compare(self, batch: Batch, reference: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and NUMBERS, summed over the pairs of a micro-batch."""
@@ -157,17 +161,21 @@ class DpoFinetune:
             sums.add_(numbers)
             return loss / batches.items
 
-        training.backward_each(self.model, loss_of, batches)
+        training.backward_each(self.parallel, loss_of, batches)
         means = self.world.all_reduce_sum(sums) / batches.items
-        sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.trained, self.cfg.clip_grad_norm, self.world, self.earlier)
+        all_reduce_gradients(self.model, self.parallel, self.world)
+        grad_norm = training.clip_grad_norm(
+            self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(means[0], grad_norm, preference_metrics(means))
 
     def validate(self) -> dict[str, float]:
         """The same numbers over all validation pairs."""
-        return validation_preference(self.model, self.reference_answers, self.compare, self.data, self.world)
+        return validation_preference(
+            self.model, self.parallel, self.reference_answers, self.compare, self.data, self.world
+        )
 
     def train(self) -> None:
         """The loop over steps; at its end what was trained is on disk."""

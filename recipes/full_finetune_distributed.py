@@ -30,12 +30,10 @@ import torch
 from recipe_lib import training
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, StepBatches, check_packing_isolation
+from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, describe_units, materialize, shard_model, split_pipeline
-from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
+from recipe_lib.parallel import DTYPES, World, all_reduce_gradients, describe_units, materialize, parallelize
 
 Config = FullFinetuneConfig
 
@@ -49,24 +47,21 @@ class FullFinetune:
         self.step = 0  # optimizer steps that an earlier process has done
         training.check_output(cfg)
         # A broken checkpoint is noticed here, from its headers, before memory is taken.
-        self.source = training.find_model(cfg.model)
+        self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
-        training.check_sharing(cfg, self.spec)
+        training.validate_parallelism(cfg, self.spec)
         self.head_loss = training.build_head_loss(cfg)
 
-    def setup_data(self) -> None:
+    def setup_data(self, prepared: PreparedData | None) -> None:
         """Tokens and labels. Which sequences a step takes is a function of (seed, epoch, step) alone."""
-        self.data = training.TrainingData(self.cfg, self.source, self.world)
+        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
 
     def setup_model(self) -> None:
         """The model, changed in the order in which memory is taken; its parameters have no values yet."""
         cfg = self.cfg
         self.model = build_meta(self.spec, DTYPES[cfg.dtype])
-        split_pipeline(self.model, cfg, self.world)
-        shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
-        apply_layer_levers(self.model, cfg, self.device)
-        self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
-        training.check_host_memory(self.model, cfg, self.world)
+        self.parallel = parallelize(self.model, cfg, self.world)
+        training.check_host_memory(self.model, self.parallel, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)
 
     def load_weights(self) -> None:
@@ -77,29 +72,33 @@ class FullFinetune:
         else:
             init_weights(self.model, seed, self.spec)
         if self.cfg.data.packing:
-            check_packing_isolation(self.model, self.spec.vocab_size, self.device)
+            check_packing_isolation(self.model, self.spec, self.device, self.parallel.pipeline)
 
     def setup_optimizer(self) -> None:
         """The optimizer over this rank's shards; its states appear in the first step."""
         named = self.model.named_parameters()
         self.optimizer = training.build_optimizer(self.cfg.optimizer, named, self.device, self.world, self.cfg.seed)
-        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
+        self.levers = training.apply_optimizer_levers(
+            self.optimizer, self.model, self.parallel, self.cfg.memory, self.device
+        )
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one."""
-        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.levers, self.data, self.world)
 
     def describe(self) -> list[str]:
         """What the config comes to here: data, global batch, steps, bytes per rank, FSDP units."""
-        units = describe_units(self.model, self.units)
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
+        units = describe_units(self.model, self.parallel)
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
         return [*self.data.report(), *numbers, units]
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step: forward and backward of each micro-batch, clipping, the optimizer."""
-        loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
-        sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.model.parameters(), self.cfg.clip_grad_norm, self.world, self.earlier)
+        loss = training.sum_gradients(self.parallel, self.summed_loss, batches, self.device)
+        all_reduce_gradients(self.model, self.parallel, self.world)
+        grad_norm = training.clip_grad_norm(
+            self.model.parameters(), self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(self.world.all_reduce_sum(loss), grad_norm)
@@ -110,7 +109,7 @@ class FullFinetune:
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the label tokens of all validation sequences, each counted once."""
-        return training.validation_loss(self.model, self.summed_loss, self.data, self.world)
+        return training.validation_loss(self.model, self.parallel, self.summed_loss, self.data, self.world)
 
     def train(self) -> None:
         """The loop: batch, step, log, validation, state; ends with the exported model, or with a state if stopped."""

@@ -27,12 +27,10 @@ from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import LoraFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, StepBatches, check_packing_isolation
+from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.memory import apply_layer_levers
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import DTYPES, World, describe_units, materialize, shard_model, split_pipeline
-from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
+from recipe_lib.parallel import DTYPES, World, all_reduce_gradients, describe_units, materialize, parallelize
 
 Config = LoraFinetuneConfig
 
@@ -44,28 +42,25 @@ class LoraFinetune:
         self.cfg, self.world, self.device = cfg, world, world.device
         self.output = Path(cfg.output_dir)
         training.check_output(cfg)
-        self.source = training.find_model(cfg.model)
+        self.source = training.resolve_model(cfg.model)
         self.spec = self.source.spec
-        training.check_sharing(cfg, self.spec)
+        training.validate_parallelism(cfg, self.spec)
         self.step = 0  # optimizer steps that an earlier process has done
         if cfg.lora.adapter_path:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
         self.head_loss = training.build_head_loss(cfg)
 
-    def setup_data(self) -> None:
+    def setup_data(self, prepared: PreparedData | None) -> None:
         """Rows of tokens and labels."""
-        self.data = training.TrainingData(self.cfg, self.source, self.world)
+        self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
 
     def setup_model(self) -> None:
         """Frozen weights with adapters, before there is memory for either."""
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
         self.model = build_meta(self.spec, dtype)
-        split_pipeline(self.model, cfg, self.world)
         add_adapters(self.model, cfg.lora, dtype)
-        shard_tensors(self.model, cfg.parallel, cfg.memory, self.world)
-        apply_layer_levers(self.model, cfg, self.device)
-        self.units = shard_model(self.model, cfg.parallel, cfg.memory, self.world)
-        training.check_host_memory(self.model, cfg, self.world)
+        self.parallel = parallelize(self.model, cfg, self.world)
+        training.check_host_memory(self.model, self.parallel, cfg, self.world)
         materialize(self.model, cfg.memory, self.device)
         self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
@@ -81,22 +76,27 @@ class LoraFinetune:
         if cfg.lora.adapter_path:
             load_adapter(model, self.spec, Path(cfg.lora.adapter_path))
         if cfg.data.packing:
-            check_packing_isolation(model, self.spec.vocab_size, self.device)
+            check_packing_isolation(model, self.spec, self.device, self.parallel.pipeline)
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""
         trained = self.trained.items()
         self.optimizer = training.build_optimizer(self.cfg.optimizer, trained, self.device, self.world, self.cfg.seed)
-        self.earlier = training.arrange_steps(self.optimizer, self.model, self.cfg.memory, self.device)
+        self.levers = training.apply_optimizer_levers(
+            self.optimizer, self.model, self.parallel, self.cfg.memory, self.device
+        )
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; it holds adapters, no frozen weights."""
-        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.data, self.world)
+        self.step = training.resume_run(self.cfg, self.model, self.optimizer, self.levers, self.data, self.world)
 
     def describe(self) -> list[str]:
         """What the config comes to here: data, global batch, steps, bytes per rank, adapters, FSDP units."""
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.data.rows, self.data.plan)
-        shape = [describe_adapters(self.model, self.cfg.lora), describe_units(self.model, self.units)]
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
+        shape = [
+            describe_adapters(self.model, self.cfg.lora),
+            describe_units(self.model, self.parallel),
+        ]
         return self.data.report() + numbers + shape
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
@@ -105,13 +105,15 @@ class LoraFinetune:
 
     def validate(self) -> dict[str, float]:
         """Mean loss of the label tokens of all validation sequences, each counted once."""
-        return training.validation_loss(self.model, self.summed_loss, self.data, self.world)
+        return training.validation_loss(self.model, self.parallel, self.summed_loss, self.data, self.world)
 
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step over the adapters."""
-        loss = training.sum_gradients(self.model, self.summed_loss, batches, self.device)
-        sum_replicated_gradients(self.model, self.world)
-        grad_norm = training.clip_grad_norm(self.trained.values(), self.cfg.clip_grad_norm, self.world, self.earlier)
+        loss = training.sum_gradients(self.parallel, self.summed_loss, batches, self.device)
+        all_reduce_gradients(self.model, self.parallel, self.world)
+        grad_norm = training.clip_grad_norm(
+            self.trained.values(), self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(self.world.all_reduce_sum(loss), grad_norm)

@@ -10,6 +10,7 @@ from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import LanguageModel
 
 _NAMED = 3  # kinds of matrices that a line names
 _SMALL = 0.005  # share of the layers' weights below which what is left out is not worth a word
@@ -37,7 +38,7 @@ class Coverage:
 
 def cover(model: nn.Module) -> Coverage:
     """Counts modules and numbers of a model, sharded or not."""
-    others = tuple(f"{name}." for name in getattr(model, "other_parts", ()))  # not of the language model
+    others = tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
     names = [name for name in layer_names(model) if not name.startswith(others)]
     adapted: dict[str, set[str]] = {}
     bare: dict[str, int] = {}

@@ -25,11 +25,13 @@ from recipe_lib.adapters.layers import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import is_external
 from recipe_lib.models.meta_init import fill_random
-from recipe_lib.ops.dtensor_shards import local_part, own_parts
+from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -77,10 +79,9 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
             own = settings if target in cfg.targets else None
             setattr(module, child, adapted_linear(getattr(module, child), own, cfg.quantize_base))
     refuse_unquantized(model, cfg.quantize_base)
-    # Of the ranks of a pipeline one embeds, that with the first layer, and one has the head.
-    if "embedding" in cfg.targets and "0" in model.model.layers._modules:
+    if "embedding" in cfg.targets:
         model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
-    if "head" in cfg.targets and model.lm_head is not None:
+    if "head" in cfg.targets:
         model.lm_head = AdaptedHead(model.lm_head, settings)
 
 
@@ -196,7 +197,7 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found, external = cover(model), isinstance(getattr(model, "spec", None), ExternalSpec)
+    found, external = cover(model), is_external(model)
     targets = describe_targets(found, {} if external else WORDS)
     line = (
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}: "

@@ -20,9 +20,11 @@ from recipe_lib.adapters.peft_names import (
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
 from recipe_lib.checkpoint.weights_in import FileTensor, extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.ops.dtensor_shards import local_part, own_parts
+from recipe_lib.ops.dtensor_shards import local_part
 
 
 @torch.no_grad()
@@ -61,7 +63,8 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
         for name in names:
             for local, offsets in own_parts(model, name, tensors[name]):
                 read_part(file.get_slice(adapter.extras[name][0]), local, offsets)
-    model.loaded_extras = frozenset({*getattr(model, "loaded_extras", ()), *names})  # type: ignore[assignment]
+    if isinstance(model, LanguageModel):
+        model.note_loaded_extras(names)
 
 
 def _fill(

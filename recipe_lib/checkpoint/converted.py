@@ -9,9 +9,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from recipe_lib.checkpoint.tensor_files import FileTensor
+from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.external import Conversion, WeightEntry
 from recipe_lib.models.meta_init import stored_weights
-from recipe_lib.ops.dtensor_shards import own_parts
 
 Made = TypeVar("Made")
 

@@ -4,6 +4,7 @@ Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight
 optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can read them again.
 """
 
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.checkpoint.ownership import TRAINED, Holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, together
 from recipe_lib.errors import CheckpointError
+
+PlaceState = Callable[[torch.Tensor], torch.Tensor] | None  # a state's memory where it waits, without values
 
 MODEL, OPTIMIZER = "model", "optimizer"
 # How a step is computed belongs to the machine it runs on, not to the state.
@@ -121,11 +124,12 @@ def make_optimizer_states(
     saved: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     where: str,
     holders: Holders,
+    place_state: PlaceState = None,
 ) -> dict[str, torch.Tensor]:
     """Replaces the optimizer's states by empty tensors as they were saved, and returns them by name, to be filled.
 
     saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters too. where: the
-    state's folder, named in errors.
+    state's folder, named in errors. place_state: memory for a state where it waits; None: beside its parameter.
     """
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -152,8 +156,8 @@ def make_optimizer_states(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
                 f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
             )
-        if (place := getattr(optimizer, "place_state", None)) is not None:
-            value = place(value)  # states that wait in host memory would not fit on the device together
+        if place_state is not None:
+            value = place_state(value)  # states that wait in host memory would not fit on the device together
         optimizer.state[parameter][key] = value
         targets[full_name] = value
     missing = next(((key, parameter) for parameter, left in made.items() for key in left), None)

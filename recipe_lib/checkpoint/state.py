@@ -41,6 +41,7 @@ from recipe_lib.checkpoint.manifest import (
 from recipe_lib.checkpoint.optimizer_state import (
     MODEL,
     OPTIMIZER,
+    PlaceState,
     describe_tensor,
     make_optimizer_states,
     model_tensors,
@@ -57,7 +58,7 @@ from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
-from recipe_lib.ops.dtensor_shards import ordered, own_parts, runs_of
+from recipe_lib.models.checkpoint_parts import all_runs, ordered, own_parts, runs_of
 from recipe_lib.units import MIB
 
 STATE = "state.json"
@@ -88,7 +89,7 @@ def save_state(
         "optimizer": optimizer_settings(model, optimizer, world, holders),
         "adapters": adapter_use(model, world, holders),
         "frozen": frozen_mark(model, world, holders),
-        "runs": getattr(model, "tensor_runs", {}),  # only models that are no pipeline's have any
+        "runs": all_runs(model),  # only models that are no pipeline's have any
     }
     own_bytes = sum(_bytes_saved_here(name, tensor, holders) for name, tensor in tensors.items())
     needed = sum(world.gather_json(own_bytes)) + MIB * (world.size + 1)
@@ -285,15 +286,18 @@ def _manifest_of(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: {damage}; find_state takes one that is whole: set resume=latest") from damage
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup) -> dict[str, Any]:
+def load_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, place_state: PlaceState = None
+) -> dict[str, Any]:
     """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
 
     The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
-    number generators are restored when it is the one that saved. Raises CheckpointError if the state is that of
+    number generators are restored when it is the one that saved. place_state: memory for an optimizer state where it
+    waits; None: beside its parameter. Raises CheckpointError if the state is that of
     another model, dtype or optimizer.
     """
     manifest = together(world, lambda: _manifest_of(path))
-    saved = _load_tensors(path, manifest, model, optimizer, world)
+    saved = _load_tensors(path, manifest, model, optimizer, world, place_state)
     groups = optimizer_settings(model, optimizer, world, find_holders(model, world))["groups"]
     together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups))
     if manifest.world_size == world.size:
@@ -307,16 +311,18 @@ def holds_adapters(path: Path) -> bool:
 
 
 def load_trained(path: Path, model: nn.Module, world: RankGroup) -> None:
-    """Loads what a state holds of the model, without the optimizer, to look at or to export. Collective.
-
-    path: what `find_state` has verified. Raises CheckpointError as `load_state` does.
-    """
+    """Loads what a verified state holds of the model, to look at or to export; as `load_state`. Collective."""
     manifest = together(world, lambda: _manifest_of(path))
     _load_tensors(path, manifest, model, None, world)
 
 
 def _load_tensors(
-    path: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: RankGroup
+    path: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world: RankGroup,
+    place_state: PlaceState = None,
 ) -> dict[str, Any]:
     """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]
@@ -325,7 +331,7 @@ def _load_tensors(
     adapters = adapter_use(model, world, holders)
     together(world, lambda: check_use(path, saved.get("adapters"), adapters))
     metadata = together(world, lambda: read_shards(path, names))
-    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders))
+    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders, place_state))
     mark = frozen_mark(model, world, holders)
     together(world, lambda: check_mark(path, saved.get("frozen"), mark))
     together(world, lambda: _read_tensors(path, metadata, targets))
@@ -362,7 +368,12 @@ def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model
 
 
 def _targets(
-    path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None, holders: Holders
+    path: Path,
+    metadata: Metadata,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    holders: Holders,
+    place_state: PlaceState,
 ) -> dict[str, torch.Tensor]:
     """This rank's tensors to fill, after comparing names, shapes and types of the model with the saved ones."""
     saved = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
@@ -387,4 +398,4 @@ def _targets(
     filled = {name: tensor for name, tensor in own.items() if name in saved_model}
     if optimizer is None:
         return filled
-    return filled | make_optimizer_states(model, optimizer, states, str(path), holders)
+    return filled | make_optimizer_states(model, optimizer, states, str(path), holders, place_state)

@@ -15,7 +15,9 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
+from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
+from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
 from recipe_lib.models.meta_init import persistent_buffers, stored_weights
 from recipe_lib.models.other_formats import other_weights
 from recipe_lib.models.spec import ModelSpec
@@ -29,7 +31,6 @@ from recipe_lib.models.weight_names import (
     weight_map,
 )
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.dtensor_shards import own_parts
 from recipe_lib.reading import read_json
 from recipe_lib.units import MIB, format_bytes
 
@@ -229,9 +230,9 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     stored = stored_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
-    divided = getattr(model, "pipeline", None) is not None
+    elsewhere = modules_elsewhere(model)
     expected = parameter_shapes(spec)
-    if not divided and expected.keys() - shapes.keys():
+    if not elsewhere and expected.keys() - shapes.keys():
         raise _lacking(folder, expected.keys() - shapes.keys())
     entries, found = _match(spec, folder, expected | shapes)
     entries = [entry for entry in entries if entry.our_name in shapes]  # others are of another rank's stages
@@ -255,7 +256,8 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     load_converted(model, parameters, entries, found)
     _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
-    model.loaded_extras = frozenset(extras)  # type: ignore[assignment]
+    if isinstance(model, LanguageModel):
+        model.note_loaded_extras(extras)
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
 
 
@@ -271,7 +273,7 @@ def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor])
     """The extra parameters of the model that the folder has. Raises CheckpointError for those that only it has."""
     own = extra_tensors(model, saved=True)
     exported = {name: tensor for name, tensor in found.items() if tensor.extra}
-    elsewhere = set(getattr(model, "elsewhere", ()))  # modules of other ranks of a pipeline
+    elsewhere = modules_elsewhere(model)
     strange = {name for name in exported.keys() - own.keys() if name.rpartition(".")[0] not in elsewhere}
     if strange:
         raise unknown_extras(folder, strange)

@@ -18,12 +18,13 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTenso
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.checkpoint_parts import in_file_order
 from recipe_lib.models.external import Conversion, ExternalSpec, WrittenLayout
 from recipe_lib.models.families import text_config
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
-from recipe_lib.ops.dtensor_shards import gathered, in_file_order
+from recipe_lib.ops.dtensor_shards import gathered
 from recipe_lib.units import MIB
 
 GENERATION = "generation_config.json"

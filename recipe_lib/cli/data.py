@@ -81,14 +81,14 @@ def read(words: list[str]) -> argparse.Namespace:
 def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]:
     """(tokenizer, training set, validation set or None, source of the model). tolerant: bad samples are counted."""
     from recipe_lib.data import build_dataset, build_validation_dataset
-    from recipe_lib.training.resolve_model import find_model
+    from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import load_tokenizer_of
 
     if tolerant:
         data = dataclasses.replace(cfg.data, on_invalid="skip", check_label_mask=False, cache=False)
         truncation = "truncate" if data.truncation == "error" else data.truncation
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
-    source = find_model(cfg.model) if cfg.tokenizer.path is None else None
+    source = resolve_model(cfg.model) if cfg.tokenizer.path is None else None
     tokenizer = load_tokenizer_of(cfg, source)
     rows = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)
     return tokenizer, rows, build_validation_dataset(cfg, tokenizer), source

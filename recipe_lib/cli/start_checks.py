@@ -143,6 +143,8 @@ def _check_kernel(cfg: Any) -> None:
 def check_shape(cfg: Any) -> None:
     """Whether the ranks of `parallel.tensor` and `parallel.pipeline` can share the model, if its shape is known."""
     if cfg.parallel.tensor > 1 or cfg.parallel.pipeline > 1:
-        from recipe_lib.training.resolve_model import check_sharing_at_hand  # imports torch, which takes seconds
+        from recipe_lib.training.resolve_model import (
+            validate_parallelism_if_local,  # imports torch, which takes seconds
+        )
 
-        check_sharing_at_hand(cfg)
+        validate_parallelism_if_local(cfg)

@@ -8,9 +8,10 @@ from recipe_lib.data.order import DataPlan
 from recipe_lib.data.packing import Packs, pack
 from recipe_lib.data.packing_isolation import check_packing_isolation
 from recipe_lib.data.templates import render_prompt
-from recipe_lib.data.tokenize_dataset import build_dataset, build_validation_dataset, prepare_data
+from recipe_lib.data.tokenize_dataset import PreparedData, build_dataset, build_validation_dataset, prepare_data
 
 __all__ = [
+    "PreparedData",
     "Batch",
     "DataPlan",
     "Dataset",

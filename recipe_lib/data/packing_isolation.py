@@ -1,8 +1,9 @@
 """The check that documents in one sequence do not see each other, made with the model, backend and dtype that will
 train."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,23 @@ _WIDTH = 64
 _LARGEST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
+class Evaluator(Protocol):
+    """What runs a model that is divided into pipeline stages."""
+
+    def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
+        """What `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
+
+
 @torch.no_grad()
-def check_packing_isolation(model: nn.Module, vocab_size: int, device: torch.device | str) -> None:
+def check_packing_isolation(
+    model: nn.Module, spec: Any, device: torch.device | str, pipeline: Evaluator | None = None
+) -> None:
     """Packs documents into sequences, changes some of them, and looks whether the logits of the others move.
 
     model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its weights, sharded or
-    not, compiled or not. A collective for a sharded model: every rank calls it, and all of them agree. It costs four
-    passes over 128 tokens. The model is left as it was. Where tensors have no values, nothing is checked.
+    not, compiled or not. spec: its shape. pipeline: what runs its stages, if it has any. A collective for a sharded
+    model: every rank calls it, and all of them agree. It costs four passes over 128 tokens. The model is left as it
+    was. Where tensors have no values, nothing is checked.
 
     Raises SetupError if a document's logits depend on another one, or differ from those of the document alone.
     """
@@ -36,12 +47,12 @@ def check_packing_isolation(model: nn.Module, vocab_size: int, device: torch.dev
     training = model.training
     model.eval()  # dropout would move the logits
     try:
-        leak, difference, dtype = _measure(model, vocab_size, device)
+        leak, difference, dtype = _measure(model, spec.vocab_size, device, pipeline)
     finally:
         model.train(training)
         if any(hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()):
             torch.compiler.reset()  # else training is compiled for lengths of any number, because of these here
-    where = f"on {device.type} in {str(dtype).removeprefix('torch.')} ({_backend(model, device, dtype)})"
+    where = f"on {device.type} in {str(dtype).removeprefix('torch.')} ({_backend(spec, device, dtype)})"
     remedy = "set data.packing to false, and report it with your versions of torch and driver"
     if leak > torch.finfo(dtype).eps / 8:
         raise SetupError(
@@ -57,7 +68,9 @@ def check_packing_isolation(model: nn.Module, vocab_size: int, device: torch.dev
         )
 
 
-def _measure(model: nn.Module, vocab_size: int, device: torch.device) -> tuple[float, float, torch.dtype]:
+def _measure(
+    model: nn.Module, vocab_size: int, device: torch.device, pipeline: Evaluator | None
+) -> tuple[float, float, torch.dtype]:
     """How far logits move with a neighbor, how far they are from those of documents alone (each relative, the largest
     of all ranks), and their dtype."""
     first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)
@@ -69,8 +82,8 @@ def _measure(model: nn.Module, vocab_size: int, device: torch.device) -> tuple[f
     documents = [part for sequence, parts in zip(tokens, _LENGTHS, strict=True) for part in sequence.split(parts)]
     sequences = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
-    logits, *moved = [_logits(model, part, device) for part in packed]
-    padded = _logits(model, sequences, device, packed=False)
+    logits, *moved = [_logits(model, part, device, pipeline) for part in packed]
+    padded = _logits(model, sequences, device, pipeline, packed=False)
     measured, dtype = torch.zeros(2, device=device), next(model.parameters()).dtype
     if logits is not None and padded is not None:  # None: another rank has the last stage of a pipeline
         changes = zip(moved, (first, ~first), strict=True)
@@ -83,13 +96,14 @@ def _measure(model: nn.Module, vocab_size: int, device: torch.device) -> tuple[f
     return leak, difference, dtype
 
 
-def _logits(model: nn.Module, tokens: Tensor, device: torch.device, *, packed: bool = True) -> Any:
+def _logits(
+    model: nn.Module, tokens: Tensor, device: torch.device, pipeline: Evaluator | None, *, packed: bool = True
+) -> Any:
     """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a sequence, padded after it."""
     batch = Batch(tokens, tokens)
     if packed:
         positions, info = document_positions(_LENGTHS, _WIDTH), make_attention_info(_LENGTHS, _WIDTH)
         batch = replace(batch, positions=positions, attention=info)
-    pipeline = getattr(model, "pipeline", None)
     batch = batch.to(device)
     if pipeline is not None:
         return pipeline.evaluate([batch], lambda number, part: model(part.tokens))[0]
@@ -102,9 +116,8 @@ def _distance(found: Tensor, expected: Tensor) -> Tensor:
     return (found.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _backend(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+def _backend(spec: Any, device: torch.device, dtype: torch.dtype) -> str:
     """How documents are kept apart, as `prepare_attention` decides it."""
-    spec = getattr(model, "spec", None)
     capped = getattr(spec, "attention_softcap", None) is not None
     varlen = not capped and has_varlen(device, dtype, getattr(spec, "head_width", 0))
     return "the varlen attention kernel" if varlen else "attention masks"

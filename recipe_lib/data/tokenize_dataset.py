@@ -27,7 +27,7 @@ from recipe_lib.units import MIB
 SAMPLES_PER_TASK = 256
 BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
 
-_prepared: dict[str, Dataset] = {}  # what `prepare_data` has made and nobody has taken yet
+PreparedData = dict[str, Dataset]  # what `prepare_data` has made, by what it was made of
 
 
 def build_dataset(
@@ -38,18 +38,21 @@ def build_dataset(
     source: str | None = None,
     format: str | None = None,
     max_samples: int | None = None,
+    prepared: PreparedData | None = None,
 ) -> Dataset:
-    """All samples of all sources, tokenized; out of the cache if they are there.
+    """All samples of all sources, tokenized; out of the cache if they are there, or as `prepare_data` has made them.
 
     source, format: in place of those in `cfg` (for validation; then `max_samples` holds, not `cfg.max_samples`).
     Raises DataError: nothing there, a bad or too long sample where those are errors, no sample that trains anything, or
     a source of which no token or every token is trained."""
     build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_samples))
-    dataset = _prepared.pop(build.name, None)
-    return build.dataset() if dataset is None else dataset
+    found = (prepared or {}).get(build.name)
+    return build.dataset() if found is None else found
 
 
-def build_validation_dataset(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) -> Dataset | None:
+def build_validation_dataset(
+    cfg: FullFinetuneConfig, tokenizer: TextTokenizer, prepared: PreparedData | None = None
+) -> Dataset | None:
     """The samples of `validation.source`; None: no validation."""
     validation = cfg.validation
     if validation.source is None:
@@ -61,25 +64,27 @@ def build_validation_dataset(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) 
         source=validation.source,
         format=validation.format,
         max_samples=validation.max_samples,
+        prepared=prepared,
     )
 
 
-def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> None:
+def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> PreparedData:
     """Tokenizes training and validation samples with `data.num_proc` processes, or finds them in the cache.
 
     To be called before there is a process group or a device context: it forks, and nobody waits for it in a collective.
-    On a machine with several ranks one of them does the work and the others map its files. What it has made is taken
-    by `build_dataset` and `build_validation_dataset` in the same process. load: gives the tokenizer.
+    On a machine with several ranks one of them does the work and the others map its files. What it returns is
+    for `build_dataset` and `build_validation_dataset` in the same process. load: gives the tokenizer.
     Raises what these raise.
     """
-    _prepared.clear()
+    prepared: PreparedData = {}
     tokenizer, validation = load(), cfg.validation
     wanted = [_sources(cfg.data, None, None, None)]
     if validation.source is not None:
         wanted.append(_sources(cfg.data, validation.source, validation.format, validation.max_samples))
     for sources in wanted:
         build = _Build(cfg.data, tokenizer, cfg.max_seq_len, sources)
-        _prepared[build.name] = build.dataset()
+        prepared[build.name] = build.dataset()
+    return prepared
 
 
 def _sources(

@@ -10,6 +10,7 @@ from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapted_l
 from recipe_lib.config.schema import PEFT_NAMES, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.foreign.find_modules import is_transposed, layer_linears, linear_shape, uncalled_linears
+from recipe_lib.models.language_model import own_tensors
 
 # Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of these kinds: in
 # peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.
@@ -100,8 +101,8 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
     Linears that a recipe added are left as they are. Raises ConfigError as `adapter_targets` does, and for a model
     whose layers have no linears for an adapter.
     """
-    own: Any = getattr(model, "own_tensors", None)
-    linears = {name: base for name, base in layer_linears(model).items() if own is None or f"{name}.weight" in own}
+    built = own_tensors(model)
+    linears = {name: base for name, base in layer_linears(model).items() if built is None or f"{name}.weight" in built}
     left = without_adapter(linears, uncalled_linears(model), model.spec.family)
     wanted = set(adapter_targets(linears, cfg.target_modules, left))
     if not wanted:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import SetupError
-from recipe_lib.foreign.call import adopt_call
-from recipe_lib.foreign.find_modules import layer_linears, linear_shape, other_parts, uncalled_linears
+from recipe_lib.foreign.call import ExternalModel
+from recipe_lib.foreign.find_modules import layer_linears, linear_shape, uncalled_linears
 from recipe_lib.foreign.transformers_config import TRANSFORMERS, transformers_config
-from recipe_lib.models.external import TensorLayout
+from recipe_lib.models.external import ExternalSpec, TensorLayout
 from recipe_lib.models.families import spec_from_config
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.meta_init import build_meta, persistent_buffers
@@ -34,23 +34,21 @@ class ModuleSource:
     attention: str = "sdpa"  # or `eager`: what transformers calls its implementation
 
 
-def build_module(source: ModuleSource, dtype: torch.dtype) -> nn.Module:
+def build_module(source: ModuleSource, dtype: torch.dtype, spec: ExternalSpec) -> ExternalModel:
     """The model on meta, with parameters of `dtype`, and with our call signature.
 
-    What its class computed for the buffers is in `first_buffers`, name -> values on the host; `materialize` puts it
-    there. Floating point buffers keep the type that the class gives them. Of a multimodal model the parts that text
-    does not run through, `other_parts`, have no gradient.
+    What its class computed for the buffers is in `computed_buffers`; `materialize` puts it there. Floating point
+    buffers keep the type that the class gives them. Of a multimodal model `other_parts` have no gradient.
     """
-    model: Any = make_module(source, dtype)
-    model.first_buffers = dict(model.named_buffers())
+    model = make_module(source, dtype)
+    buffers = dict(model.named_buffers())
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="meta")
-    adopt_call(model, source.config)
-    model.other_parts = other_parts(model)  # for a recipe's `describe`
-    for name in model.other_parts:
-        model.get_submodule(name).requires_grad_(False)
-    return cast(nn.Module, model)
+    adopted = ExternalModel.adopt(model, spec, source.config, buffers)
+    for name in adopted.other_parts:
+        adopted.get_submodule(name).requires_grad_(False)
+    return adopted
 
 
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -7,9 +7,10 @@ gathers, makes the loss in chunks of tokens. Where a forward cannot be divided l
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
-from recipe_lib.foreign.find_modules import embedding_and_head
+from recipe_lib.foreign.find_modules import embedding_and_head, other_parts
 from recipe_lib.logs import get_logger
+from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.linear_head import LinearHead, LogitsAfter
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.cross_entropy import IGNORED, Finish, cross_entropy
-from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, TokenLogProbs, run_head_loss
+from recipe_lib.ops.cross_entropy import IGNORED, cross_entropy
+from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, TokenLogProbs
 
 # What changes a tensor's type or who owns it, not its values' meaning.
 _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::slice",
@@ -45,34 +49,75 @@ class _Division:
     packs: bool = False
 
 
-@dataclass
-class LogitsAfter:
-    """What a forward does to its logits: `softcap` alone, where that is all, else `finish` (None: nothing)."""
+class ExternalModel(LanguageModel):
+    """Mixed into the class of a model of another library, which then has our call signature (`Decoder.forward`).
 
-    softcap: float | None = None
-    finish: Finish | None = None
-
-
-def adopt_call(model: Any, config: dict[str, Any]) -> None:
-    """Gives a module our call signature (`Decoder.forward`); `original_forward` is its own. In place.
-
-    The projection gets the signature of `OutputHead.forward`, so that its FSDP unit is that of a head.
+    class_forward: the forward of its own class, or what tensor parallel makes of it.
     """
-    found = embedding_and_head(model)
-    if found is None:
-        raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
-    head = found[1]
-    owner, name = _place(model, head)
-    accepted = frozenset(inspect.signature(model.forward).parameters)
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    division = _Division(head, owner, name, accepted, _has_windows(config), whole=not plain)
-    model.original_forward = model.forward
-    if plain:
-        head.is_output_head = True
-        head.forward = partial(project, head)
-    else:
-        _say_whole(model, "its output projection is no plain linear")
-    model.forward = partial(_call, model, division)
+
+    class_forward: Callable[..., Any]
+    _division: _Division
+
+    @classmethod
+    def adopt(
+        cls, model: Any, spec: ExternalSpec, config: dict[str, Any], buffers: dict[str, Tensor]
+    ) -> "ExternalModel":
+        """The module itself, made one of these in place. buffers: what its class computed.
+
+        The projection gets the signature of `OutputHead.forward`.
+        """
+        found = embedding_and_head(model)
+        if found is None:
+            raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
+        head = found[1]
+        owner, name = _place(model, head)
+        accepted = frozenset(inspect.signature(model.forward).parameters)
+        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        class_forward, own = model.forward, type(model)
+        model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
+        model.spec, model.class_forward = spec, class_forward
+        model.other_parts = tuple(other_parts(model))
+        model.note_computed_buffers(buffers)
+        model._division = _Division(head, owner, name, accepted, _has_windows(config), whole=not plain)
+        if plain:
+            LinearHead.adopt(head)
+        else:
+            _say_whole(model, "its output projection is no plain linear")
+        return cast(ExternalModel, model)
+
+    def run_class_forward_by(self, forward: Callable[..., Any]) -> None:
+        """Replaces the forward of its class, with the same inputs and outputs."""
+        self.class_forward = forward
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention: AttentionInfo | None = None,
+        *,
+        labels: Tensor | None = None,
+        head_loss: HeadLoss | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """See `Decoder.forward`; a cache is refused."""
+        division = self._division
+        if cache is not None:
+            raise SetupError(
+                f"{self.spec.family}: found a cache, expected none: only our own families generate with one"
+            )
+        inputs = foreign_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(self))
+        if attention is not None and not division.packs:
+            _try_packing(self, inputs)
+            division.packs = True
+        if labels is None:
+            return logits_of(self.class_forward(**inputs))
+        if not division.whole:
+            hidden, after = run_trunk(self, division, inputs)
+            if hidden is not None:
+                return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
+            division.whole = True
+            _say_whole(self, "what follows its output projection is not done to each logit by itself")
+        return _loss_of_logits(logits_of(self.class_forward(**inputs)), labels, head_loss)
 
 
 def _place(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
@@ -92,57 +137,11 @@ def _has_windows(config: dict[str, Any]) -> bool:
     )
 
 
-def project(
-    head: Any,
-    hidden: Tensor,
-    *,
-    labels: Tensor | None = None,
-    head_loss: HeadLoss | None = None,
-    after: LogitsAfter | None = None,
-) -> Tensor:
-    """The output projection (an nn.Linear): hidden `[..., d]` to logits, or, as `OutputHead.forward`, to the loss."""
-    if labels is None:
-        return F.linear(hidden, head.weight, head.bias)
-    after = after or LogitsAfter()
-    return run_head_loss(
-        head_loss, hidden, head.weight, labels, softcap=after.softcap, finish=after.finish, bias=head.bias
-    )
-
-
-def _call(
-    model: Any,
-    division: _Division,
-    tokens: Tensor,
-    positions: Tensor | None = None,
-    attention: AttentionInfo | None = None,
-    *,
-    labels: Tensor | None = None,
-    head_loss: HeadLoss | None = None,
-    cache: Any = None,
-) -> Tensor:
-    """See `Decoder.forward`; a cache is refused."""
-    if cache is not None:
-        raise SetupError(f"{model.spec.family}: found a cache, expected none: only our own families generate with one")
-    inputs = foreign_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(model))
-    if attention is not None and not division.packs:
-        _try_packing(model, inputs)
-        division.packs = True
-    if labels is None:
-        return logits_of(model.original_forward(**inputs))
-    if not division.whole:
-        hidden, after = run_trunk(model, division, inputs)
-        if hidden is not None:
-            return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
-        division.whole = True
-        _say_whole(model, "what follows its output projection is not done to each logit by itself")
-    return _loss_of_logits(logits_of(model.original_forward(**inputs)), labels, head_loss)
-
-
 @torch.no_grad()
 def _try_packing(model: Any, inputs: dict[str, Any]) -> None:
     """Raises SetupError for a model whose forward fails where documents share a row: it takes no mask for them."""
     try:
-        model.original_forward(**inputs)
+        model.class_forward(**inputs)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -229,7 +228,7 @@ def run_trunk(model: Any, division: _Division, inputs: dict[str, Any]) -> tuple[
     stand_in = _StandIn(division.head, steps)
     division.owner._modules[division.name] = stand_in
     try:
-        output = model.original_forward(**inputs)
+        output = model.class_forward(**inputs)
     finally:
         division.owner._modules[division.name] = division.head
         if stand_in.calls:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,7 @@ class ForeignSpec(ExternalSpec):
     source: ModuleSource
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        model: Any = build.build_module(self.source, dtype)
-        model.spec = self
-        return cast(nn.Module, model)
+        return build.build_module(self.source, dtype, self)
 
     def first_vectors(self, seed: int) -> dict[str, Tensor]:
         return build.first_vectors(self.source, seed)
@@ -62,8 +60,8 @@ class ForeignSpec(ExternalSpec):
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         adapters.add_adapters(model, cfg, adapter_settings(cfg, dtype))
 
-    def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> None:
-        shard_module(model, parallel, world)
+    def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
+        return shard_module(model, parallel, world)
 
     def shrunk(self) -> "ForeignSpec":
         """Of a small model of the same class of transformers."""

@@ -41,14 +41,14 @@ class _Running(threading.local):
 
 
 def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module) -> None:
-    """Makes a foreign model's `original_forward` that of one rank, in place; its parameters are DTensors by then.
+    """Makes the forward of a foreign model's class that of one rank, in place; its parameters are DTensors by then.
 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
     is. A forward that goes another way than the one that the plan was made of raises RuntimeError.
     """
     execution = _Execution(model, plan, group)
     layers = set(layer_names(model))
-    model.original_forward = execution.framed(model.original_forward, "", ends_sharing=False)
+    model.run_class_forward_by(execution.framed(model.class_forward, "", ends_sharing=False))
     for path, module in model.named_modules():
         if path and module is not head:
             module.forward = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)

@@ -24,7 +24,7 @@ from recipe_lib.data.cache import cache_root
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.adapters import add_adapters
 from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
+from recipe_lib.foreign.tensor_plan.gradient_proof import gradient_failures
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
 from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.foreign.tensor_plan.summary import pattern_of
@@ -67,7 +67,7 @@ def _on_meta(model: Any) -> Any:
         for name, value in held.items():
             if isinstance(value, torch.Tensor):
                 setattr(module, name, value.to("meta"))
-    made.forward = made.original_forward
+    made.forward = made.class_forward
     return made
 
 
@@ -141,7 +141,7 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     """The number of comparisons that came out equal. Raises SetupError."""
     materialize(small, MemoryConfig(), torch.device("cpu"))
     randomize(small)
-    small.forward = small.original_forward
+    small.forward = small.class_forward
     inputs = next(example_inputs(small, "cpu"))
     certificate = certify(small, plan, ranks, inputs)
     faults = list(certificate.failures) or gradient_failures(small, plan, ranks, inputs)

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.foreign.call import LogitsAfter
 from recipe_lib.foreign.find_modules import embedding_and_head
 from recipe_lib.foreign.plan_executor import run_by_plan, total_over
 from recipe_lib.foreign.plan_proof import plan_of_model, prove
 from recipe_lib.foreign.tensor_plan.exchanges import Enter
 from recipe_lib.foreign.tensor_plan.sharding_plan import ParameterPlan, TensorPlan, bounds
 from recipe_lib.logs import get_logger
+from recipe_lib.models.linear_head import LogitsAfter
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.gathered import Group, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
@@ -31,9 +31,10 @@ from recipe_lib.parallel.tensor import local
 from recipe_lib.parallel.world import World
 
 
-def shard_module(model: Any, parallel: ParallelConfig, world: World) -> None:
-    """Shares a meta model's matrices out among the ranks of each tensor-parallel group, in place.
+def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
+    """Shards a meta model's matrices over the ranks of each tensor-parallel group, in place.
 
+    Returns what each parameter's gradient is on a rank, as `recipe_lib.parallel.shard_tensors` does.
     Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot be traced.
     """
     group = world.tensor
@@ -48,10 +49,10 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> None:
     names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in head.parameters())}
     plan, columns = _with_loss_of_parts(plan, names)
     _place_parameters(model, plan, world.mesh["tensor"])
-    model.tensor_gradients = {each.name: each.gradient for each in plan.parameters}
-    model.tensor_runs = {each.name: (each.dim, runs) for each in plan.parameters if (runs := _runs(each, group.size))}
+    model.note_runs({each.name: (each.dim, runs) for each in plan.parameters if (runs := _runs(each, group.size))})
     head.forward = partial(_project, head, group, columns)
     run_by_plan(model, plan, group, head)
+    return {each.name: each.gradient for each in plan.parameters}
 
 
 def check_plan(model: Any, plan: TensorPlan, parallel: ParallelConfig) -> None:
@@ -133,7 +134,7 @@ def _project(
     head_loss: HeadLoss | None = None,
     after: LogitsAfter | None = None,
 ) -> Tensor:
-    """As `call.project`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`, 0: all of it.
+    """As `LinearHead.forward`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`, 0: all of it.
 
     The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
     """

@@ -1,7 +1,7 @@
 """Levers that trade time for memory, and measured peaks."""
 
 from recipe_lib.memory.activation_offload import offload_activations
-from recipe_lib.memory.apply_levers import apply_layer_levers
+from recipe_lib.memory.apply_levers import apply_memory_levers
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.compiling import compile_layers
 from recipe_lib.memory.loss_kernel import check_loss_kernel
@@ -14,7 +14,7 @@ __all__ = [
     "PeakMemory",
     "Peaks",
     "apply_activation_checkpointing",
-    "apply_layer_levers",
+    "apply_memory_levers",
     "check_loss_kernel",
     "chunk_mlps",
     "compile_layers",

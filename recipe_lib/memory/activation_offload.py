@@ -36,20 +36,23 @@ from recipe_lib.ops.device import has_host
 SMALLEST = 1024  # bytes; less is not worth a copy
 
 
-def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.device) -> "Window | None":
+def offload_activations(
+    model: nn.Module, memory: MemoryConfig, device: torch.device, *, is_stage: bool = False
+) -> "Window | None":
     """Sends what each layer keeps for backward to the host, and fetches it before it is needed, in place.
 
     Call it when layers are checkpointed and compiled, before they are sharded. With checkpointing what a layer keeps is
     its input. Parameters, buffers, what is gathered of them, and what all layers are given alike (rotations, masks)
     stay where they are. Without gradients nothing is kept, and nothing happens. On a CPU the model is left as it is.
-    Returns what moves the tensors. ConfigError where `ahead` leaves no layer to be sent.
+    is_stage: the model is a rank's part of a pipeline. Returns what moves the tensors. ConfigError where `ahead` leaves
+    no layer to be sent.
     """
     if not memory.activation_offload or not has_host(device):
         return None
     modules = dict(model.named_modules())
     names = layer_names(model)
     # In a pipeline other micro-batches come between the last layer's forward and its backward.
-    resident = 0 if hasattr(model, "pipeline") else memory.activation_offload_prefetch_layers
+    resident = 0 if is_stage else memory.activation_offload_prefetch_layers
     if resident >= len(names):
         raise ConfigError(
             f"memory.activation_offload_prefetch_layers: found {resident} for a model of {len(names)} layers, of "
@@ -60,7 +63,6 @@ def offload_activations(model: nn.Module, memory: MemoryConfig, device: torch.de
     window = Window(device, memory.activation_offload_prefetch_layers, len(names) - resident)
     for number, name in enumerate(names):
         modules[name].forward = _sent(modules[name], number, window)
-    model.activation_window = window  # type: ignore[assignment]
     return window
 
 

@@ -1,31 +1,52 @@
 """The levers that change layers, in the order in which they wrap each other."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.memory.activation_offload import offload_activations
+from recipe_lib.memory.activation_offload import Window, offload_activations
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.compiling import compile_layers
+from recipe_lib.memory.layer_costs import PipelineStages
 from recipe_lib.memory.loss_kernel import check_loss_kernel
 from recipe_lib.memory.matmul_dtype import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps
 
 
-def apply_layer_levers(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device, *, keeps: bool = True) -> None:
-    """What the layers of a meta model multiply in, compute in pieces, keep for backward, compile and send, in place.
+@dataclass(frozen=True)
+class MemoryLevers:
+    """What was decided. checkpointing: what layers keep, where a budget chose it. offload: what moves activations."""
+
+    checkpointing: str | None
+    offload: Window | None
+
+
+def apply_memory_levers(
+    model: nn.Module,
+    cfg: FullFinetuneConfig,
+    device: torch.device,
+    pipeline: PipelineStages | None = None,
+    *,
+    for_training: bool = True,
+) -> MemoryLevers:
+    """What the layers of a meta model multiply in, compute in tiles, keep for backward, compile and offload, in place.
 
     `matmul_dtype`, `memory.mlp_tiles`, `memory.loss_kernel`, `memory.activation_checkpointing`, `compile`,
-    `memory.activation_offload`. Call it when adapters and shared matrices are in their places, and before FSDP wraps
-    what it leaves. keeps: False for a model that never goes backward. device: the one that computes. Raises ConfigError
-    for what device or model cannot do.
+    `memory.activation_offload`. Call it when adapters and sharded matrices are in their places, and before FSDP wraps
+    what it leaves. device: the one that computes. pipeline: what runs the model's stages. for_training: False for a
+    model that never goes backward. Raises ConfigError for what device or model cannot do.
     """
+    checkpointing = offload = None
     use_low_precision(model, cfg.matmul_dtype, device)
-    chunk_mlps(model, cfg.memory.mlp_tiles)
+    chunk_mlps(model, cfg.memory.mlp_tiles, is_stage=pipeline is not None)
     check_loss_kernel(model, cfg.memory.loss_kernel, device)
-    if keeps:
-        apply_activation_checkpointing(model, cfg.memory.activation_checkpointing, cfg, device)
+    if for_training:
+        mode = cfg.memory.activation_checkpointing
+        checkpointing = apply_activation_checkpointing(model, mode, cfg, device, pipeline)
     if cfg.compile:
         compile_layers(model)  # recomputation included
-    if keeps:
-        offload_activations(model, cfg.memory, device)  # what compiled layers keep, too
+    if for_training:  # what compiled layers keep, too
+        offload = offload_activations(model, cfg.memory, device, is_stage=pipeline is not None)
+    return MemoryLevers(checkpointing, offload)

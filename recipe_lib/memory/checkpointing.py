@@ -29,7 +29,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
 from recipe_lib.memory.budget import BudgetChoice, Chosen, choose
-from recipe_lib.memory.layer_costs import layer_costs
+from recipe_lib.memory.layer_costs import PipelineStages, layer_costs
 from recipe_lib.memory.mlp_tiles import computes_pieces
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.device import kernels_of
@@ -38,28 +38,33 @@ MODES = ("none", "full", "selective", "budget")
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, mode: str, cfg: FullFinetuneConfig | None = None, device: torch.device | None = None
-) -> None:
+    model: nn.Module,
+    mode: str,
+    cfg: FullFinetuneConfig | None = None,
+    device: torch.device | None = None,
+    pipeline: PipelineStages | None = None,
+) -> str | None:
     """Makes each layer keep less for backward, in place; call it before layers are compiled and sharded.
 
     mode `full`: a layer keeps its input and runs forward again in backward. `selective`: it also keeps the outputs of
     attention, of its own sums over ranks and of every second matmul, so that about half is computed again. `budget`:
     what `memory.activation_budget_gib` of `cfg` has room for, for micro-batches of its longest rows; `device` is the
-    one that layers will run on. `none`: nothing changes. Layers are the elements of the model's module lists. A layer's
-    forward is wrapped, the module is not: parameter names stay as they are. Random numbers (dropout) come out the same
-    the second time.
+    one that layers will run on, `pipeline` what runs the model's stages. `none`: nothing changes. Layers are the
+    elements of the model's module lists. A layer's forward is wrapped, the module is not: parameter names stay as they
+    are. Random numbers (dropout) come out the same the second time.
 
-    Raises ConfigError for a budget that inputs alone do not fit in.
+    Returns what a budget chose, for the log. Raises ConfigError for a budget that inputs alone do not fit in.
     """
     if mode not in MODES:
         raise ConfigError(f"memory.activation_checkpointing: found {mode}, expected one of {', '.join(MODES)}")
     if mode == "none":
-        return
+        return None
+    described = None
     names, modules = layer_names(model), dict(model.named_modules())
     if mode == "budget":
         assert cfg is not None
-        choice = _choose(model, cfg, device or torch.device("cpu"))
-        model.kept_for_backward = choice.describe()  # type: ignore[assignment]  # for a recipe's `describe`
+        choice = _choose(model, cfg, device or torch.device("cpu"), pipeline)
+        described = choice.describe()
         alike: dict[Chosen | None, dict[str, Any]] = {  # layers that keep the same share one compilation
             chosen: {"context_fn": partial(_contexts_of, chosen)} for chosen in choice.kept.values() if chosen
         }
@@ -70,6 +75,7 @@ def apply_activation_checkpointing(
     for name in names:
         if name in options:
             modules[name].forward = _checkpointed(modules[name].forward, options[name])
+    return described
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -79,16 +85,17 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return run
 
 
-def _choose(model: nn.Module, cfg: FullFinetuneConfig, device: torch.device) -> BudgetChoice:
+def _choose(
+    model: nn.Module, cfg: FullFinetuneConfig, device: torch.device, pipeline: PipelineStages | None
+) -> BudgetChoice:
     """What each layer of this rank keeps under the config's budget."""
     assert cfg.memory.activation_budget_gib is not None
     rows, count = micro_batches(cfg)
     rows *= cfg.sequences_per_item
     multiple = lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor)
     length = -(-cfg.max_seq_len // multiple) * multiple
-    costs = layer_costs(model, rows, length, cfg.parallel.tensor, kernels_of(device))
-    pipeline = getattr(model, "pipeline", None)
-    moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)  # type: ignore[operator]
+    costs = layer_costs(model, rows, length, cfg.parallel.tensor, kernels_of(device), pipeline)
+    moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)
     return choose(costs, cfg.memory.activation_budget_gib, moments)
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,15 +33,25 @@ class _Watched:
     alive: list[Any] = field(default_factory=list)  # so that no storage's address is used twice
 
 
-def layer_costs(model: nn.Module, rows: int, length: int, tensor: int, kernels: str) -> list[LayerCost]:
+class PipelineStages(Protocol):
+    """What memory is counted by in a pipeline. layers: by stage of this rank, the numbers of its layers."""
+
+    layers: dict[int, range]
+
+    def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
+        """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
+
+
+def layer_costs(
+    model: nn.Module, rows: int, length: int, tensor: int, kernels: str, pipeline: PipelineStages | None = None
+) -> list[LayerCost]:
     """The costs of a decoder's layers, in order, for a micro-batch of `rows` rows of `length` tokens.
 
     model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor: ranks that share
-    its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep other things.
+    its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep other things. pipeline: what runs its stages.
     """
     trunk, width = cast(Any, model.model), cast(Any, model.spec).width
-    shape = (rows * length // tensor,) if hasattr(model, "tensor_gradients") else (rows, length)
-    pipeline: Any = getattr(model, "pipeline", None)
+    shape = (rows * length // tensor,) if tensor > 1 else (rows, length)
     stages = {0: range(len(trunk.layers))} if pipeline is None else pipeline.layers
     watched: dict[Any, _Watched] = {}
     found = []

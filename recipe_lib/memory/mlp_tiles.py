@@ -23,7 +23,7 @@ from recipe_lib.ops import deferred
 _in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd's own
 
 
-def chunk_mlps(model: nn.Module, chunks: int) -> None:
+def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None:
     """Lets each layer's MLP compute `chunks` pieces of the tokens one after the other, in place; 1: nothing changes.
 
     Called behind whatever changes what an MLP computes (adapters, sharing, low precision) and before layers are
@@ -34,7 +34,7 @@ def chunk_mlps(model: nn.Module, chunks: int) -> None:
     if chunks == 1:
         return
     mlps = [module for module in model.modules() if isinstance(module, MLP)]
-    if not mlps and not hasattr(model, "pipeline"):  # a stage may have no layers
+    if not mlps and not is_stage:  # a stage of a pipeline may have no layers
         raise ConfigError(
             f"memory.mlp_tiles: found {chunks} for a model without MLPs of ours, expected 1; remove memory.mlp_tiles"
         )

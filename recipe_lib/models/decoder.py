@@ -4,7 +4,7 @@ b batch, s sequence, d model width, h heads, k kv heads, e head width, f MLP wid
 families is chosen in the constructors; `forward` asks nothing about the family. The file knows no mesh.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.models.kv_cache import KVCache
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import DecoderSpec, RopeSpec
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
@@ -220,8 +221,10 @@ class OutputHead(nn.Module):
         return run_head_loss(head_loss, hidden, self.weight, labels, softcap=self.softcap)
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is `model.embed_tokens.weight`."""
+
+    spec: DecoderSpec
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -233,6 +236,24 @@ class Decoder(nn.Module):
     def _tie(self) -> None:
         if self.spec.tied and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
+        """Leaves out what other ranks of a pipeline have: other layers, and unless this one has the first or the last
+        stage, embedding or final norm and head. A tied embedding is on both."""
+        whole = {name for name, _ in self.named_modules() if name}
+        for name in [name for name in self.model.layers._modules if int(name) not in layers]:
+            del self.model.layers._modules[name]
+        if not first:
+            self.model.embed_tokens = self._holder_of_tied_weight() if last and self.spec.tied else None  # type: ignore[assignment]
+        if not last:
+            self.model.norm = self.lm_head = None  # type: ignore[assignment]
+        self.modules_elsewhere = frozenset(whole - {name for name, _ in self.named_modules()})
+
+    def _holder_of_tied_weight(self) -> nn.Embedding:
+        """What holds the head's matrix under the embedding's name on a rank that embeds nothing."""
+        holder = nn.Embedding(self.spec.vocab_size, self.spec.width, device="meta")
+        holder.weight = self.model.embed_tokens.weight
+        return holder
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
         """Conversions such as `to_empty` make new parameters module by module, which would untie tied ones."""

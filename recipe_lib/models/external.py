@@ -133,5 +133,5 @@ class ExternalSpec(ABC):
         """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls this."""
 
     @abstractmethod
-    def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> None:
-        """Shares its matrices out among tensor-parallel ranks; see `recipe_lib.parallel.shard_tensors`."""
+    def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> dict[str, str]:
+        """Shards its matrices over tensor-parallel ranks; see `recipe_lib.parallel.shard_tensors`."""

@@ -16,18 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.errors import SetupError
+from recipe_lib.models.checkpoint_parts import own_parts
+from recipe_lib.models.language_model import LanguageModel, own_tensors
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.dtensor_shards import own_parts
 
 _METHODS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-
-
-def note_own_tensors(model: nn.Module) -> None:
-    """Notes the model's parameters and buffers as its own: what it is given later is extra."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    model.own_tensors = frozenset(names)  # type: ignore[assignment]
 
 
 def extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]:
@@ -36,7 +30,7 @@ def extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]
     saved: only what belongs into a file, without the buffers that are not persistent. Empty for a model that was not
     made by `build_meta`.
     """
-    own: frozenset[str] | None = getattr(model, "own_tensors", None)
+    own = own_tensors(model)
     if own is None:
         return {}
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -96,12 +90,11 @@ def reset_extra(model: nn.Module, seed: int, loaded: Collection[str] = ()) -> No
 
 def _computed(model: nn.Module) -> set[str]:
     """Buffers that have the values that their modules computed."""
-    return set(getattr(model, "first_buffers", ()))
+    return set(model.computed_buffers) if isinstance(model, LanguageModel) else set()
 
 
 def _holds_own(model: nn.Module, path: str) -> bool:
-    own: frozenset[str] = model.own_tensors  # type: ignore[assignment]
-    return any(name.startswith(f"{path}.") for name in own)
+    return any(name.startswith(f"{path}.") for name in own_tensors(model) or ())
 
 
 def _owners(model: nn.Module, name: str) -> list[str]:

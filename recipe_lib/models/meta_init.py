@@ -8,11 +8,11 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.external import ExternalSpec
-from recipe_lib.models.extra_parameters import extra_tensors, note_own_tensors, reset_extra
+from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
-from recipe_lib.ops.dtensor_shards import own_parts
 
 _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
 
@@ -28,7 +28,7 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     else:
         with torch.device("meta"):
             model = Decoder(spec).to(dtype)
-    note_own_tensors(model)
+    model.note_built()
     return model
 
 

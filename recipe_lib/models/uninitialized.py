@@ -1,25 +1,17 @@
 """Whether every parameter was given values, whoever gave them: a tensor counts how often it is written to."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import SetupError
+from recipe_lib.models.language_model import LanguageModel, WriteMark
 from recipe_lib.ops.device import holds_values
 
 
-class _Mark(NamedTuple):
-    """Where this rank's part of a tensor lies, and how often it was written to in place."""
-
-    place: int
-    writes: int
-
-
-def note_unwritten(model: nn.Module) -> None:
+def note_unwritten(model: LanguageModel) -> None:
     """Notes parameters and buffers as without values: right after they were given memory."""
-    model.unwritten = {name: _mark(tensor) for name, tensor in _tensors(model)}  # type: ignore[assignment]
+    model.note_unwritten({name: _mark(tensor) for name, tensor in _tensors(model)})
 
 
 def check_written(model: nn.Module) -> None:
@@ -27,7 +19,7 @@ def check_written(model: nn.Module) -> None:
 
     What has been moved elsewhere since then is taken to be written.
     """
-    before: dict[str, _Mark] = getattr(model, "unwritten", {})
+    before = model.unwritten if isinstance(model, LanguageModel) else {}
     left = [
         name
         for name, tensor in _tensors(model)
@@ -36,7 +28,7 @@ def check_written(model: nn.Module) -> None:
     if left:
         more = f" and {len(left) - 1} more have" if len(left) > 1 else " has"
         raise SetupError(
-            f"{left[0]}{more} no values behind load_weights; call load_weights or init_weights for a model's "
+            f"{left[0]}{more} no values after load_weights; call load_weights or init_weights for a model's "
             "parameters, and init_adapters for adapters, or fill them there in place"
         )
 
@@ -50,5 +42,5 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _mark(tensor: Tensor) -> _Mark:
-    return _Mark(tensor.data_ptr(), tensor._version)
+def _mark(tensor: Tensor) -> WriteMark:
+    return WriteMark(tensor.data_ptr(), tensor._version)

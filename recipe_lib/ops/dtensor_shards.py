@@ -1,20 +1,15 @@
-"""Where a rank's part of a parameter lies in a checkpoint's tensor.
-
-Tensor parallel cuts a matrix that holds several others (queries, keys and values, gate and up) within each of them, so
-that the ranks' parts one behind the other are not in the file's order. `model.tensor_runs` says of such a parameter
-along which dimension, and which runs `(start, stop)` of the file follow one another.
-"""
+"""A rank's part of a sharded tensor, and the whole tensor of all parts."""
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+# Dimension, and the runs `(start, stop)` of a file's tensor that follow one another in a parameter.
 Runs = tuple[int, tuple[tuple[int, int], ...]]
 
 
@@ -52,44 +47,3 @@ def _from_parts(part: Tensor, mesh: DeviceMesh, placements: list[Placement], siz
     strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
     placed = DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=tuple(strides))
     return placed.full_tensor()
-
-
-def runs_of(model: nn.Module, name: str) -> Runs | None:
-    """The dimension and the runs of a parameter that is not in the file's order; None for all others."""
-    held: dict[str, Runs] = getattr(model, "tensor_runs", {})
-    return held.get(name)
-
-
-def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """This rank's part of a parameter in pieces, which share memory with it, and where each begins in the file."""
-    local, offset = local_part(parameter)
-    found = runs_of(model, name)
-    if found is None:
-        return [(local, offset)]
-    dim, runs = found
-    pieces, at = [], -offset[dim]  # of a run, counted from where this rank's part begins
-    for start, stop in runs:
-        low, high = max(at, 0), min(at + stop - start, local.shape[dim])
-        if low < high:
-            begins: Any = (*offset[:dim], start + low - at, *offset[dim + 1 :])
-            pieces.append((local.narrow(dim, low, high - low), begins))
-        at += stop - start
-    return pieces
-
-
-def in_file_order(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """A whole parameter, gathered from the ranks, as the file has it."""
-    return ordered(whole, runs_of(model, name))
-
-
-def ordered(whole: Tensor, found: Runs | None) -> Tensor:
-    """A whole tensor whose runs follow one another, in the order of the file."""
-    if found is None:
-        return whole
-    dim, runs = found
-    result = whole.new_empty(whole.shape)
-    at = 0
-    for start, stop in runs:
-        result.narrow(dim, start, stop - start).copy_(whole.narrow(dim, at, stop - start))
-        at += stop - start
-    return result

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.ops.device import kernels_of
+from recipe_lib.parallel.parallelize import Parallel
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -39,8 +40,6 @@ class EarlierNorms:
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
         """Counts a parameter's gradient, on the stream that has it. gradient: a part of it, where there is no whole."""
-        if getattr(parameter, "is_copy", False):
-            return
         ((key, group),) = _group([parameter]).items()
         if gradient is not None:
             group.grads = [gradient]
@@ -102,14 +101,16 @@ def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
     world: "World",
-    earlier: EarlierNorms | None = None,
+    parallel: Parallel,
+    earlier: EarlierNorms | None,
 ) -> Tensor:
     """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
 
     parameters: sharded (DTensor, over meshes of any number of dimensions) or plain, on one device or several (CPU
     offload); those without a gradient are left out. Each element counts once: sums run over the mesh dimensions a
     gradient is cut along, not over those it is copied along, and over the stages of a pipeline. max_norm None: only the
-    norm is taken. earlier: what parameters without a gradient had before they were stepped, in backward.
+    norm is taken. parallel: says which parameter is a copy of another rank's. earlier: what parameters without a
+    gradient had before they were stepped, in backward.
 
     The norm is fp32 (fp64 where a parameter is), `[]` on `world.device`. Nothing is read back to the host: the factor,
     at most 1, is made and applied on the gradients' device. A norm that is not finite makes the gradients so too.
@@ -117,7 +118,7 @@ def clip_grad_norm(
     parameters = list(parameters)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
-    groups = _group(trained)
+    groups = _group(trained, parallel.tied_copy)
     first = next(iter(groups.values()), None)
     total = torch.zeros((), dtype=torch.float64, device=first.device if first else world.device)
     squares = earlier.take() if earlier is not None else {}
@@ -134,7 +135,7 @@ def clip_grad_norm(
     return norm.to(world.device, non_blocking=True)
 
 
-def _group(parameters: Iterable[nn.Parameter]) -> dict[_Key, _Group]:
+def _group(parameters: Iterable[nn.Parameter], copy: nn.Parameter | None = None) -> dict[_Key, _Group]:
     """Local gradients by mesh, sharded dimensions and device.
 
     A parameter without a gradient still makes its group: another rank may have one and wait for this rank in the sum.
@@ -147,7 +148,7 @@ def _group(parameters: Iterable[nn.Parameter]) -> dict[_Key, _Group]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         group = groups.setdefault((sharded_over, local.device), _Group(sharded_over, local.device))
         if grad is not None:
-            (group.copies if getattr(parameter, "is_copy", False) else group.grads).append(local)
+            (group.copies if parameter is copy else group.grads).append(local)
     return groups
 
 

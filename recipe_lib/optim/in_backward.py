@@ -5,8 +5,8 @@ parameter is stepped at once (as LOMO does, arXiv 2306.09782), and states can wa
 visit the device for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host instead, and steps there).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,29 +23,42 @@ from recipe_lib.ops.row_gradients import RowGradients, embedding_by_rows
 from recipe_lib.optim.clipping import EarlierNorms
 from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.row_steps import RowSteps, step_only
+from recipe_lib.parallel.parallelize import Parallel
 
 
-def arrange_steps(
-    optimizer: Optimizer, model: nn.Module, memory: MemoryConfig, device: torch.device
-) -> EarlierNorms | None:
-    """Says when the optimizer steps each parameter, and where its states wait; call it once, behind `build_optimizer`.
+@dataclass(frozen=True)
+class OptimizerLevers:
+    """What `memory.optimizer_in_backward` and `memory.optimizer_offload` came to.
+
+    norms: of gradients that are gone when `clip_grad_norm` is called; None: none are. place_state: a state's memory
+    where it waits, without values; None: beside its parameter. gradient_chunks: of parameters whose gradients backward
+    makes some rows at a time, how many times.
+    """
+
+    norms: EarlierNorms | None = None
+    place_state: Callable[[Tensor], Tensor] | None = None
+    gradient_chunks: Mapping[nn.Parameter, int] = field(default_factory=dict)
+
+
+def apply_optimizer_levers(
+    optimizer: Optimizer, model: nn.Module, parallel: Parallel, memory: MemoryConfig, device: torch.device
+) -> OptimizerLevers:
+    """Says when the optimizer steps each parameter, and where its states wait; call it once, after `build_optimizer`.
 
     `memory.optimizer_offload`: states are in pinned host memory, and `optimizer.step()` takes the parameters one after
     the other, large ones some rows at a time, each with its states on the device. On a CPU nothing changes.
 
     `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient, which is freed. A
     sharded parameter's is there when FSDP has summed it. Parameters whose gradients are not whole at that moment are
-    left for `optimizer.step()` behind backward: a tied embedding's come twice, and those that every rank of a
+    left for `optimizer.step()` after backward: a tied embedding's come twice, and those that every rank of a
     tensor-parallel group has are summed once a step. There may be one backward a step. Of an embedding and an output
     projection that one rank has whole, backward makes the gradient some rows at a time, and steps these.
-
-    Returns the norms of gradients that are gone when `clip_grad_norm` is called, for that; None without the lever.
     """
     by_rows = RowSteps(optimizer)
     visits = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
-    optimizer.steps_in_backward = memory.optimizer_in_backward  # type: ignore[attr-defined]
+    place = visits.placed if visits is not None else None
     if not memory.optimizer_in_backward:
-        return None
+        return OptimizerLevers(place_state=place)
     norms = EarlierNorms()
     step_one: Callable[[nn.Parameter], Any] = visits.step_one if visits else lambda one: step_only(optimizer, one)
 
@@ -64,30 +77,24 @@ def arrange_steps(
         step_one(parameter)
         parameter.grad = None
 
-    chosen = _made_at_once(optimizer, model)
+    chosen = _made_at_once(optimizer, model, parallel.tensor_gradients)
     for parameter in chosen:
         parameter.register_post_accumulate_grad_hook(step)
-    _make_by_rows(model, chosen, visits or by_rows, norms, memory)
-    return norms
+    return OptimizerLevers(norms, place, _make_by_rows(model, chosen, visits or by_rows, norms, memory))
 
 
-def check_arranged(optimizer: Optimizer, memory: MemoryConfig) -> None:
-    """ValueError for a recipe, such as an older copy, that never called `arrange_steps` though its config asks."""
-    if (memory.optimizer_in_backward or memory.optimizer_offload) and not hasattr(optimizer, "steps_in_backward"):
-        raise ValueError("a recipe with these levers calls training.arrange_steps behind training.build_optimizer")
-
-
-def _made_at_once(optimizer: Optimizer, model: nn.Module) -> Sequence[nn.Parameter]:
+def _made_at_once(
+    optimizer: Optimizer, model: nn.Module, tensor_gradients: Mapping[str, str]
+) -> Sequence[nn.Parameter]:
     """The optimizer's parameters whose gradient is whole when backward gives it, once."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    kinds: dict[str, str] = getattr(model, "tensor_gradients", {})
     return [
         parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if len(names[id(parameter)]) == 1 and kinds.get(names[id(parameter)][0]) != "partial"
+        if len(names[id(parameter)]) == 1 and tensor_gradients.get(names[id(parameter)][0]) != "partial"
     ]
 
 
@@ -97,10 +104,13 @@ def _make_by_rows(
     steps: OffloadedStates | RowSteps,
     norms: EarlierNorms,
     memory: MemoryConfig,
-) -> None:
-    """Backward makes the gradients of embedding and output projection by rows, where these are plain and large."""
+) -> dict[nn.Parameter, int]:
+    """Backward makes the gradients of embedding and output projection by rows, where these are plain and large.
+
+    Returns in how many pieces each."""
+    made: dict[nn.Parameter, int] = {}
     if not isinstance(model, Decoder):
-        return
+        return made
 
     def rows_of(weight: nn.Parameter) -> RowGradients | None:
         plain = any(one is weight for one in chosen) and not isinstance(weight, DTensor)
@@ -113,7 +123,7 @@ def _make_by_rows(
 
         if not pieces:
             return None
-        weight.gradient_pieces = len(pieces)  # type: ignore[attr-defined]  # for what a run says of itself
+        made[weight] = len(pieces)
         return RowGradients(pieces, take)
 
     embedding, head = model.model.embed_tokens, model.lm_head
@@ -121,6 +131,7 @@ def _make_by_rows(
         embedding.forward = partial(_embed, embedding, rows)  # type: ignore[method-assign]
     if type(head) is OutputHead and memory.loss_kernel == "chunked" and (rows := rows_of(head.weight)) is not None:
         head.forward = partial(_project, head.forward, rows)  # type: ignore[method-assign]
+    return made
 
 
 def _project(

@@ -14,7 +14,8 @@ boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +91,7 @@ class ChunkedOptimizer(Optimizer):
 
     `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for any of the parameters
     alone is as good as one for all. So is one for some rows of a parameter after the other, each as a parameter of its
-    own whose attribute `rows_of` says of which, and which rows.
+    own, inside of `stepping_rows`.
     """
 
     def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
@@ -98,6 +99,7 @@ class ChunkedOptimizer(Optimizer):
         made_of = {"state_bits": cfg.state_bits, "master_weights": cfg.master_weights}
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
         self._codes = Codes(cfg.state_bits)
+        self._rows_of: tuple[nn.Parameter, nn.Parameter, int] | None = None
         super().__init__(
             list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
         )
@@ -118,9 +120,24 @@ class ChunkedOptimizer(Optimizer):
         """Bytes of a parameter's states on this rank."""
         return sum(stored_sizes(parameter, self.states_of(parameter), self.cfg))
 
+    @contextmanager
+    def stepping_rows(self, piece: nn.Parameter, whole: nn.Parameter, first: int) -> Iterator[None]:
+        """Inside, `piece` stands for rows of this rank's part of `whole`, from row `first` on."""
+        self._rows_of = (piece, whole, first)
+        try:
+            yield
+        finally:
+            self._rows_of = None
+
+    def _whole_of(self, parameter: nn.Parameter) -> tuple[nn.Parameter, int]:
+        """The parameter that some rows are of, and the first of them on this rank; others are whole."""
+        if self._rows_of is not None and self._rows_of[0] is parameter:
+            return self._rows_of[1:]
+        return parameter, 0
+
     def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Zeros for every state tensor of a parameter, or of some rows of one, by their keys; sharded as it is."""
-        whole, _ = _whole_of(parameter)
+        whole, _ = self._whole_of(parameter)
         found = layouts(whole, self.states_of(whole), self.cfg.state_bits, master=self.cfg.master_weights)
         return {key: new_tensor(parameter, layout) for key, layout in found.items()}
 
@@ -137,7 +154,11 @@ class ChunkedOptimizer(Optimizer):
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
-            step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
+            self._step_adamw(parameter, group)
+
+    def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        whole, _ = self._whole_of(parameter)
+        step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, whole)
 
     def _begin(self, parameter: nn.Parameter) -> StateChunk:
         """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
@@ -148,7 +169,7 @@ class ChunkedOptimizer(Optimizer):
             if MASTER in state:
                 local_of(state[MASTER]).copy_(local_of(parameter))
         state["step"] += 1
-        whole, first = _whole_of(parameter)
+        whole, first = self._whole_of(parameter)
         start = self._starts.get(whole)
         key = None if start is None else chance_key(self.seed, state["step"], self.names.get(whole, ""))
         tensors = {name: _rows(local_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
@@ -157,12 +178,6 @@ class ChunkedOptimizer(Optimizer):
         start = (start[0] + first, *start[1:]) if start else (0,)
         shape = tuple(whole.shape) or (1,)
         return StateChunk(_rows(local_of(parameter)), _rows(local_of(gradient)), tensors, start, shape, key)
-
-
-def _whole_of(parameter: nn.Parameter) -> tuple[nn.Parameter, int]:
-    """The parameter that some rows, stepped as if they were one, are of, and the first of them on this rank."""
-    whole, rows = getattr(parameter, "rows_of", (parameter, slice(0, None)))
-    return whole, rows.start
 
 
 def _rows(local: Tensor) -> Tensor:
@@ -179,8 +194,7 @@ def step_adamw(part: StateChunk, group: dict[str, Any], step: int, codes: Codes,
     rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
     first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
     dtype = wide(parameter.dtype)
-    whole, _ = _whole_of(parameter)
-    signed, unsigned = codes.of(whole, signed=True), codes.of(whole, signed=False)
+    signed, unsigned = codes.of(parameter, signed=True), codes.of(parameter, signed=False)
     for rows in pieces(part.weights):
         gradient = part.gradient[rows].to(dtype)
         mean = Numbers(part.state, "exp_avg", rows, dtype, signed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, ChunkedOptimizer, StateChunk, Trained, step_adamw
+from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, ChunkedOptimizer, StateChunk, Trained
 from recipe_lib.optim.state_layout import Numbers, pieces, wide
 
 MOMENTUM = 0.95  # where the config has none
@@ -62,7 +62,7 @@ class Muon(ChunkedOptimizer):
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             if parameter not in self._turns:
-                step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
+                self._step_adamw(parameter, group)
         for over, found in self._by_exchange([one for one in parameters if one in self._turns]).items():
             count = 1 if over is None else over[0].size(over[1])
             for first in range(0, len(found), count):

@@ -39,7 +39,6 @@ class OffloadedStates:
         self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came behind whose
         self._last: nn.Parameter | None = None
         optimizer.step = self.step  # type: ignore[method-assign]
-        optimizer.place_state = self.placed  # type: ignore[attr-defined]
 
     def placed(self, value: Tensor) -> Tensor:
         """A state's memory where it waits, without values: of one that is being read from a checkpoint."""

@@ -6,6 +6,7 @@ more than a piece has to be there, however large the parameter.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -83,15 +84,16 @@ class RowSteps:
         rows, states = self.pieces(parameter)[number], self.optimizer.state
         self._counts = {}
         piece = nn.Parameter(local_of(parameter)[rows])
-        piece.rows_of = (parameter, rows)  # type: ignore[attr-defined]
         piece.grad = gradient
         counts = {key: _own(value) for key, value in states.get(parameter, {}).items() if not is_cut(value)}
         if counts or here:
             states[piece] = counts | here
-        try:
-            step_only(self.optimizer, parameter, self._step, piece)
-        finally:
-            found = states.pop(piece, {})
+        chunked = isinstance(self.optimizer, ChunkedOptimizer)
+        with self.optimizer.stepping_rows(piece, parameter, rows.start) if chunked else nullcontext():
+            try:
+                step_only(self.optimizer, parameter, self._step, piece)
+            finally:
+                found = states.pop(piece, {})
         self._counts = {key: value for key, value in found.items() if not is_cut(value)}
         return {key: value for key, value in found.items() if is_cut(value)}
 

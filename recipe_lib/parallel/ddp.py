@@ -5,7 +5,7 @@ nothing is gathered, in forward, backward or evaluation. What is sent is one all
 step, however many micro-batches it has: with adapters a few MiB, where sharding gathers the frozen weights twice a
 micro-batch.
 
-The sum comes behind the last backward, not beside it: a rank waits for all of it. Gradients that are small are packed
+The sum comes after the last backward, not during it: a rank waits for all of it. Gradients that are small are packed
 into buckets, so that the sum takes no memory but two of these; large ones are summed where they are.
 """
 
@@ -19,18 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.parallel.world import World
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BUCKET_ELEMENTS = 2**24  # 32 MiB in bf16, 64 MiB in fp32
 _BUCKETS = 2  # at a time: one is filled while the other is summed
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """What a model that every data rank has whole is marked with, as `model.replicas`.
+    """A model that every data rank has whole.
 
-    ranks: how many. dtype: that gradients are summed in; None: their own.
+    ranks: how many there are. dtype: that gradients are summed in; None: their own.
     """
 
     ranks: int
@@ -42,17 +43,21 @@ def is_replicated(parallel: ParallelConfig) -> bool:
     return parallel.strategy == "ddp"
 
 
-@torch.no_grad()
-def sum_gradients_of_replicas(model: nn.Module, world: World) -> None:
-    """Sums the trained gradients of a replicated model over the data ranks, in place; another model is left as it is.
+def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
+    """The replicas of a model that `shard_model` leaves whole; None for a model that is sharded, or the only one."""
+    if not is_replicated(parallel) or (world.data_ranks == 1 and not memory.cpu_offload):
+        return None
+    return Replicas(world.data_ranks, DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None)
 
-    Once a step, behind its last backward. The same parameters have gradients on all ranks: those without one are left
+
+@torch.no_grad()
+def sum_gradients_of_replicas(model: nn.Module, replicas: Replicas, world: World) -> None:
+    """Sums the trained gradients of a replicated model over the data ranks, in place.
+
+    Once a step, after its last backward. The same parameters have gradients on all ranks: those without one are left
     out. Of a parameter that a tensor-parallel group shares, the rank's part is summed over the ranks with that part.
     Beside the gradients there are at most two buckets of BUCKET_ELEMENTS. A collective.
     """
-    replicas: Replicas | None = getattr(model, "replicas", None)
-    if replicas is None:
-        return
     group = world.mesh.get_group("data_replicate")
     waiting: deque[_Sum] = deque()
     for bucket in _buckets(model.parameters(), replicas.dtype):

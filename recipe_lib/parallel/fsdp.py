@@ -1,10 +1,4 @@
-"""Sharding a model over the ranks with FSDP2, and giving it memory: what a recipe calls, in its order, on a meta model
-that is cut down to its pipeline stage, has its adapters and is divided by tensor parallel already.
-
-apply_layer_levers(model, cfg, device)       # wraps each layer's forward: checkpointing, offload, compilation and more
-shard_model(model, parallel, memory, world)  # FSDP's hooks go around it
-materialize(model, memory, device)           # memory for this rank's shards
-"""
+"""Sharding a model over the ranks with FSDP2, and giving it memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,41 +20,38 @@ from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
+from recipe_lib.models.linear_head import LinearHead
 from recipe_lib.models.uninitialized import note_unwritten
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
-from recipe_lib.parallel.ddp import Replicas, is_replicated
+from recipe_lib.parallel.ddp import DTYPES, is_replicated
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, resolve_wrapping
 from recipe_lib.parallel.world import World
 
 # Not classes derived from them, whose backward might read what was freed: a crash.
 _EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # modules whose backward reads tokens, not the weight
-_HEADS = (OutputHead, AdaptedHead)  # with labels they make their gradients in forward
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make their gradients in forward
 
 
 def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> list[Unit]:
     """Shards the parameters over `data_shard`, copies them over `data_replicate`; returns the units it made.
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
-    over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch.
-    Where there is one batch at a time, and no `memory.cpu_offload`, the model is left as it is and has no units. With
-    `parallel.strategy: ddp` it is so too, and marked: `sum_replicated_gradients` then sums what its parameters got.
-
-    Raises ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a pipeline.
+    over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch. With
+    one data rank and no `memory.cpu_offload`, and with `parallel.strategy: ddp`, the model is left as it is and has no
+    units. Raises ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a
+    pipeline.
     """
-    if world.pipeline is not None and not hasattr(model, "pipeline"):
+    if world.pipeline is not None and not modules_elsewhere(model):
         raise ConfigError(
             f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
-            "that divides it; call split_pipeline(model, cfg, world) behind build_meta, or set parallel.pipeline=1"
+            "that divides it; call parallelize(model, cfg, world), or set parallel.pipeline=1"
         )
     units = resolve_wrapping(model, parallel.fsdp_wrap_policy)
-    if world.data_ranks == 1 and not memory.cpu_offload:
+    if is_replicated(parallel) or (world.data_ranks == 1 and not memory.cpu_offload):
         return []
     reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
-    if is_replicated(parallel):
-        model.replicas = Replicas(world.data_ranks, reduce_dtype)  # type: ignore[assignment]  # no submodule
-        return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     replicated = world.mesh["data_replicate"].size() > 1
     options: dict[str, Any] = {
@@ -98,14 +89,15 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:
     """Gives a meta model uninitialized memory on `device`; with `memory.cpu_offload` its parameters on the host.
 
-    Tied parameters stay tied. Buffers of a foreign model get the values that its class gave them, those of modules that
-    a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values would
-    differ from rank to rank.
+    Tied parameters stay tied. Buffers of an external model get the values that its class gave them, those of modules
+    that a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values
+    would differ from rank to rank.
     """
     _refuse_values(model)
     ties = _shared_parameters(model)
-    first: dict[str, Tensor] = {**getattr(model, "first_buffers", {}), **_computed_buffers(model)}
-    model.first_buffers = first
+    known = isinstance(model, LanguageModel)
+    if known:
+        model.note_computed_buffers(_computed_buffers(model))
     model.to_empty(device="cpu" if memory.cpu_offload else device)
     for (owner, name), *others in ties:
         for other, other_name in others:
@@ -114,11 +106,11 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-    if holds_values(device):
+    if known and holds_values(device):
         note_unwritten(model)
         for name, buffer in model.named_buffers():
-            if name in first:
-                buffer.copy_(first[name])
+            if name in model.computed_buffers:
+                buffer.copy_(model.computed_buffers[name])
 
 
 def _refuse_values(model: nn.Module) -> None:
@@ -148,8 +140,8 @@ def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[
 
 
 def _is_head(module: nn.Module) -> bool:
-    """Whether a module is called as an output head is; the linear of a foreign model says so itself."""
-    return type(module) in _HEADS or getattr(module, "is_output_head", False)
+    """Whether a module is called as an output head is."""
+    return type(module) in _HEADS
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.suggest import did_you_mean, nearest, quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.units import format_bytes, format_count
+from recipe_lib.models.language_model import modules_elsewhere
 
 POLICIES = ("auto", "layers", "memory_efficient")
 
@@ -60,37 +60,16 @@ def parameter_bytes(module: nn.Module) -> int:
 
     Of what a tensor-parallel group shares those of one rank's part, which is what FSDP gathers.
     """
-    return sum(_whole_elements(parameter) * parameter.element_size() for parameter in module.parameters())
+    return sum(whole_elements(parameter) * parameter.element_size() for parameter in module.parameters())
 
 
-def _whole_elements(parameter: Tensor) -> int:
+def whole_elements(parameter: Tensor) -> int:
+    """Elements of a whole parameter; of what a tensor-parallel group shares, of one rank's part."""
     names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
     if not isinstance(parameter, DTensor) or "tensor" not in names:
         return parameter.numel()
     dim = names.index("tensor")
     return -(-parameter.numel() // (parameter.device_mesh.size(dim) if parameter.placements[dim].is_shard() else 1))
-
-
-def describe_units(model: nn.Module, units: list[Unit]) -> str:
-    """One line for the log: the units by size, and what stays gathered in the root; the model may be sharded."""
-    if (replicas := getattr(model, "replicas", None)) is not None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        count = sum(_whole_elements(parameter) for parameter in trained)
-        return (
-            f"FSDP units: none (ddp): {replicas.ranks} ranks have the same parameters, and sum the gradients of "
-            f"{format_count(count)} of them once a step"
-        )
-    if not units:
-        return "FSDP units: none, each rank holds its parameters at all times"
-    sizes: dict[int, list[Unit]] = {}
-    for unit in units:
-        sizes.setdefault(unit.bytes, []).append(unit)
-    parts: list[str] = []
-    for size, alike in sorted(sizes.items(), reverse=True):
-        named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
-        parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
-    root = parameter_bytes(model) - sum(unit.bytes for unit in units)
-    return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}"
 
 
 def _units_of_policy(model: nn.Module, policy: str) -> list[Unit]:
@@ -132,11 +111,12 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
             + ", ".join(POLICIES)
         )
     modules = {name: module for name, module in model.named_modules() if name}
+    elsewhere = modules_elsewhere(model)  # of other stages of a pipeline
     matched: set[str] = set()
     for pattern in patterns:
         names = [name for name in modules if _matches(name, str(pattern))]
-        if not names and any(_matches(name, str(pattern)) for name in getattr(model, "elsewhere", ())):
-            continue  # a module of another stage of a pipeline
+        if not names and any(_matches(name, str(pattern)) for name in elsewhere):
+            continue
         if not names:
             raise ConfigError(_matches_nothing(str(pattern), model))
         usable = [name for name in names if _has_parameters(modules[name]) and not _is_container(modules[name])]
@@ -198,7 +178,7 @@ def _make_units(model: nn.Module, names: list[str]) -> list[Unit]:
         group[0].append(name)
         group[1].update(mine)
     return [
-        Unit(tuple(members), sum(_whole_elements(tensor) * tensor.element_size() for tensor in held.values()))
+        Unit(tuple(members), sum(whole_elements(tensor) * tensor.element_size() for tensor in held.values()))
         for members, held in groups
     ]
 

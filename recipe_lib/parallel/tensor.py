@@ -6,13 +6,13 @@ sum what comes out of them back to the n tokens of each rank (`recipe_lib.ops.ga
 
 Parameters become DTensors under their own names: q, k, v, gate, up, embedding and output are cut by rows, o and down by
 columns; norms, the biases of o and down, and the halves of adapters that work on the n tokens are on every rank, whose
-gradients are each a part of the sum: `sum_replicated_gradients`.
+gradients are each a part of the sum: see `all_reduce_gradients`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,6 @@ from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gath
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
-from recipe_lib.parallel.ddp import sum_gradients_of_replicas
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
@@ -58,19 +57,19 @@ class _Sharing:
     kv_head: int | None
 
 
-def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> None:
-    """Shares a meta model's matrices and tokens out among the ranks of each tensor-parallel group, in place.
+def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> dict[str, str]:
+    """Shards a meta model's matrices and tokens over the ranks of each tensor-parallel group, in place.
 
-    Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes rows whose tokens the
-    group's size divides. A world without such groups leaves the model as it is. Raises ConfigError: see `check_tensor`,
-    `refuse_for_tensor`.
+    Called before layers are checkpointed, compiled and sharded by FSDP. The model then takes micro-batches whose tokens
+    the group's size divides. A world without such groups leaves the model as it is. Returns what each parameter's
+    gradient is on a rank: `sharded`, that of its part; `partial`, a part of the sum. Raises ConfigError: see
+    `check_tensor`, `refuse_for_tensor`.
     """
     if world.tensor is None:
-        return
+        return {}
     refuse_for_tensor(model)
     if isinstance(model.spec, ExternalSpec):
-        model.spec.shard_tensors(model, parallel, world)
-        return
+        return model.spec.shard_tensors(model, parallel, world)
     spec, group = model.spec, world.tensor
     quantized = [module.kind for module in model.modules() if isinstance(module, QuantizedLinear)]
     check_tensor(spec, parallel, min(quantized, default="none"))
@@ -82,7 +81,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
         if isinstance(module, QuantizedLinear):
             head = sharing.kv_head if name.endswith(("k_proj", "v_proj")) else None
             _take_part(module, group, name.endswith(ROW), head, spec.head_width)
-    model.tensor_gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
+    gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
     attend, project = _given(_attention, sharing), _given(_mlp, sharing, spec.activation)
     for module in model.modules():
         if isinstance(module, Norm):
@@ -100,6 +99,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     if model.lm_head is not None:
         _replace_forward(model.lm_head, _given(_head, group))
     model.forward = _in_rows(model.forward)  # type: ignore[method-assign]
+    return gradients
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -117,40 +117,6 @@ def _given(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
         return function(module, *settings, *args, **kwargs)
 
     return forward
-
-
-@torch.no_grad()
-def sum_replicated_gradients(model: nn.Module, world: World) -> None:
-    """Sums the gradients of parameters that several ranks have over these, in place.
-
-    Those are what every rank of a tensor-parallel group has, an embedding that is the output head of another stage of a
-    pipeline, and all of them where every data rank has the whole model (`sum_gradients_of_replicas`).
-
-    Each rank's is that of its own tokens, or heads: `model.tensor_gradients` says `partial` of those. Once a step,
-    after the last backward and before clipping; in fp32 (fp64), all of one type and device at once. Raises ValueError
-    for a trained parameter of which nothing is said.
-    """
-    if (pipeline := getattr(model, "pipeline", None)) is not None:
-        pipeline.sum_tied_gradients()
-    sum_gradients_of_replicas(model, world)
-    if world.tensor is None:
-        return
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if name not in model.tensor_gradients:
-            raise ValueError(
-                f"{name} is trained, and nothing says what its gradient is on the ranks that share matrices"
-            )
-        if model.tensor_gradients[name] == "partial" and parameter.grad is not None:
-            local = cast(DTensor, parameter.grad).to_local()
-            buckets.setdefault((local.dtype, local.device), []).append(local)
-    for (dtype, _), gradients in buckets.items():
-        wide = torch.cat([gradient.reshape(-1).to(torch.promote_types(dtype, torch.float32)) for gradient in gradients])
-        torch.distributed.all_reduce(wide, group=world.mesh.get_group("tensor"))
-        for gradient, total in zip(gradients, wide.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
 
 
 def _take_part(linear: QuantizedLinear, group: Group, by_columns: bool, kv_head: int | None, head_width: int) -> None:

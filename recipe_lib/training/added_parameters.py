@@ -13,6 +13,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.extra_parameters import check_extra, extra_tensors
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.uninitialized import check_written
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: "World") -> None:
 
     world.agree(check)
     for model in models_of(recipe).values():
-        fault = refused_extra(cfg.checkpoint, _merged(world, model, _sizes(model)))
+        fault = refused_extra(cfg.checkpoint, _merged(world, _sizes(model)))
         if fault is not None:
             raise ConfigError(fault)
 
@@ -76,13 +77,13 @@ def check_trained(recipe: Any, world: "World") -> None:
 
 def describe_extra(model: nn.Module, world: "World") -> list[str]:
     """Lines for the log: which parameters and buffers no family has, and where their values are from."""
-    loaded: frozenset[str] = getattr(model, "loaded_extras", frozenset())
+    loaded = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
     every = _sizes(model)
     start = {name: count for name, count in every.items() if name not in loaded}
     read = {name: count for name, count in every.items() if name in loaded}
     lines = []
     for found, origin in ((start, "start from reset_parameters, no checkpoint has them"), (read, "are read")):
-        found = _merged(world, model, found)
+        found = _merged(world, found)
         if found:
             lines.append(f"extra parameters: {sum(found.values()):,} numbers {origin}: {in_short(found)}")
     return lines
@@ -90,7 +91,7 @@ def describe_extra(model: nn.Module, world: "World") -> list[str]:
 
 def warn_of_export(model: nn.Module, world: "World", folder: Path) -> None:
     """Says which tensors of an exported folder other programs will not load. Collective in a pipeline."""
-    found = _merged(world, model, {name: value.numel() for name, value in extra_tensors(model, saved=True).items()})
+    found = _merged(world, {name: value.numel() for name, value in extra_tensors(model, saved=True).items()})
     if found:
         get_logger().warning(
             "warning: %s: transformers and other programs ignore its extra parameters, and so compute something else; "
@@ -110,8 +111,8 @@ def _sizes(model: nn.Module) -> dict[str, int]:
     return {name: tensor.numel() for name, tensor in extra_tensors(model).items()}
 
 
-def _merged(world: "World", model: nn.Module, own: dict[str, int]) -> dict[str, int]:
+def _merged(world: "World", own: dict[str, int]) -> dict[str, int]:
     """Those of all ranks; only those of a pipeline have different ones."""
-    if getattr(model, "pipeline", None) is None:
+    if world.pipeline is None:
         return own
     return {name: count for part in world.gather_json(own) for name, count in part.items()}

@@ -8,34 +8,41 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.optim.in_backward import OptimizerLevers
 from recipe_lib.optim.lr_scheduler import warmup_steps
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
+from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from recipe_lib.data import DataPlan, Dataset
     from recipe_lib.parallel.world import World
+    from recipe_lib.training.training_data import TrainingData
 
 
 def derived_numbers(
-    cfg: FullFinetuneConfig, world: "World", model: nn.Module, rows: "Dataset", plan: "DataPlan"
+    cfg: FullFinetuneConfig,
+    world: "World",
+    model: nn.Module,
+    parallel: Parallel,
+    levers: OptimizerLevers,
+    data: "TrainingData",
 ) -> list[str]:
-    """Lines for the log, each number with its unit and how it comes about.
-
-    model: as it will be trained, or sharded. Collective in a pipeline.
-    """
+    """Lines for the log, each number with its unit and how it comes about. Collective in a pipeline."""
+    rows, plan = data.rows, data.plan
     return [
         _devices(cfg, world),
         *_batch(cfg, world, rows, plan),
-        *_pipeline(cfg, model),
+        *_pipeline(cfg, parallel),
         _steps(cfg, rows, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
-        *_model(cfg, model),
+        *_model(cfg, model, parallel, levers),
         *describe_extra(model, world),
         *_other_parts(model),
-        *([f"checkpointing: {kept}"] if (kept := getattr(model, "kept_for_backward", None)) else []),
+        *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
     ]
 
 
@@ -66,9 +73,9 @@ def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "Data
     ]
 
 
-def _pipeline(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
-    """How the rows go through a pipeline, and which layers this rank has of it."""
-    pipeline = getattr(model, "pipeline", None)
+def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
+    """How the sequences go through a pipeline, and which layers this rank has of it."""
+    pipeline = parallel.pipeline
     if pipeline is None:
         return []
     rows, count = micro_batches(cfg)
@@ -107,7 +114,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.type} over {after} steps towards {final:.2e}"
 
 
-def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers: OptimizerLevers) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
     stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
@@ -126,10 +133,12 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
         tokens = micro_batches(cfg)[0] * cfg.max_seq_len
         if not cfg.sums_losses:  # the gradient of the head's weight is whole then
             tokens = sys.maxsize
-        sizes = (sum(_gradient_at_once(one, tokens) for one in together) for together in _reduced_together(model))
+        sizes = (
+            sum(_gradient_at_once(one, tokens, levers) for one in together) for together in _reduced_together(model)
+        )
         gradients, freed = max(sizes, default=0), " at a time"
     total = parameters + gradients + (state or 0)
-    here = " of this rank" if hasattr(model, "pipeline") else ""
+    here = " of this rank" if parallel.pipeline is not None else ""
     return [
         f"parameters{here}: {format_count(count)}, of them trained {format_count(trained_count)} "
         f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
@@ -140,7 +149,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
 
 def _other_parts(model: nn.Module) -> list[str]:
     """What of a multimodal model text does not run through."""
-    names: list[str] = getattr(model, "other_parts", [])
+    names = model.other_parts if isinstance(model, LanguageModel) else ()
     if not names:
         return []
     count = sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
@@ -150,10 +159,10 @@ def _other_parts(model: nn.Module) -> list[str]:
     ]
 
 
-def _gradient_at_once(parameter: nn.Parameter, tokens: int) -> int:
+def _gradient_at_once(parameter: nn.Parameter, tokens: int, levers: OptimizerLevers) -> int:
     """Bytes of a gradient, or of the pieces that backward makes it in, as it does for no more tokens than channels."""
-    pieces = getattr(parameter, "gradient_pieces", 1) if tokens <= parameter.shape[-1] else 1
-    return -(-local_bytes([parameter]) // pieces)
+    chunks = levers.gradient_chunks.get(parameter, 1) if tokens <= parameter.shape[-1] else 1
+    return -(-local_bytes([parameter]) // chunks)
 
 
 def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -13,7 +13,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.added_parameters import warn_of_export
-from recipe_lib.training.resolve_model import ModelSource
+from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def export_trained_model(
-    cfg: FullFinetuneConfig, model: nn.Module, source: ModelSource, data: TrainingData, world: "World"
+    cfg: FullFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: "World"
 ) -> None:
     """Writes output_dir/model, a Hugging Face folder with the tokenizer it was trained with. Collective."""
     folder = Path(cfg.output_dir) / MODEL_FOLDER
@@ -43,7 +43,7 @@ def export_trained_model(
 
 
 def export_trained_adapter(
-    cfg: LoraFinetuneConfig, model: nn.Module, source: ModelSource, data: TrainingData, world: "World"
+    cfg: LoraFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: "World"
 ) -> None:
     """Writes output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged. Collective.
 

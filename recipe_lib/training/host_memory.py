@@ -11,25 +11,27 @@ from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_
 from recipe_lib.ops.device import holds_values
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 from recipe_lib.parallel import World
+from recipe_lib.parallel.parallelize import Parallel
 
 
-def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, beside: nn.Module | None = None) -> None:
+def check_host_memory(
+    model: nn.Module, parallel: Parallel, cfg: FullFinetuneConfig, world: World, other: nn.Module | None = None
+) -> None:
     """SetupError where all ranks of this machine keep more on the host than `memory.host_memory_limit_gib`, or is free.
 
     Call it when the model is sharded and has no memory yet. Parameters, gradients and states are judged at once;
     activations when the first layer of the first micro-batch has run, by what it kept, for all layers that are sent,
-    the longest rows and the micro-batches that a pipeline has under way. beside: another model of the run that has its
-    place already, such as a frozen reference.
+    the longest sequences and the micro-batches that a pipeline has under way. other: another model of the run that has
+    its memory already, such as a frozen reference.
     """
     if world.device.type == "cpu" or not holds_values(world.device):
         return
-    needs, free = offloaded_bytes(model, cfg, beside), free_host_memory()
+    needs, free = offloaded_bytes(model, cfg, other), free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
-    window: Window | None = getattr(model, "activation_window", None)
-    if window is not None:
-        calls = calls_at_once(model, cfg, window)
-        longest = longest_tokens(model, cfg)
+    if parallel.offload is not None:
+        calls = calls_at_once(parallel, cfg, parallel.offload)
+        longest = longest_tokens(cfg)
 
         def judge(num_bytes: int, tokens: int) -> None:
             kept = calls * num_bytes
@@ -37,10 +39,10 @@ def check_host_memory(model: nn.Module, cfg: FullFinetuneConfig, world: World, b
                 kept = kept * longest // tokens
             check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free)
 
-        window.judge_first(judge)
+        parallel.offload.judge_first(judge)
 
 
-def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, beside: nn.Module | None = None) -> dict[str, int]:
+def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None) -> dict[str, int]:
     """By key of the section `memory` what one rank keeps on the host, without activations. Pinned memory, that of
     sharded parameters, of their gradients and of visiting states, is counted as torch takes it; states that a plugin's
     optimizer makes are not known, and not counted. A gradient's is pinned as FSDP does not wait for its copy
@@ -50,7 +52,7 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, beside: nn.Module
     trained = [parameter for parameter in every if parameter.requires_grad]
     states = optimizer_state_bytes(cfg.optimizer, model.named_parameters()) or 0
     if cfg.memory.cpu_offload:
-        frozen = list(beside.parameters()) if beside is not None else []
+        frozen = list(other.parameters()) if other is not None else []
         pinned = sum(pinned_bytes(local_bytes([parameter])) for parameter in [*every, *frozen])
         gradients = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
         at_once = max if cfg.memory.optimizer_in_backward else sum
@@ -61,17 +63,16 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, beside: nn.Module
     return found
 
 
-def calls_at_once(model: nn.Module, cfg: FullFinetuneConfig, window: Window) -> int:
+def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -> int:
     """How many forwards of layers have their tensors on the host at a time, at most."""
-    pipeline = getattr(model, "pipeline", None)
+    pipeline = parallel.pipeline
     if pipeline is None:
         return max(window.sent, 0)
-    moments = pipeline.in_flight(micro_batches(cfg)[1])  # type: ignore[operator]
+    moments = pipeline.in_flight(micro_batches(cfg)[1])
     return max(sum(count * len(pipeline.layers[stage]) for stage, count in moment.items()) for moment in moments)
 
 
-def longest_tokens(model: nn.Module, cfg: FullFinetuneConfig) -> int:
+def longest_tokens(cfg: FullFinetuneConfig) -> int:
     """Tokens that a layer of this rank is given in the longest micro-batch."""
-    rows = micro_batches(cfg)[0] * cfg.sequences_per_item
-    shared = cfg.parallel.tensor if hasattr(model, "tensor_gradients") else 1
-    return rows * cfg.max_seq_len // shared
+    sequences = micro_batches(cfg)[0] * cfg.sequences_per_item
+    return sequences * cfg.max_seq_len // cfg.parallel.tensor

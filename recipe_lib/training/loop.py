@@ -15,7 +15,6 @@ from recipe_lib.data import StepBatches
 from recipe_lib.errors import DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
-from recipe_lib.optim.in_backward import check_arranged
 from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate
 from recipe_lib.optim.state_layout import local_of
@@ -63,7 +62,6 @@ class TrainingLoop:
         done: int,
     ) -> None:
         """done: steps that an earlier process has trained."""
-        check_arranged(optimizer, cfg.memory)
         self.step = done
         self.total_steps = data.total_steps
         self._cfg, self._world, self._model, self._optimizer, self._data = cfg, world, model, optimizer, data

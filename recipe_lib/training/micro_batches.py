@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from recipe_lib.data import Batch, StepBatches
+from recipe_lib.parallel.parallelize import Parallel
 
 
 def sum_gradients(
-    model: nn.Module, summed_loss: Callable[[Batch], torch.Tensor], batches: StepBatches, device: torch.device
+    parallel: Parallel, summed_loss: Callable[[Batch], torch.Tensor], batches: StepBatches, device: torch.device
 ) -> torch.Tensor:
     """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, on the device.
 
@@ -26,25 +26,24 @@ def sum_gradients(
         loss.add_(part.detach())
         return part
 
-    backward_each(model, part_of, batches)
+    backward_each(parallel, part_of, batches)
     return loss
 
 
-def backward_each(model: nn.Module, loss_of: Callable[[int, Batch], torch.Tensor], batches: StepBatches) -> None:
-    """Adds up the gradients of all micro-batches; through a pipeline if the model is a part of one.
+def backward_each(parallel: Parallel, loss_of: Callable[[int, Batch], torch.Tensor], batches: StepBatches) -> None:
+    """Adds up the gradients of all micro-batches; through the pipeline, if there is one.
 
     loss_of: the number of a micro-batch of this rank's, and itself, to the loss that goes backward.
     """
-    pipeline = getattr(model, "pipeline", None)
-    if pipeline is not None:
-        pipeline.train(batches.micro_batches, loss_of)
+    if parallel.pipeline is not None:
+        parallel.pipeline.train(batches.micro_batches, loss_of)
         return
     for number, batch in enumerate(batches.micro_batches):
         loss_of(number, batch).backward()
 
 
 def result_of_each(
-    model: nn.Module,
+    parallel: Parallel,
     result_of: Callable[[Batch], Any],
     micro_batches: Sequence[Batch],
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -54,10 +53,9 @@ def result_of_each(
     inside: gives what the model's calls are made inside of. In a pipeline they are made at once, `result_of` is called
     on the last stage's rank alone, and the results of the others are None.
     """
-    pipeline = getattr(model, "pipeline", None)
-    if pipeline is not None:
+    if parallel.pipeline is not None:
         with inside():
-            return iter(pipeline.evaluate(micro_batches, lambda number, batch: result_of(batch)))
+            return iter(parallel.pipeline.evaluate(micro_batches, lambda number, batch: result_of(batch)))
     return (_result_of(batch, result_of, inside) for batch in micro_batches)
 
 

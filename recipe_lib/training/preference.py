@@ -25,6 +25,7 @@ from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.cross_entropy import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
+from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import validation_groups
@@ -120,6 +121,7 @@ def check_pairs(rows: Dataset, validation_rows: Dataset | None) -> None:
 @torch.no_grad()
 def validation_preference(
     model: nn.Module,
+    parallel: Parallel,
     references_of: Callable[[Sequence[Batch]], Iterator[Any]],
     compare: Callable[[Batch, Any], tuple[Tensor, Tensor]],
     data: TrainingData,
@@ -132,11 +134,11 @@ def validation_preference(
     """
     model.eval()
     sums, pairs = torch.zeros(len(NUMBERS), device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(model, data):
+    for together in validation_groups(parallel, data):
         micro_batches = [batches.micro_batches[0] for batches in together]
         references = references_of(micro_batches)
         compared = partial(_numbers_of, compare, references)
-        for numbers in result_of_each(model, compared, micro_batches):
+        for numbers in result_of_each(parallel, compared, micro_batches):
             sums += 0 if numbers is None else numbers
         pairs += sum(batches.items for batches in together)
     model.train()

@@ -16,7 +16,7 @@ from recipe_lib.parallel.tensor_sizes import check_tensor
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ResolvedModel:
     """name: as the user gave it. folder: the checkpoint's; None: random weights. config: what config.json holds."""
 
     name: str
@@ -25,7 +25,7 @@ class ModelSource:
     spec: ModelSpec
 
 
-def find_model(cfg: ModelConfig) -> ModelSource:
+def resolve_model(cfg: ModelConfig) -> ResolvedModel:
     """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all weights are checked.
 
     Raises CheckpointError; for a model that is not native also SetupError and ConfigError.
@@ -36,10 +36,10 @@ def find_model(cfg: ModelConfig) -> ModelSource:
     spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
         check_weights(spec, folder)
-    return ModelSource(name, folder, config, spec)
+    return ResolvedModel(name, folder, config, spec)
 
 
-def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
+def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     """Refuses a model that the ranks of `parallel.tensor` cannot share, or whose layers are too few for the stages of
     `parallel.pipeline` or others than `parallel.pipeline_balance` lists, and adapters that it would not have where the
     config says. Raises ConfigError, with what fits."""
@@ -54,8 +54,8 @@ def check_sharing(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
             split_layers(spec, cfg)
 
 
-def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:
-    """As `check_sharing`, if the model's config.json is on this machine's disk; no weight is looked at."""
+def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
+    """As `validate_parallelism`, if the model's config.json is on this machine's disk; no weight is looked at."""
     if cfg.model.implementation != "native":
         return
     named = Path(cfg.model.path).expanduser() if cfg.model.path else None
@@ -63,4 +63,4 @@ def check_sharing_at_hand(cfg: FullFinetuneConfig) -> None:
     if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
         return
     config = read_config(folder) if folder else preset_config(cfg.model.preset or "")
-    check_sharing(cfg, spec_from_config(config, str(folder or cfg.model.preset)))
+    validate_parallelism(cfg, spec_from_config(config, str(folder or cfg.model.preset)))

@@ -12,6 +12,7 @@ from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
+from recipe_lib.optim.in_backward import OptimizerLevers
 from recipe_lib.optim.optimizers import set_numbers
 from recipe_lib.training.output import check_same_data
 from recipe_lib.training.training_data import TrainingData
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def resume_run(
-    cfg: FullFinetuneConfig, model: nn.Module, optimizer: Optimizer, data: TrainingData, world: "World"
+    cfg: FullFinetuneConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    levers: OptimizerLevers,
+    data: TrainingData,
+    world: "World",
 ) -> int:
     """Loads the state that `resume` asks for into model and optimizer; returns its step, 0 without one. Collective.
 
@@ -33,7 +39,7 @@ def resume_run(
     if found is None:
         return 0
     check_steps_left(read_manifest(found).step, data.total_steps, found)
-    saved = load_state(found, model, optimizer, world)
+    saved = load_state(found, model, optimizer, world, levers.place_state)
     set_numbers(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
     check_same_data(saved, data.identity(), found)
     get_logger().info("resume: %s, %d of %d steps done", found, saved["step"], data.total_steps)

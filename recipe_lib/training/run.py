@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import PreparedData
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.parallel import World, start_world
@@ -18,8 +19,8 @@ class Recipe(Protocol):
     def __init__(self, cfg: Any, world: World) -> None:
         """Keeps them; refuses what only this recipe cannot do. Nothing large is read or taken."""
 
-    def setup_data(self) -> None:
-        """The only part that reads the rows."""
+    def setup_data(self, prepared: PreparedData | None) -> None:
+        """The only part that reads the samples. prepared: those that were tokenized before there were ranks."""
 
     def setup_model(self) -> None:
         """The model in this rank's memory, without values."""
@@ -43,12 +44,12 @@ class Recipe(Protocol):
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Runs a recipe: one process, or under torchrun every rank.
 
-    Rows are tokenized before there is a process group, so that no rank waits for them in a collective. What is wrong
-    with config, model or data is told once: where the ranks agree on it, or else as the heartbeat has it, by which what
-    one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with
-    what its memory held before. Raises UserError and StoppedAndSaved.
+    Samples are tokenized before there is a process group, so that no rank waits for them in a collective. What is wrong
+    with config, model or data is reported once: where the ranks agree on it, or else as the heartbeat has it, by which
+    what one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with what its
+    memory held before. Raises UserError and StoppedAndSaved.
     """
-    prepare(cfg)
+    prepared = prepare(cfg)
     with start_world(cfg) as world:
         heartbeat = world.heartbeat
         set_seeds(cfg.seed, world, alike=cfg.model.implementation != "native")
@@ -56,7 +57,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
         check_same_config(cfg, world)
         recipe: Recipe = world.agree(recipe_class, cfg, world)
         heartbeat.enter("reading data")
-        world.agree(recipe.setup_data)
+        world.agree(recipe.setup_data, prepared)
         with explain_out_of_memory("setting up the model", cfg, PeakMemory(world.device)):
             heartbeat.enter("setting up the model")
             recipe.setup_model()

@@ -10,6 +10,7 @@ from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import (
     DataPlan,
+    PreparedData,
     StepBatches,
     build_dataset,
     build_validation_dataset,
@@ -24,7 +25,7 @@ from recipe_lib.errors import UserError
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.output import check_output
-from recipe_lib.training.resolve_model import ModelSource, check_sharing, find_model
+from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -37,14 +38,20 @@ class TrainingData:
     None): datasets. plan: which rows each step takes, a function of (seed, epoch, step) alone; total_steps: of the run.
     """
 
-    def __init__(self, cfg: FullFinetuneConfig, source: ModelSource, world: "World") -> None:
-        """Tokenizes, or maps what is tokenized already. Raises DataError."""
+    def __init__(
+        self,
+        cfg: FullFinetuneConfig,
+        source: ResolvedModel,
+        world: "World",
+        prepared: PreparedData | None = None,
+    ) -> None:
+        """Takes what is prepared; else tokenizes, or maps what is in the cache. Raises DataError."""
         self._cfg, self._world = cfg, world
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         self.tokenizer = load_tokenizer_of(cfg, source)
-        self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len)
-        self.validation_rows = build_validation_dataset(cfg, self.tokenizer)
+        self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len, prepared=prepared)
+        self.validation_rows = build_validation_dataset(cfg, self.tokenizer, prepared)
         check_vocabulary(self.tokenizer, source.spec.vocab_size, self.rows, self.validation_rows)
         warn_of_positions(source.spec.max_positions, self.rows, self.validation_rows)
         warn_of_overlap(self.rows, self.validation_rows)
@@ -108,26 +115,27 @@ class TrainingData:
         return [line for rows in (self.rows, self.validation_rows) if rows for line in rows.report.lines()]
 
 
-def prepare(cfg: FullFinetuneConfig) -> None:
+def prepare(cfg: FullFinetuneConfig) -> PreparedData | None:
     """Tokenizes into the cache, in parallel: called before ranks wait for each other in a process group.
 
-    With several ranks, what is wrong with config, model or data is left to be found again and told once, when they
+    None with several ranks, where what is wrong with config, model or data is found again, and reported once, when they
     agree on it.
     """
     try:
         check_output(cfg)
-        source = find_model(cfg.model)
-        check_sharing(cfg, source.spec)
-        prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))
+        source = resolve_model(cfg.model)
+        validate_parallelism(cfg, source.spec)
+        return prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))
     except UserError:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
+        return None
 
 
-def load_tokenizer_of(cfg: FullFinetuneConfig, source: ModelSource | None) -> Tokenizer:
+def load_tokenizer_of(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Tokenizer:
     """The tokenizer of a config, or that of its checkpoint. Raises DataError."""
     return load_tokenizer(_tokenizer_path(cfg, source), cfg.tokenizer.chat_template)
 
 
-def _tokenizer_path(cfg: FullFinetuneConfig, source: ModelSource | None) -> Path:
+def _tokenizer_path(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Path:
     return Path(cfg.tokenizer.path or (source.folder if source else None) or "")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from recipe_lib.data import Batch, StepBatches
+from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.training_data import TrainingData
 
@@ -19,7 +20,11 @@ _TOGETHER = 16  # batches that go through a pipeline at a time
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, summed_loss: Callable[[Batch], torch.Tensor], data: TrainingData, world: "World"
+    model: nn.Module,
+    parallel: Parallel,
+    summed_loss: Callable[[Batch], torch.Tensor],
+    data: TrainingData,
+    world: "World",
 ) -> dict[str, float]:
     """Mean loss of the trained tokens of all validation rows, each counted once; without dropout. Collective.
 
@@ -27,8 +32,8 @@ def validation_loss(
     """
     model.eval()
     loss, tokens = torch.zeros((), device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(model, data):
-        found = result_of_each(model, summed_loss, [batches.micro_batches[0] for batches in together])
+    for together in validation_groups(parallel, data):
+        found = result_of_each(parallel, summed_loss, [batches.micro_batches[0] for batches in together])
         for batches, part in zip(together, found, strict=True):
             loss += 0 if part is None else part
             tokens += batches.trained_tokens
@@ -39,8 +44,8 @@ def validation_loss(
     }
 
 
-def validation_groups(model: nn.Module, data: TrainingData) -> Iterator[list[StepBatches]]:
-    """The validation rows, one micro-batch in each: so many of them as go through the model's pipeline at a time."""
+def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[StepBatches]]:
+    """The validation rows, one micro-batch in each: so many of them as go through a pipeline at a time."""
     batches = data.validation_batches()
-    while together := list(islice(batches, _TOGETHER if hasattr(model, "pipeline") else 1)):
+    while together := list(islice(batches, _TOGETHER if parallel.pipeline is not None else 1)):
         yield together

@@ -16,7 +16,7 @@ from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.parallel import start_world
+from recipe_lib.parallel import Parallel, start_world
 from recipe_lib.training import clip_grad_norm
 from tests.selection import slow_except
 
@@ -109,7 +109,7 @@ def train_ours(model: Decoder, cfg: LoraConfig, data: list[Tensor]) -> Losses:
             labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
             loss = model(tokens, labels=labels, head_loss=CrossEntropy(4)) / (labels != -100).sum()
             loss.backward()
-            norm = clip_grad_norm(trained, CLIP, world)
+            norm = clip_grad_norm(trained, CLIP, world, Parallel(), None)
             optimizer.step()
             optimizer.zero_grad()
             found.append((float(loss.detach()), float(norm)))

@@ -14,8 +14,8 @@ from recipe_lib.checkpoint.rank_agreement import RankGroup
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
+from recipe_lib.models.checkpoint_parts import in_file_order, own_parts
 from recipe_lib.models.meta_init import fill_random
-from recipe_lib.ops.dtensor_shards import in_file_order, own_parts
 from recipe_lib.parallel import World, materialize, shard_model, shard_tensors, split_pipeline, start_world
 
 # Four layers for as many ranks, and what a tensor-parallel group of two can share; a vocabulary that 4 do not divide.
@@ -69,9 +69,9 @@ def build(
         *others, _ = parallel.pipeline_layers_per_stage
         parallel.pipeline_layers_per_stage = [*others, spec.num_layers - sum(others)]
     model = build_meta(spec, torch.float32)
-    split_pipeline(model, replace(cfg, parallel=parallel), world)
     if lora is not None:
         add_adapters(model, lora, torch.float32)
+    split_pipeline(model, replace(cfg, parallel=parallel), world)
     shard_tensors(model, parallel, memory, world)
     shard_model(model, parallel, memory, world)
     materialize(model, memory, world.device)

@@ -330,9 +330,10 @@ def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenized, cach
     cfg = FullFinetuneConfig(max_seq_len=64)
     cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion", cache=cache, cache_dir=str(root))
     cfg.validation.source = rows_file(*ROWS[:2], name="validation.jsonl")
-    prepare_data(cfg, load=lambda: chatml)
+    prepared = prepare_data(cfg, load=lambda: chatml)
     assert tokenized() == 2 and root.exists() == cache
-    rows, validation = build_dataset(cfg.data, chatml, 64), build_validation_dataset(cfg, chatml)
+    rows = build_dataset(cfg.data, chatml, 64, prepared=prepared)
+    validation = build_validation_dataset(cfg, chatml, prepared)
     assert (len(rows), len(validation)) == (4, 2) and tokenized() == 2
     again = build_dataset(cfg.data, chatml, 64)
     assert again is not rows and again.fingerprint == rows.fingerprint
@@ -342,11 +343,11 @@ def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenized, cach
 def test_what_is_prepared_is_not_taken_for_other_rows(chatml, root, rows_file, tokenized):
     cfg = FullFinetuneConfig(max_seq_len=64)
     cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion", cache=False)
-    prepare_data(cfg, load=lambda: chatml)
+    prepared = prepare_data(cfg, load=lambda: chatml)
     rows_file(*ROWS[:3])
-    assert len(build_dataset(cfg.data, chatml, 64)) == 3
-    prepare_data(cfg, load=lambda: chatml)
-    assert build_dataset(cfg.data, chatml, 3).lengths.max() == 3
+    assert len(build_dataset(cfg.data, chatml, 64, prepared=prepared)) == 3
+    prepared = prepare_data(cfg, load=lambda: chatml)
+    assert build_dataset(cfg.data, chatml, 3, prepared=prepared).lengths.max() == 3
 
 
 def test_faults_are_raised_where_rows_are_prepared(chatml, rows_file):

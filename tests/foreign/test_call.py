@@ -162,7 +162,7 @@ def test_packed_documents_are_apart(kind: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.05)
-    check_packing_isolation(model, spec.vocab_size, CPU)
+    check_packing_isolation(model, spec, CPU)
 
 
 def test_documents_that_a_class_cannot_keep_apart_are_refused():
@@ -170,7 +170,7 @@ def test_documents_that_a_class_cannot_keep_apart_are_refused():
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
     with pytest.raises(SetupError, match="^data.packing: bloom takes no mask .*; set data.packing=false$"):
-        check_packing_isolation(model, spec.vocab_size, CPU)
+        check_packing_isolation(model, spec, CPU)
 
 
 def test_random_weights_begin_as_the_class_begins_them():

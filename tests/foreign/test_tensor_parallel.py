@@ -21,12 +21,12 @@ from recipe_lib.foreign.plan_proof import plan_of_model
 from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
+from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.ops.attention import make_attention_info
-from recipe_lib.ops.dtensor_shards import own_parts
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.optim.clipping import clip_grad_norm
-from recipe_lib.parallel import World, materialize, shard_model, start_world
-from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
+from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_model, start_world
+from recipe_lib.parallel.tensor import shard_tensors
 from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -87,17 +87,18 @@ def config_of(kind: str) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, "model_type": kind} | CONFIGS.get(kind, {})
 
 
-def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> Any:
+def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> tuple[Any, Parallel]:
     if kind == "own" and kind not in names_of("model"):
         register("model", kind)(lambda config: Own())
     spec = read_spec(config_of(kind), kind, "own" if kind == "own" else "transformers")
     model: Any = build_meta(spec, torch.float64)
+    divided = Parallel()
     if world is not None:
-        shard_tensors(model, ParallelConfig(**parallel), memory, world)
+        divided = Parallel(tensor_gradients=shard_tensors(model, ParallelConfig(**parallel), memory, world))
         apply_activation_checkpointing(model, memory.activation_checkpointing)
         shard_model(model, ParallelConfig(**parallel), memory, world)
     materialize(model, memory, torch.device("cpu"))
-    return model
+    return model, divided
 
 
 @torch.no_grad()
@@ -134,17 +135,17 @@ def differences(
     labels = torch.randint(0, VOCABULARY, shape, generator=generator)
     labels.masked_fill_(torch.rand(shape, generator=generator) < 0.3, -100)
     count = (labels != -100).sum()
-    plain, model = build(kind, {}, memory, None), build(kind, parallel, memory, world)
+    (plain, _), (model, divided) = build(kind, {}, memory, None), build(kind, parallel, memory, world)
     for each in (plain, model):
         fill(each)
     expected_loss = backward(plain, tokens, labels, count, packed)
     mine = slice(world.data_rank * ROWS, (world.data_rank + 1) * ROWS)
     loss = world.all_reduce_sum(backward(model, tokens[mine], labels[mine], count, packed))
-    sum_replicated_gradients(model, world)
+    all_reduce_gradients(model, divided, world)
     faults = []
     if abs(float(loss - expected_loss)) > TOLERANCE.get(kind, 1e-12) * abs(float(expected_loss)):
         faults.append(f"loss {float(loss)} for {float(expected_loss)}")
-    if not any(each == "sharded" for each in model.tensor_gradients.values()):
+    if not any(each == "sharded" for each in divided.tensor_gradients.values()):
         faults.append("nothing is shared")
     largest = max(float(parameter.grad.abs().max()) for parameter in plain.parameters())
     found = dict(model.named_parameters())
@@ -153,7 +154,7 @@ def differences(
             wanted = parameter.grad[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))]
             if part.numel() and not float((part - wanted).abs().max()) < TOLERANCE.get(kind, 1e-12) * largest:
                 faults.append(f"{name} is off by {float((part - wanted).abs().max()):.1e} of {largest:.1e}")
-    norms = [float(clip_grad_norm(one.parameters(), None, world)) for one in (model, plain)]
+    norms = [float(clip_grad_norm(one.parameters(), None, world, Parallel(), None)) for one in (model, plain)]
     if not abs(norms[0] / norms[1] - 1) < TOLERANCE.get(kind, 1e-9):
         faults.append(f"norms {norms}")
     return faults

@@ -29,7 +29,11 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decoder(
-    mode: str = "none", ahead: int | None = 1, layers: int = LAYERS, change: Callable[[nn.Module], Any] = lambda _: None
+    mode: str = "none",
+    ahead: int | None = 1,
+    layers: int = LAYERS,
+    change: Callable[[nn.Module], Any] = lambda _: None,
+    is_stage: bool = False,
 ) -> tuple[nn.Module, Window]:
     """A small model and its window; ahead None: without the lever."""
     spec = small_spec(layers=layers)
@@ -37,7 +41,7 @@ def decoder(
     apply_activation_checkpointing(model, mode)
     change(model)
     memory = MemoryConfig(activation_offload=ahead is not None, activation_offload_prefetch_layers=ahead or 1)
-    window = offload_activations(model, memory, CPU)
+    window = offload_activations(model, memory, CPU, is_stage=is_stage)
     model.to_empty(device="cpu")
     init_weights(model, 3, spec)
     return model, window  # type: ignore[return-value]
@@ -201,7 +205,7 @@ def test_micro_batches_that_wait_for_each_other() -> None:
     """As in a pipeline: forwards of all, then backwards in order; no layer stays on the device."""
     found = []
     for ahead in (None, 1):
-        model, window = decoder("none", ahead, change=lambda model: setattr(model, "pipeline", None))
+        model, window = decoder("none", ahead, is_stage=True)
         with LateCopies() as late:
             if window is not None:
                 window._module = late
@@ -243,5 +247,5 @@ def test_no_layer_that_could_be_sent_is_refused_in_one_line(ahead: int) -> None:
     words = rf"^{key}: found {ahead} for a model of {LAYERS} layers, .* fewer than {LAYERS}; "
     with pytest.raises(ConfigError, match=words):
         decoder("none", ahead)
-    _, window = decoder("none", ahead, change=lambda model: setattr(model, "pipeline", None))
+    _, window = decoder("none", ahead, is_stage=True)
     assert window.sent == LAYERS  # other micro-batches come between a layer's forward and its backward

@@ -190,7 +190,7 @@ def test_a_parameter_that_was_never_written_is_found() -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" not in name:
                 parameter.fill_(1.0)
-    with pytest.raises(SetupError, match=r"layers.0.self_attn.q_proj.lora_B.weight and 1 more have no values behind"):
+    with pytest.raises(SetupError, match=r"layers.0.self_attn.q_proj.lora_B.weight and 1 more have no values after"):
         check_written(model)
 
 

@@ -20,7 +20,7 @@ from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.optim.row_steps import RowSteps, step_only
 from recipe_lib.optim.state_layout import local_of
-from recipe_lib.parallel import materialize, shard_model, start_world
+from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, small_batch, small_spec
 from tests.training.cut import Cut, own_part, placed
@@ -48,12 +48,12 @@ def train(model: nn.Module, memory: MemoryConfig, world: Any, rows: slice) -> tu
         most.append(sum((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes for grad in grads))
 
     optimizer.register_step_pre_hook(note)
-    earlier = in_backward.arrange_steps(optimizer, model, memory, CPU)
+    levers = in_backward.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
     tokens, labels = small_batch()
     count, norms = (labels != -100).sum(), []
     for _ in range(STEPS):
         (model(tokens[rows], labels=labels[rows], head_loss=CrossEntropy(3)) / count).backward()
-        norms.append(float(clip_grad_norm(model.parameters(), None, world, earlier)))
+        norms.append(float(clip_grad_norm(model.parameters(), None, world, Parallel(), levers.norms)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return norms, most
@@ -299,7 +299,7 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
     def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
         model, norms = made(small_spec()), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
-        earlier = in_backward.arrange_steps(optimizer, model, memory, CPU)
+        levers = in_backward.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
 
         def loss(rows: int | slice, head_loss: Any = None) -> Tensor:
             rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
@@ -308,7 +308,7 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
         for _ in range(STEPS):
             value = loss(0) + model.lm_head.weight.square().sum() if case == "weights" else USES[case](loss, model)
             value.backward()
-            norms.append(float(clip_grad_norm(model.parameters(), None, ALONE, earlier)))
+            norms.append(float(clip_grad_norm(model.parameters(), None, ALONE, Parallel(), levers.norms)))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return norms, model
@@ -338,10 +338,3 @@ def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.
     with torch.no_grad():
         losses = [float(one(tokens, labels=labels, head_loss=CrossEntropy(2))) for one in (model, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
-
-
-def test_a_recipe_that_never_arranged_its_steps() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    in_backward.check_arranged(optimizer, PLAIN)
-    with pytest.raises(ValueError, match="arrange_steps"):
-        in_backward.check_arranged(optimizer, IN_BACKWARD)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-from recipe_lib.parallel import ddp
-from recipe_lib.parallel.ddp import Replicas, is_replicated, sum_gradients_of_replicas
+from recipe_lib.parallel import Parallel, all_reduce_gradients, ddp
+from recipe_lib.parallel.ddp import Replicas, is_replicated
 from recipe_lib.training.derived_numbers import _devices
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
@@ -70,10 +70,10 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
         ddp._Bucket.start, ddp._Sum.finish = started, finished  # type: ignore[method-assign]
         for own, wide in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
             model = Model(rank, own)
-            sum_gradients_of_replicas(model, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+            world: Any = SimpleNamespace(mesh=mesh, tensor=None)
+            all_reduce_gradients(model, Parallel(), world)
             assert all(torch.equal(p.grad, g) for p, g in zip(model.trained, gradients_of(rank, own), strict=True))
-            model.replicas = Replicas(2, wide)  # type: ignore[assignment]
-            sum_gradients_of_replicas(model, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+            all_reduce_gradients(model, Parallel(replicas=Replicas(2, wide)), world)
             assert model.unused.grad is None and model.frozen.grad is None
             found[f"{own} {wide}"] = [parameter.grad for parameter in (*model.trained, model.other)]
         return found | {"held": held}

@@ -10,8 +10,8 @@ from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelC
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.parallel import shard_model, shard_tensors, start_world
-from recipe_lib.parallel.fsdp_wrap_policy import describe_units, parameter_bytes, resolve_wrapping
+from recipe_lib.parallel import Parallel, describe_units, shard_model, shard_tensors, start_world
+from recipe_lib.parallel.fsdp_wrap_policy import parameter_bytes, resolve_wrapping
 from recipe_lib.units import MIB, format_bytes
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec
@@ -100,11 +100,11 @@ def test_bytes_and_the_line_of_the_log() -> None:
     model = small()
     assert parameter_bytes(model) == 3 * LAYER + 2 * MATRIX + WIDTH * 4
     assert parameter_bytes(small(tied=True)) == 3 * LAYER + MATRIX + WIDTH * 4
-    assert describe_units(model, resolve_wrapping(model, "auto")) == (
+    assert describe_units(model, Parallel(units=resolve_wrapping(model, "auto"))) == (
         "FSDP units: model.embed_tokens 64.00 KiB, lm_head 64.00 KiB, 3 x 36.25 KiB; always gathered: 128 B"
     )
     tied = small(tied=True)
-    assert describe_units(tied, resolve_wrapping(tied, "auto")) == (
+    assert describe_units(tied, Parallel(units=resolve_wrapping(tied, "auto"))) == (
         "FSDP units: model.embed_tokens + lm_head 64.00 KiB, 3 x 36.25 KiB; always gathered: 128 B"
     )
 
@@ -169,7 +169,7 @@ def test_what_stays_gathered_under_tensor_parallel(tied: bool) -> None:
         with start_world(FullFinetuneConfig(parallel=parallel, device="cpu")) as world:
             model = build_meta(small_spec(tied=tied), torch.float32)
             shard_tensors(model, parallel, MemoryConfig(), world)
-            return describe_units(model, shard_model(model, parallel, MemoryConfig(), world))
+            return describe_units(model, Parallel(units=shard_model(model, parallel, MemoryConfig(), world)))
 
     halves = (1 if tied else 2) * VOCABULARY * WIDTH * 4 // 2
     layer = (WIDTH * (32 + 2 * 16) + 32 * WIDTH + 3 * WIDTH * MLP_WIDTH) * 4 // 2 + 2 * WIDTH * 4

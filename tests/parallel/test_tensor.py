@@ -18,13 +18,14 @@ from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import (
+    Parallel,
     World,
+    all_reduce_gradients,
     check_tensor,
     materialize,
     shard_model,
     shard_tensors,
     start_world,
-    sum_replicated_gradients,
 )
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec
@@ -53,10 +54,10 @@ class Case:
         return replace(small_spec(tied=self.spec.get("tied", False)), **{"num_kv_heads": 4} | self.spec)
 
 
-def build(case: Case, world: World | None) -> nn.Module:
+def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
     """The model as a recipe makes it; without a world, plain."""
     spec = case.shape()
-    model = build_meta(spec, torch.float64)
+    model, divided = build_meta(spec, torch.float64), Parallel()
     memory = MemoryConfig(**case.memory)
     if case.lora is not None:
         add_adapters(model, LoraConfig(**{"rank": 4} | case.lora), torch.float64)
@@ -67,7 +68,7 @@ def build(case: Case, world: World | None) -> nn.Module:
         model.to_empty(device="cpu")
     else:
         parallel = ParallelConfig(**case.parallel)
-        shard_tensors(model, parallel, memory, world)
+        divided = Parallel(tensor_gradients=shard_tensors(model, parallel, memory, world))
         chunk_mlps(model, memory.mlp_tiles)
         apply_activation_checkpointing(model, memory.activation_checkpointing)
         if case.compiled:
@@ -81,7 +82,7 @@ def build(case: Case, world: World | None) -> nn.Module:
             if "lora_B" in name:  # zeros would hide A's gradient
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.data.fill_(0.01)
-    return model
+    return model, divided
 
 
 def batch(case: Case, ranks: int) -> tuple[Tensor, Tensor]:
@@ -130,7 +131,7 @@ def expected(case: Case, data_ranks: int) -> tuple[Tensor, nn.Module]:
     key = f"{plain} {data_ranks}"
     if key not in PLAIN:
         tokens, labels = batch(plain, data_ranks)
-        model = build(plain, None)
+        model, _ = build(plain, None)
         PLAIN[key] = backward(plain, model, tokens, labels, (labels != -100).sum()), model
     return PLAIN[key]
 
@@ -142,10 +143,10 @@ def differences(case: Case, world: World) -> list[str]:
     tokens, labels = batch(case, world.data_ranks)
     count = (labels != -100).sum()
     expected_loss, plain = expected(case, world.data_ranks)
-    model = build(case, world)
+    model, divided = build(case, world)
     mine = slice(world.data_rank * case.rows, (world.data_rank + 1) * case.rows)
     loss = world.all_reduce_sum(backward(case, model, tokens[mine], labels[mine], count))
-    sum_replicated_gradients(model, world)
+    all_reduce_gradients(model, divided, world)
     if abs(float(loss - expected_loss)) > 1e-12 * abs(float(expected_loss)):
         faults.append(f"loss {float(loss)} for {float(expected_loss)}")
     wanted, found = dict(plain.named_parameters()), dict(model.named_parameters())
@@ -160,7 +161,7 @@ def differences(case: Case, world: World) -> list[str]:
         error = float((gradient - own).abs().sum() / parameter.grad.abs().max())
         if gradient.shape != own.shape or not error < 1e-12 * max(1, gradient.numel()):
             faults.append(f"{name} is off by {error:.1e}")
-    norms = [float(clip_grad_norm(one.parameters(), None, world)) for one in (model, plain)]
+    norms = [float(clip_grad_norm(one.parameters(), None, world, Parallel(), None)) for one in (model, plain)]
     if not abs(norms[0] / norms[1] - 1) < 1e-9:
         faults.append(f"norms {norms}")
     if case.compiled and case.memory == SELECTIVE:

@@ -16,7 +16,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfi
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Norm
 from recipe_lib.ops.norm import rms_norm
-from recipe_lib.parallel import World, materialize, shard_tensors, start_world, sum_replicated_gradients
+from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_tensors, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import LENGTH, WIDTH, small_spec
 from tests.parallel.test_tensor import BIASES, Case, backward, batch, build
@@ -128,7 +128,7 @@ def train(dtype: torch.dtype, rows: int, norms: bool, stock: bool, world: World)
         for layer in model.model.layers:
             stock_layer(layer, world)
     else:
-        shard_tensors(model, parallel, memory, world)
+        divided = Parallel(tensor_gradients=shard_tensors(model, parallel, memory, world))
     materialize(model, memory, world.device)
     init_weights(model, 3, spec)
     layers, trunk = model.model.layers, model.model
@@ -163,7 +163,7 @@ def train(dtype: torch.dtype, rows: int, norms: bool, stock: bool, world: World)
             for parameter in trained:  # a norm's is a part of the sum, until it is used
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         else:
-            sum_replicated_gradients(model, world)
+            all_reduce_gradients(model, divided, world)
         optimizer.step()
         optimizer.zero_grad()
     return losses, [parameter.to_local().detach() for parameter in trained]
@@ -185,13 +185,14 @@ def train_both() -> tuple[list[Any], bool, bool]:
 def alike_after_steps(world: World, *, summed: bool) -> bool:
     """After five steps in bf16 of a model with head norms and biases."""
     case = Case({"head_norms": True} | BIASES, 3, {"tensor": 2})
-    model = build(case, world).to(torch.bfloat16)
+    model, divided = build(case, world)
+    model = model.to(torch.bfloat16)
     tokens, labels = batch(case, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(5):
         backward(case, model, tokens, labels, (labels != -100).sum())
         if summed:
-            sum_replicated_gradients(model, world)
+            all_reduce_gradients(model, divided, world)
         optimizer.step()
         optimizer.zero_grad()
     replicated = [p.to_local().detach() for p in model.parameters() if p.placements == (Replicate(),)]

@@ -18,8 +18,16 @@ from recipe_lib.memory import compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.parallel import World, check_tensor, materialize, shard_model, start_world
-from recipe_lib.parallel.tensor import shard_tensors, sum_replicated_gradients
+from recipe_lib.parallel import (
+    Parallel,
+    World,
+    all_reduce_gradients,
+    check_tensor,
+    materialize,
+    shard_model,
+    start_world,
+)
+from recipe_lib.parallel.tensor import shard_tensors
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.small_models import LENGTH, VOCABULARY
 
@@ -41,14 +49,14 @@ def spec() -> DecoderSpec:
     return spec_from_config(CONFIG, "small")
 
 
-def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bool = False) -> Any:
+def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bool = False) -> tuple[Any, Parallel]:
     """The model as the recipe makes it; without a world, plain."""
-    model = build_meta(spec(), torch.float32)
+    model, divided = build_meta(spec(), torch.float32), Parallel()
     add_adapters(model, LoraConfig(rank=4, quantize_base=kind, target_modules=["q", "v", "o", "down"]), torch.float32)
     if world is None:
         model.to_empty(device="cpu")
     else:
-        shard_tensors(model, parallel, MemoryConfig(), world)
+        divided = Parallel(tensor_gradients=shard_tensors(model, parallel, MemoryConfig(), world))
         if compiled:
             compile_layers(model, "aot_eager")
         shard_model(model, parallel, MemoryConfig(), world)
@@ -58,7 +66,7 @@ def build(kind: str, world: World | None, parallel: ParallelConfig, compiled: bo
     for name, parameter in adapter_parameters(model).items():
         if "lora_B" in name:  # zeros would hide A's gradient
             local_part(parameter)[0].data.fill_(0.01)
-    return model
+    return model, divided
 
 
 def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -76,12 +84,12 @@ def differences(kind: str, options: dict[str, Any], compiled: bool = False) -> l
     parallel, faults = ParallelConfig(**options), []
     cfg = LoraFinetuneConfig(device="cpu", parallel=parallel)
     with start_world(cfg) as world:
-        plain, model = build(kind, None, parallel), build(kind, world, parallel, compiled)
+        (plain, _), (model, divided) = build(kind, None, parallel), build(kind, world, parallel, compiled)
         tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
         expected = backward(plain, tokens)
         rows = tokens.chunk(world.data_ranks)[world.data_rank]
         loss = world.all_reduce_sum(backward(model, rows) / world.data_ranks)
-        sum_replicated_gradients(model, world)
+        all_reduce_gradients(model, divided, world)
         if abs(float(loss - expected)) > 1e-5:
             faults.append(f"loss {float(loss)} for {float(expected)}")
         wanted = adapter_parameters(plain)

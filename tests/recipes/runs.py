@@ -112,8 +112,8 @@ def run_here(
             super().__init__(*args)
             made.append(self)
 
-        def setup_data(self) -> None:
-            super().setup_data()
+        def setup_data(self, prepared: Any) -> None:
+            super().setup_data(prepared)
             if before_model:
                 before_model(self)
 

@@ -246,7 +246,7 @@ def test_forgotten_adapters_are_refused(realdata: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(recipe_module(LORA), "init_adapters", lambda *_: None)
     run = run_here(adapter_arguments(realdata, tmp_path / "run"), recipe=LORA)
     assert run.code == 2
-    assert "lora_A.weight and" in run.said[-1] and "more have no values behind load_weights" in run.said[-1]
+    assert "lora_A.weight and" in run.said[-1] and "more have no values after load_weights" in run.said[-1]
 
 
 def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:

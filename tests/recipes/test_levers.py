@@ -225,7 +225,7 @@ def test_settings_that_change_results_do(results: dict[Any, dict[str, Any]]):
 
 def test_the_page_is_made_from_the_table():
     page = (ROOT / "docs" / "levers.md").read_text(encoding="utf-8")
-    assert page == report(), "run `python -m benchmarks.levers --output docs/apply_levers.md`"
+    assert page == report(), "run `python -m benchmarks.levers --output docs/levers.md`"
 
 
 def test_every_key_is_a_lever_or_said_not_to_be():

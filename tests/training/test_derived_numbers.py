@@ -1,6 +1,7 @@
 """The derived numbers: each line word for word, for plain and for sharded models."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,6 +9,8 @@ from torch import nn
 from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.optim.in_backward import OptimizerLevers
+from recipe_lib.parallel import Parallel
 from recipe_lib.training.derived_numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
 
@@ -30,6 +33,9 @@ class Plan:
         return min(2 * epochs, max_steps or 2 * epochs)
 
 
+DATA: Any = SimpleNamespace(rows=Rows(), plan=Plan())
+
+
 def config() -> FullFinetuneConfig:
     cfg = FullFinetuneConfig(batch_size=2, gradient_accumulation_steps=4, epochs=3, max_seq_len=512, dtype="fp32")
     cfg.lr_scheduler.warmup_steps = 2
@@ -46,12 +52,12 @@ def model() -> nn.Module:
 
 
 def test_every_line_word_for_word() -> None:
-    world = SimpleNamespace(size=1, device=CPU, data_ranks=1)
-    assert derived_numbers(config(), world, model(), Rows(), Plan()) == [
+    world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
+    assert derived_numbers(config(), world, model(), Parallel(), OptimizerLevers(), DATA) == [
         "devices: 1 cpu",
         "global batch: 8 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
-        "tokens per step: 400 on average, 100 of them trained (25.0%); at most 4.1 K (8 rows x max_seq_len 512)",
-        "steps: 6 (2 per epoch of 20 rows x 3 epochs)",
+        "tokens per step: 400 on average, 100 of them trained (25.0%); at most 4.1 K (8 sequences x max_seq_len 512)",
+        "steps: 6 (2 per epoch of 20 sequences x 3 epochs)",
         "learning rate: warm-up over 2 steps to 2.00e-05, then cosine over 4 steps towards 2.00e-06",
         "parameters: 327.7 K, of them trained 262.1 K (80.00%), fp32",
         "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB, optimizer state 2.00 MiB; together 4.25 MiB before "
@@ -62,17 +68,17 @@ def test_every_line_word_for_word() -> None:
 def test_what_is_freed_and_what_is_on_the_host() -> None:
     cfg = config()
     cfg.memory.optimizer_in_backward = cfg.memory.optimizer_offload = True
-    world = SimpleNamespace(size=1, device=CPU, data_ranks=1)
-    assert derived_numbers(cfg, world, model(), Rows(), Plan())[-1] == (
+    world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
+    assert derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)[-1] == (
         "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB at a time, optimizer state 2.00 MiB in host memory; "
         "together 2.25 MiB before activations"
     )
 
     network = model()
-    network[1].weight.gradient_pieces = 4
+    levers = OptimizerLevers(gradient_chunks={network[1].weight: 4})
     for length, said in ((128, "256.00 KiB"), (129, "1.00 MiB")):  # two rows of them, against 256 channels
         cfg.max_seq_len = length
-        assert f"gradients {said} at a time" in derived_numbers(cfg, world, network, Rows(), Plan())[-1]
+        assert f"gradients {said} at a time" in derived_numbers(cfg, world, network, Parallel(), levers, DATA)[-1]
 
 
 def test_other_settings_are_said() -> None:
@@ -80,18 +86,18 @@ def test_other_settings_are_said() -> None:
     cfg.max_steps, cfg.lr_scheduler.type, cfg.memory.cpu_offload, cfg.optimizer.name = 5, "constant", True, "mine"
     cfg.parallel.data_replicate = 2
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 4, 1))
-    world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh)
-    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
+    world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh, pipeline=None)
+    lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
-    assert "steps: 5 (2 per epoch of 20 rows x 3 epochs, cut by max_steps from 6)" in lines
+    assert "steps: 5 (2 per epoch of 20 sequences x 3 epochs, cut by max_steps from 6)" in lines
     assert "learning rate: warm-up over 2 steps to 2.00e-05, constant for 3 steps" in lines
     assert lines[-1].startswith("host memory per rank: ")
     assert "optimizer state not known before the first step;" in lines[-1]
     cfg.lr_scheduler.warmup_steps = 9
-    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
+    lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
     assert "learning rate: warm-up over 9 steps to 2.00e-05, not reached: the run has 5 steps" in lines
     cfg.lr_scheduler.warmup_steps = 5
-    lines = derived_numbers(cfg, world, model(), Rows(), Plan())
+    lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
     assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
 
 
@@ -99,14 +105,15 @@ def test_a_pipeline_is_said() -> None:
     cfg, network = config(), model()
     cfg.parallel.pipeline, cfg.parallel.pipeline_schedule = 2, "zbv"
     cfg.parallel.pipeline_microbatches = 8
-    network.pipeline = SimpleNamespace(layers={1: range(2, 4), 2: range(4, 5)})
+    pipeline: Any = SimpleNamespace(layers={1: range(2, 4), 2: range(4, 5)})
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(2, 1, 2, 1))
     lines = derived_numbers(
         cfg,
-        SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh, gather_json=lambda value: [value]),
+        SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh, pipeline=0, gather_json=lambda value: [value]),
         network,
-        Rows(),
-        Plan(),
+        Parallel(pipeline),
+        OptimizerLevers(),
+        DATA,
     )
     assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
     assert lines[1] == "global batch: 16 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
@@ -123,8 +130,8 @@ def test_a_rank_counts_its_own_shards() -> None:
         network = nn.Linear(256, 1024, bias=False)
         fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
         mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 1, 2, 1))
-        world = SimpleNamespace(size=2, device=CPU, data_ranks=2, mesh=mesh)
-        return derived_numbers(config(), world, network, Rows(), Plan())
+        world = SimpleNamespace(size=2, device=CPU, data_ranks=2, mesh=mesh, pipeline=None)
+        return derived_numbers(config(), world, network, Parallel(), OptimizerLevers(), DATA)
 
     for lines in run_ranks(work, 2):
         assert lines[0] == "devices: 2 cpu = data_replicate 1 x data_shard 2"
@@ -139,5 +146,12 @@ def test_a_rank_counts_its_own_shards() -> None:
 def test_a_limit_beyond_the_epochs_is_said() -> None:
     cfg = config()
     cfg.max_steps = 100
-    lines = derived_numbers(cfg, SimpleNamespace(size=1, device=CPU, data_ranks=1), model(), Rows(), Plan())
-    assert "steps: 6 (2 per epoch of 20 rows x 3 epochs; max_steps 100 needs more epochs)" in lines
+    lines = derived_numbers(
+        cfg,
+        SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None),
+        model(),
+        Parallel(),
+        OptimizerLevers(),
+        DATA,
+    )
+    assert "steps: 6 (2 per epoch of 20 sequences x 3 epochs; max_steps 100 needs more epochs)" in lines

@@ -14,8 +14,9 @@ from recipe_lib.config.registry import register
 from recipe_lib.config.schema import MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim import in_backward, row_steps
-from recipe_lib.optim.in_backward import arrange_steps
+from recipe_lib.optim.in_backward import apply_optimizer_levers
 from recipe_lib.optim.optimizers import build_optimizer, set_learning_rate
+from recipe_lib.parallel import Parallel
 from tests.distributed.ranks import run_ranks
 from tests.selection import slow_except
 from tests.training.formulas import Formula
@@ -107,7 +108,7 @@ def errors(cfg: OptimizerConfig, dtype: torch.dtype, memory: MemoryConfig = ARRA
     model = Product(dtype)
     named = list(zip(SHAPES, model.weights, strict=True))
     optimizer = build_optimizer(cfg, named, CPU, seed=3)
-    arrange_steps(optimizer, model, memory, CPU)
+    apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
     formulas = {name: Formula(cfg, name, parameter) for name, parameter in named}
     for step in range(STEPS):
         rate = cfg.lr * (step + 1)

@@ -10,6 +10,7 @@ from recipe_lib.config import load_config
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import activation_offload, apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
+from recipe_lib.parallel import Parallel
 from recipe_lib.training import check_host_memory
 from recipe_lib.training.host_memory import calls_at_once, offloaded_bytes
 from recipe_lib.units import GIB
@@ -56,9 +57,9 @@ def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = build_meta(small_spec(), torch.bfloat16)
     cfg = config("memory.cpu_offload=true", "memory.host_memory_limit_gib=0.0001")
-    check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    check_host_memory(model, Parallel(), cfg, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
     with pytest.raises(SetupError, match=r"^host memory: found 104\.86 KiB allowed .* for 2 ranks .*cpu_offload"):
-        check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+        check_host_memory(model, Parallel(), cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
 
 
 def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +77,8 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monk
         model = build_meta(spec, torch.float32)
         apply_activation_checkpointing(model, "full")
         window = activation_offload.offload_activations(model, cfg.memory, torch.device("cpu"))
-        assert window is not None and calls_at_once(model, cfg, window) == LAYERS - 1
-        check_host_memory(model, cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+        assert window is not None and calls_at_once(Parallel(), cfg, window) == LAYERS - 1
+        check_host_memory(model, Parallel(offload=window), cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
         model.to_empty(device="cpu")
         init_weights(model, 3, spec)
         tokens, labels = small_batch()
@@ -95,6 +96,6 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monk
 def test_a_pipeline_has_several_micro_batches_under_way() -> None:
     moments = [{0: 1, 3: 0}, {0: 2, 3: 1}, {0: 1, 3: 2}]
     pipeline = SimpleNamespace(layers={0: range(0, 2), 3: range(9, 12)}, in_flight=lambda count: moments[:count])
-    model = SimpleNamespace(pipeline=pipeline)
+    parallel = Parallel(pipeline)  # type: ignore[arg-type]
     cfg = config("memory.activation_offload=true", "gradient_accumulation_steps=3")
-    assert calls_at_once(model, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2  # type: ignore[arg-type]
+    assert calls_at_once(parallel, cfg, SimpleNamespace(sent=9)) == 2 * 1 + 3 * 2  # type: ignore[arg-type]

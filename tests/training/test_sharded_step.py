@@ -11,6 +11,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.ops.cross_entropy import linear_cross_entropy
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.optim.optimizers import build_optimizer
+from recipe_lib.parallel import Parallel
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def train(model: nn.Module, cfg: OptimizerConfig, rows: list[int]) -> list[float
     for _ in range(3):
         for row in rows:
             (model(tokens[row], labels[row]) / 8).backward()
-        norms.append(float(clip_grad_norm(model.parameters(), 0.5, WORLD)))
+        norms.append(float(clip_grad_norm(model.parameters(), 0.5, WORLD, Parallel(), None)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return norms

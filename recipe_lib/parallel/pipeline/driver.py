@@ -76,8 +76,10 @@ class _Kept:
 class Pipeline:
     """The stages of one rank. `layers`: by stage, the numbers of its layers."""
 
-    def __init__(self, model: "Decoder", cfg: "PipelineConfig", world: "World", layers: dict[int, range]) -> None:
-        """model: cut down to these layers; it runs by `run_part` from now on."""
+    def __init__(
+        self, model: "Decoder", cfg: "PipelineConfig", world: "World", layers: dict[int, range], dtype: torch.dtype
+    ) -> None:
+        """model: cut down to these layers; it runs by `run_part` from now on. dtype: of hidden states."""
         assert world.pipeline is not None
         self.layers = layers
         self._model, self._parallel, self._world = model, cfg.parallel, world
@@ -86,7 +88,7 @@ class Pipeline:
         self._transport: Transport | None = None
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step
         self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
-        self._dtype = next(model.parameters()).dtype
+        self._dtype = dtype
         self._turn: tuple[int, torch.Size] | None = None
         self._hidden: Tensor | None = None
 
@@ -138,10 +140,7 @@ class Pipeline:
         return results
 
     def sum_tied_gradients(self) -> None:
-        """Adds up the gradients of an embedding that is the head on another rank, on both; once a step.
-
-        The head's copy is marked `is_copy`: in the norm of all gradients one of them counts.
-        """
+        """Adds up the gradients of an embedding that is the head on another rank, on both; once a step."""
         self._sum_tied_gradients()
         self._world.heartbeat.count_anew()  # two ranks have exchanged more than the others
 
@@ -150,7 +149,6 @@ class Pipeline:
         if not self._model.spec.tied or last == 0 or self._place not in (0, last):
             return
         weight = self._model.model.embed_tokens.weight
-        weight.is_copy = self._place == last  # type: ignore[attr-defined]
         if weight.grad is None:
             return
         own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
@@ -161,6 +159,13 @@ class Pipeline:
         received = transport.receive(shape, dtype, other, 0, own.device).wait()
         (sent or transport.send(own, other, tag=0)).wait()  # before it is written to
         own.add_(received)
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """The tied embedding, where another rank has it too and this is the last: one of them counts in norms."""
+        last = rank_of_stage(self._parallel, self._stages - 1)
+        is_copy = self._model.spec.tied and last != 0 and self._place == last
+        return self._model.model.embed_tokens.weight if is_copy else None
 
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
         """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""

@@ -25,35 +25,28 @@ class PipelineConfig(Protocol):
     parallel: ParallelConfig
 
 
-def split_pipeline(model: Decoder, cfg: PipelineConfig, world: World) -> None:
-    """Leaves a meta model with this rank's stages alone, in place; without a pipeline it stays as it is.
+def split_pipeline(model: Decoder, cfg: PipelineConfig, world: World) -> Pipeline | None:
+    """Leaves a meta model with this rank's stages alone, in place; returns what runs them, None without a pipeline.
 
-    Called first of all that changes a model. A tied embedding is on the first and on the last stage; see
-    `sum_tied_gradients`. Raises ConfigError: see `split_layers`, `refuse_for_pipeline`.
+    A tied embedding is on the first and on the last stage; see `sum_tied_gradients`. Raises
+    ConfigError: see `split_layers`, `refuse_for_pipeline`.
     """
     if world.pipeline is None:
-        return
+        return None
     parallel, spec = cfg.parallel, model.spec
     layers = split_layers(spec, cfg, world.mesh["data_shard"].size())
     refuse_for_pipeline(model, layers)
     mine = stages_of_rank(parallel, world.pipeline.rank)
-    first, last = 0 in mine, stage_count(parallel) - 1 in mine
-    whole = [name for name, _ in model.named_modules() if name]
-    kept = {str(number) for stage in mine for number in layers[stage]}
-    for name in [name for name in model.model.layers._modules if name not in kept]:
-        del model.model.layers._modules[name]
-    if not first and not (last and spec.tied):
-        model.model.embed_tokens = None  # type: ignore[assignment]
-    if not last:
-        model.model.norm = model.lm_head = None  # type: ignore[assignment]
-    there = {name for name, _ in model.named_modules()}
-    model.elsewhere = [name for name in whole if name not in there]
+    dtype = model.model.norm.weight.dtype  # that the model was built with; adapters and stored weights have others
+    kept = {number for stage in mine for number in layers[stage]}
+    model.keep_stages(kept, first=0 in mine, last=stage_count(parallel) - 1 in mine)
     if SCHEDULES[parallel.pipeline_schedule].splits:
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
-    model.pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in mine})
-    model.forward = model.pipeline.run_part  # type: ignore[method-assign]
+    pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in mine}, dtype)
+    model.forward = pipeline.run_part  # type: ignore[method-assign, assignment]
+    return pipeline
 
 
 def _linear(module: nn.Linear, hidden: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.ops import cross_entropy
 from recipe_lib.parallel import World
+from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.pipeline_actions import (
@@ -201,8 +202,8 @@ def _run(
     mesh = dict(zip(names, world.mesh.shape, strict=True))
     place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
-    pipeline = next((model.pipeline for model in models.values() if hasattr(model, "pipeline")), None)
-    stages = cast(Any, pipeline).layers if pipeline is not None else {}
+    divided = [each.pipeline for each in vars(recipe).values() if isinstance(each, Parallel) and each.pipeline]
+    stages = divided[-1].layers if divided else {}
     grows = left[-1] - left[0]
     return Simulated(
         tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
@@ -296,13 +297,13 @@ def _scales_without_values() -> Iterator[None]:
         factors = largest.new_empty(nf4.factors_of(len(largest)), dtype=torch.float32)
         return torch.empty_like(largest, dtype=torch.int8), factors
 
-    module = cast(Any, nf4)
-    module._borders = lambda dtype: torch.empty(len(nf4.LEVELS) - 1, dtype=dtype)
-    module.quantize_scales = sizes_of_scales
+    patched = cast(Any, nf4)
+    patched._borders = lambda dtype: torch.empty(len(nf4.LEVELS) - 1, dtype=dtype)
+    patched.quantize_scales = sizes_of_scales
     try:
         yield
     finally:
-        module._borders, module.quantize_scales = borders, scales
+        patched._borders, patched.quantize_scales = borders, scales
 
 
 @contextmanager

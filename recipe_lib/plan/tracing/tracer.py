@@ -320,13 +320,16 @@ class Tracer(TorchDispatchMode):
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                whole, _ = getattr(parameter, "rows_of", (parameter, None))  # some rows of it are stepped
-                name = self.parameter_names.get(id(whole), "")
+                name = self.parameter_names.get(id(parameter)) or self._label_of(parameter)  # some rows of one
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
                 for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
                     if isinstance(value, Tensor):
                         self.label(value, "optimizer", name)
+
+    def _label_of(self, tensor: Tensor) -> str:
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        return self.trace.storages[held.number].label if held is not None else ""
 
     def record(self, stream: int, event: int) -> None:
         """The device's stream passed a mark."""

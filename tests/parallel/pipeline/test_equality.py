@@ -22,13 +22,14 @@ from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import (
+    Parallel,
     World,
+    all_reduce_gradients,
     materialize,
     shard_model,
     shard_tensors,
     split_pipeline,
     start_world,
-    sum_replicated_gradients,
 )
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.small_models import VOCABULARY, small_spec
@@ -80,16 +81,14 @@ def shape_of(case: Case) -> DecoderSpec:
     return replace(small_spec(tied=case.spec.get("tied", False), layers=case.size), **case.spec)
 
 
-def build(case: Case, world: World | None) -> nn.Module:
+def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
     """The model as a recipe makes it; without a world, plain."""
     spec = shape_of(case)
     cfg = FullFinetuneConfig(
         parallel=ParallelConfig(**case.keys()) if world else ParallelConfig(),
         memory=MemoryConfig(activation_checkpointing=case.checkpointing),
     )
-    model = build_meta(spec, case.dtype)
-    if world is not None:
-        split_pipeline(model, cfg, world)
+    model, divided = build_meta(spec, case.dtype), Parallel()
     if case.kind == "lora":
         add_adapters(model, LoraConfig(rank=4), case.dtype)
     for name, parameter in model.named_parameters():
@@ -98,7 +97,8 @@ def build(case: Case, world: World | None) -> nn.Module:
     if world is None:
         model.to_empty(device="cpu")
     else:
-        shard_tensors(model, cfg.parallel, cfg.memory, world)
+        pipeline = split_pipeline(model, cfg, world)
+        divided = Parallel(pipeline, shard_tensors(model, cfg.parallel, cfg.memory, world))
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
         if case.compiled:
             compile_layers(model, "aot_eager")
@@ -112,7 +112,7 @@ def build(case: Case, world: World | None) -> nn.Module:
                 generator = torch.Generator().manual_seed(sum(name.encode()))
                 values = torch.randn(parameter.shape, generator=generator, dtype=case.dtype)
                 local_part(parameter)[0].data.copy_(own_part(parameter, 0.1 * values))
-    return model
+    return model, divided
 
 
 def own_part(parameter: Tensor, of: Tensor) -> Tensor:
@@ -158,14 +158,14 @@ def expected(case: Case, data_ranks: int) -> tuple[list[float], dict[str, Tensor
     key = f"{case} {data_ranks}"
     if key in PLAIN:
         return PLAIN[key]
-    model, used = build(case, None), batches(case.packed)[: case.size * data_ranks]
+    (model, divided), used = build(case, None), batches(case.packed)[: case.size * data_ranks]
     count = sum(int((batch.labels != -100).sum()) for batch in used)
     losses = []
     for batch in used:
         loss = loss_of(case, model, batch, count)
         loss.backward()
         losses.append(float(loss.detach()))
-    norm = float(clip_grad_norm(model.parameters(), None, ALONE))
+    norm = float(clip_grad_norm(model.parameters(), None, ALONE, divided, None))
     PLAIN[key] = losses, {name: parameter.grad for name, parameter in model.named_parameters()}, norm
     return PLAIN[key]
 
@@ -183,7 +183,7 @@ def differences(case: Case, world: World) -> list[str]:
     used = batches(case.packed)[: case.size * world.data_ranks]
     count = sum(int((batch.labels != -100).sum()) for batch in used)
     mine = used[world.data_rank :: world.data_ranks]
-    model = build(case, world)
+    model, divided = build(case, world)
     tolerance = 1e-10 if case.dtype == torch.float64 and not case.loose else 1e-5
     found = torch.zeros(len(used), dtype=torch.float64)
     called: list[int] = []
@@ -194,12 +194,12 @@ def differences(case: Case, world: World) -> list[str]:
         called.append(number)
         return loss
 
-    model.pipeline.train(mine, loss_and_note)
+    divided.pipeline.train(mine, loss_and_note)
     world.all_reduce_sum(found)
-    sum_replicated_gradients(model, world)
+    all_reduce_gradients(model, divided, world)
     faults = [f"loss {one} for {other}" for one, other in zip(found.tolist(), losses, strict=True)
               if abs(one - other) > tolerance]  # fmt: skip
-    if called != (list(range(case.size)) if model.pipeline.has_last else []):
+    if called != (list(range(case.size)) if divided.pipeline.has_last else []):
         faults.append(f"the loss was called for {called}")
     for name, parameter in model.named_parameters():
         gradient, wanted = parameter.grad, gradients[name]
@@ -210,13 +210,13 @@ def differences(case: Case, world: World) -> list[str]:
         part, right = local_part(gradient)[0], own_part(parameter, wanted)
         if part.shape != right.shape or not bool(((part - right).abs() <= tolerance * wanted.abs().max()).all()):
             faults.append(f"{name} is off by {float((part - right).abs().max() / wanted.abs().max()):.1e}")
-    total = float(clip_grad_norm(model.parameters(), None, world))
+    total = float(clip_grad_norm(model.parameters(), None, world, divided, None))
     if not abs(total / norm - 1) < max(1e-9, tolerance):
         faults.append(f"norm {total} for {norm}")
-    results = model.pipeline.evaluate(mine, lambda number, batch: float(loss_of(case, model, batch, count)))
+    results = divided.pipeline.evaluate(mine, lambda number, batch: float(loss_of(case, model, batch, count)))
     for number, result in enumerate(results):
         right_one = losses[number * world.data_ranks + world.data_rank]
-        if (result is None) == model.pipeline.has_last or (result and abs(result - right_one) > tolerance):
+        if (result is None) == divided.pipeline.has_last or (result and abs(result - right_one) > tolerance):
             faults.append(f"evaluated {result} for {right_one}")
     return faults
 
@@ -303,10 +303,10 @@ def thawed_gradients() -> list[str]:
     """Names with gradients after a step with the first layers frozen, and after one with all thawed."""
     cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2, pipeline_schedule="zbv"))
     with start_world(cfg) as world:
-        model = build(Case("zbv", "early"), world)
+        model, divided = build(Case("zbv", "early"), world)
         found = []
         for _ in range(2):
-            model.pipeline.train(batches(False)[:4], lambda number, batch: loss_of(Case("zbv"), model, batch, 1))
+            divided.pipeline.train(batches(False)[:4], lambda number, batch: loss_of(Case("zbv"), model, batch, 1))
             found += [name for name, parameter in model.named_parameters() if parameter.grad is not None]
             model.zero_grad()
             model.requires_grad_(True)
@@ -350,4 +350,4 @@ def whole_model() -> str:
 def test_a_recipe_that_leaves_its_model_whole_is_refused() -> None:
     for line in run_ranks(whole_model, 2):
         assert line.startswith("parallel.pipeline: found 2 for a recipe that leaves its model whole")
-        assert "call split_pipeline(model, cfg, world) behind build_meta" in line
+        assert "call parallelize(model, cfg, world)" in line

@@ -55,7 +55,7 @@ def _run_spoilt():
     """As by a driver that holds its outputs, and one that holds what it sent."""
     kept = []
 
-    def hold_outputs(model):
+    def hold_outputs(model, pipeline):
         forward = model.forward
 
         def run(*args, **more):
@@ -65,8 +65,8 @@ def _run_spoilt():
 
         model.forward = run
 
-    def hold_sent(model):
-        transport = model.pipeline._use_transport()
+    def hold_sent(model, pipeline):
+        transport = pipeline._use_transport()
         send = transport.send
 
         def keep(tensor, *rest, **more):

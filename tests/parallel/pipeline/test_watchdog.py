@@ -35,7 +35,8 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
     with start_world(cfg) as world:
         spec = small_spec(layers=2)
         model = build_meta(spec, torch.float32)
-        split_pipeline(model, cfg, world)
+        pipeline = split_pipeline(model, cfg, world)
+        assert pipeline is not None
         materialize(model, cfg.memory, world.device)
         init_weights(model, 3, spec)
         forwards = [0]
@@ -53,7 +54,7 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
 
         for step in range(steps):
             world.heartbeat.enter(f"step {step + 1}", beats.STEP_SECONDS)
-            model.pipeline.train([Batch(row, row) for row in tokens], loss_of)
+            pipeline.train([Batch(row, row) for row in tokens], loss_of)
             world.heartbeat.enter("between two steps")
             trouble(world, "between", step)
         return forwards[0]

@@ -1,0 +1,81 @@
+"""How a model is divided among the ranks, and what its layers keep: all of it in one list of calls, and one result."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.memory.activation_offload import Window
+from recipe_lib.memory.apply_levers import apply_memory_levers
+from recipe_lib.models.decoder import Decoder
+from recipe_lib.parallel.ddp import Replicas, replicas_of
+from recipe_lib.parallel.fsdp import shard_model
+from recipe_lib.parallel.fsdp_wrap_policy import Unit, parameter_bytes, whole_elements
+from recipe_lib.parallel.pipeline.driver import Pipeline
+from recipe_lib.parallel.pipeline.stages import split_pipeline
+from recipe_lib.parallel.tensor import shard_tensors
+from recipe_lib.parallel.world import World
+from recipe_lib.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What was decided for one model on this rank; what runs or saves the model takes it as an argument.
+
+    pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name, what its gradient
+    is on a rank of a tensor-parallel group, `sharded` (that of its part) or `partial` (a part of the sum); empty
+    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. checkpointing: what
+    layers keep, where a budget chose it. offload: what moves kept activations to the host and back.
+    """
+
+    pipeline: Pipeline | None = None
+    tensor_gradients: dict[str, str] = field(default_factory=dict)
+    units: list[Unit] = field(default_factory=list)
+    replicas: Replicas | None = None
+    checkpointing: str | None = None
+    offload: Window | None = None
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """A parameter of this rank that another rank of the pipeline has too, and counts in norms."""
+        return None if self.pipeline is None else self.pipeline.tied_copy
+
+
+def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_training: bool = True) -> Parallel:
+    """Divides a meta model among the ranks and applies the levers of the section `memory`, in place, in this order.
+
+    Adapters and what a recipe adds are there already, and what is frozen is so; `materialize` gives memory afterwards.
+    Parameters keep their names. for_training: False for a model that has no backward, such as a frozen reference.
+
+    Raises ConfigError for what model and config cannot have together: `split_pipeline`, `shard_tensors`,
+    `apply_memory_levers` and `shard_model` say what.
+    """
+    pipeline = split_pipeline(model, cfg, world)
+    tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
+    levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training)
+    units = shard_model(model, cfg.parallel, cfg.memory, world)
+    replicas = replicas_of(cfg.parallel, cfg.memory, world)
+    return Parallel(pipeline, tensor_gradients, units, replicas, levers.checkpointing, levers.offload)
+
+
+def describe_units(model: nn.Module, parallel: Parallel) -> str:
+    """One line for the log: the units by size, and what stays gathered in the root; the model may be sharded."""
+    units, replicas = parallel.units, parallel.replicas
+    if replicas is not None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        count = sum(whole_elements(parameter) for parameter in trained)
+        return (
+            f"FSDP units: none (ddp): {replicas.ranks} ranks have the same parameters, and sum the gradients of "
+            f"{format_count(count)} of them once a step"
+        )
+    if not units:
+        return "FSDP units: none, each rank holds its parameters at all times"
+    sizes: dict[int, list[Unit]] = {}
+    for unit in units:
+        sizes.setdefault(unit.bytes, []).append(unit)
+    parts: list[str] = []
+    for size, alike in sorted(sizes.items(), reverse=True):
+        named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
+        parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
+    root = parameter_bytes(model) - sum(unit.bytes for unit in units)
+    return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}"
