@@ -5,8 +5,7 @@ from typing import Any
 
 from recipe_lib.cli.doctor_findings import Finding
 from recipe_lib.errors import visible
-from recipe_lib.plan.timing.cost import wire_bytes
-from recipe_lib.plan.timing.links import OPERATIONS
+from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
 from recipe_lib.units import format_bytes
 
 NAME = 16  # columns

@@ -81,7 +81,7 @@ def _value(cfg: Any, name: str) -> Any:
 
 
 def formats(cfg: Any) -> set[str]:
-    """Every format that rows are read in, those of validation too."""
+    """Every format that samples are read in, those of validation too."""
     named = {source.format or cfg.data.format for source in cfg.data.sources} or {cfg.data.format}
     return named | ({cfg.validation.format or cfg.data.format} if cfg.validation.source is not None else set())
 
@@ -101,13 +101,13 @@ def has_earlier_answers(cfg: Any) -> str | None:
     return _only(cfg, {"text", "prompt_completion", "preference"})
 
 
-def has_long_rows(cfg: Any) -> str | None:
-    """another format than `text`, which is cut into rows of max_seq_len"""
+def may_exceed_length(cfg: Any) -> str | None:
+    """another format than `text`, which is cut into sequences of max_seq_len"""
     return _only(cfg, {"text"})
 
 
 def chooses_labels(cfg: Any) -> str | None:
-    """a format whose rows leave open what is trained"""
+    """a format whose samples leave open what is trained"""
     return _only(cfg, {"preference"}) or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
 
 

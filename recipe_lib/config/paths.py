@@ -78,7 +78,7 @@ def _name_in(folder: Path, path: Path) -> str:
 
 @cache
 def _shipped_folder(kind: str) -> Path:
-    # A wheel carries them inside the package; a checkout has them beside it.
+    # A wheel carries them inside the package; a checkout has them next to it.
     in_wheel = _PACKAGE / f"_{kind}"
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / kind
 

@@ -1,7 +1,7 @@
 """Components chosen by name: dataset formats, optimizers, losses, trackers, models.
 
 A config holds a registered name and never an import path, so that nothing in a config runs. The names that
-ship are declared here, beside the module that registers them; that module is imported when one is first
+ship are declared here, with the module that registers them; that module is imported when one is first
 asked for, which keeps torch out of config checks. A plugin registers names of its own:
 
     from recipe_lib.config import register
@@ -36,7 +36,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
     "log.trackers": ("recipe_lib.training.records.trackers", ("tensorboard", "wandb", "trackio")),
-    "model": ("recipe_lib.foreign.spec", ("native", "transformers")),
+    "model": ("recipe_lib.foreign.module_spec", ("native", "transformers")),
 }
 
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}

@@ -211,7 +211,7 @@ class FullFinetuneConfig(RecipeFacts):
     )
     batch_size: int = key(
         1,
-        "Rows per rank in a micro-batch.",
+        "Sequences per rank in a micro-batch.",
         minimum=1,
         most=2**20,
         known_as="HF per_device_train_batch_size; torchtune batch_size",
@@ -220,13 +220,13 @@ class FullFinetuneConfig(RecipeFacts):
         1, "Micro-batches per optimizer step.", minimum=1, most=2**16, known_as="HF gradient_accumulation_steps"
     )
     epochs: int = key(
-        1, "Passes over the rows.", minimum=1, most=10**6, known_as="HF num_train_epochs; torchtune epochs"
+        1, "Passes over the training data.", minimum=1, most=10**6, known_as="HF num_train_epochs; torchtune epochs"
     )
     max_steps: int | None = key(
         None, "Stop after this many optimizer steps.", minimum=1, known_as="HF max_steps; torchtitan training.steps"
     )
     max_seq_len: int = key(
-        2048, "Longest row, tokens.", minimum=1, most=2**24, known_as="torchtune max_seq_len; TRL max_length"
+        2048, "Longest sequence, tokens.", minimum=1, most=2**24, known_as="torchtune max_seq_len; TRL max_length"
     )
     loss: str = key("cross_entropy", "The loss.", kind="loss", needs=idle.sums_over_tokens, known_as="torchtune loss")
     clip_grad_norm: float | None = key(

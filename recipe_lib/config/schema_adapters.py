@@ -12,7 +12,7 @@ _SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
 
 @dataclass
 class LoraConfig:
-    """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
+    """Adapters: trained low-rank matrices added to frozen weights (LoRA, arXiv 2106.09685)."""
 
     rank: int = key(
         16,

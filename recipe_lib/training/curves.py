@@ -18,7 +18,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _CurvePoint:
     """One or several neighboring points, drawn as one: their mean, and the range they cover."""
 
     step: int
@@ -28,7 +28,7 @@ class _Mark:
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _PlotArea:
     """From numbers to places in the picture."""
 
     left: float
@@ -75,20 +75,20 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [number * gap for number in range(first, math.floor(high / gap + 1e-9) + 1)]
 
 
-def _marks(points: list[tuple[int, float | None]], group: int) -> list[list[_Mark]]:
+def _marks(points: list[tuple[int, float | None]], group: int) -> list[list[_CurvePoint]]:
     """Runs of marks, one mark for every `group` points; where a whole group holds no number the curve breaks."""
-    runs: list[list[_Mark]] = [[]]
+    runs: list[list[_CurvePoint]] = [[]]
     for start in range(0, len(points), group):
         part = points[start : start + group]
         numbers = [value for _, value in part if value is not None]
         if numbers:
-            runs[-1].append(_Mark(part[-1][0], sum(numbers) / len(numbers), min(numbers), max(numbers)))
+            runs[-1].append(_CurvePoint(part[-1][0], sum(numbers) / len(numbers), min(numbers), max(numbers)))
         else:
             runs.append([])
     return [run for run in runs if run]
 
 
-def _frame(curves: list[Curve], from_zero: bool) -> _Frame:
+def _frame(curves: list[Curve], from_zero: bool) -> _PlotArea:
     steps = [step for curve in curves for step, _ in curve.points]
     values = [value for curve in curves for _, value in curve.points if value is not None]
     low, high = min(values), max(values)
@@ -97,10 +97,10 @@ def _frame(curves: list[Curve], from_zero: bool) -> _Frame:
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low = low if from_zero and low == 0 else low - margin
     left, right = min(steps), max(steps)
-    return _Frame(left, right if right > left else left + 1, low, high + margin)
+    return _PlotArea(left, right if right > left else left + 1, low, high + margin)
 
 
-def _axes(frame: _Frame) -> list[str]:
+def _axes(frame: _PlotArea) -> list[str]:
     parts = []
     for value in ticks(frame.low, frame.high, 5):
         y = frame.y(value)
@@ -112,7 +112,7 @@ def _axes(frame: _Frame) -> list[str]:
     return parts
 
 
-def _draw_curve(frame: _Frame, runs: list[list[_Mark]], number: int, *, with_band: bool) -> list[str]:
+def _draw_curve(frame: _PlotArea, runs: list[list[_CurvePoint]], number: int, *, with_band: bool) -> list[str]:
     """The band and the line, broken between runs; a mark that stands alone, and the last one, as dots."""
     parts = []
     for run in runs:

@@ -59,10 +59,10 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
 def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "DataPlan") -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
     global_rows = cfg.batch_size * accumulation * world.data_ranks
-    share = rows.report.trained_share
+    share = rows.report.label_token_fraction
     per_row = rows.report.tokens / max(1, rows.items)
     step_tokens = rows.report.tokens / plan.steps(0) if cfg.data.packing else per_row * global_rows
-    unit = "packed rows" if cfg.data.packing else rows.report.unit if rows.group == 1 else "pairs"
+    unit = "packed sequences" if cfg.data.packing else "sequences" if rows.group == 1 else "pairs"
     longest = cfg.max_seq_len * rows.group
     return [
         f"global batch: {global_rows} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
@@ -95,7 +95,7 @@ def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
     cut = "" if steps == full else f", cut by max_steps from {full}"
     if cfg.max_steps is not None and cfg.max_steps > full:
         cut = f"; max_steps {cfg.max_steps} needs more epochs"
-    unit = rows.report.unit if rows.group == 1 else "pairs"
+    unit = "sequences" if rows.group == 1 else "pairs"
     packed = " in packs" if cfg.data.packing else ""
     return f"steps: {steps} ({plan.steps(0)} per epoch of {rows.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from recipe_lib.checkpoint.adapters import export_adapter, merge_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.huggingface import export_model
+from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig

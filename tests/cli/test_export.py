@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.adapters import export_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.checkpoint.state import save_state
 from recipe_lib.checkpoint.verify import compare

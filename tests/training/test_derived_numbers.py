@@ -55,9 +55,9 @@ def test_every_line_word_for_word() -> None:
     world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
     assert derived_numbers(config(), world, model(), Parallel(), OptimizerLevers(), DATA) == [
         "devices: 1 cpu",
-        "global batch: 8 rows = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
-        "tokens per step: 400 on average, 100 of them trained (25.0%); at most 4.1 K (8 rows x max_seq_len 512)",
-        "steps: 6 (2 per epoch of 20 rows x 3 epochs)",
+        "global batch: 8 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
+        "tokens per step: 400 on average, 100 of them trained (25.0%); at most 4.1 K (8 sequences x max_seq_len 512)",
+        "steps: 6 (2 per epoch of 20 sequences x 3 epochs)",
         "learning rate: warm-up over 2 steps to 2.00e-05, then cosine over 4 steps towards 2.00e-06",
         "parameters: 327.7 K, of them trained 262.1 K (80.00%), fp32",
         "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB, optimizer state 2.00 MiB; together 4.25 MiB before "
@@ -89,7 +89,7 @@ def test_other_settings_are_said() -> None:
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh, pipeline=None)
     lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
-    assert "steps: 5 (2 per epoch of 20 rows x 3 epochs, cut by max_steps from 6)" in lines
+    assert "steps: 5 (2 per epoch of 20 sequences x 3 epochs, cut by max_steps from 6)" in lines
     assert "learning rate: warm-up over 2 steps to 2.00e-05, constant for 3 steps" in lines
     assert lines[-1].startswith("host memory per rank: ")
     assert "optimizer state not known before the first step;" in lines[-1]
@@ -116,7 +116,7 @@ def test_a_pipeline_is_said() -> None:
         DATA,
     )
     assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
-    assert lines[1] == "global batch: 16 rows = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
+    assert lines[1] == "global batch: 16 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
     assert lines[3] == (
         "pipeline: 8 micro-batches of 1 row through 4 stages, zbv; here stage 1 (layers 2 to 3) and stage 2 (layer 4)"
     )
@@ -135,7 +135,7 @@ def test_a_rank_counts_its_own_shards() -> None:
 
     for lines in run_ranks(work, 2):
         assert lines[0] == "devices: 2 cpu = data_replicate 1 x data_shard 2"
-        assert lines[1].startswith("global batch: 16 rows = ")
+        assert lines[1].startswith("global batch: 16 sequences = ")
         assert lines[-2:] == [
             "parameters: 262.1 K, of them trained 262.1 K (100.00%), fp32",
             "memory per rank: parameters 512.00 KiB, gradients 512.00 KiB, optimizer state 1.00 MiB; together 2.00 MiB "
@@ -154,4 +154,4 @@ def test_a_limit_beyond_the_epochs_is_said() -> None:
         OptimizerLevers(),
         DATA,
     )
-    assert "steps: 6 (2 per epoch of 20 rows x 3 epochs; max_steps 100 needs more epochs)" in lines
+    assert "steps: 6 (2 per epoch of 20 sequences x 3 epochs; max_steps 100 needs more epochs)" in lines

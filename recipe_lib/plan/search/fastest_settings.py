@@ -15,6 +15,7 @@ from typing import Any
 
 from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
+from recipe_lib.plan.report import paint, table_lines
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.search_space import (
@@ -338,8 +339,6 @@ def speed_text(found: PlannedSettings) -> str:
 
 def render_search(result: Search) -> str:
     """The settings as a table: what to type, planned peak, tokens per second, verdict."""
-    from recipe_lib.plan.report import paint, table_lines
-
     where = f"{result.ranks} x {result.device}"
     rows = f"{result.rows} rows a step"
     shown = result.found or ([result.closest] if result.closest else [])

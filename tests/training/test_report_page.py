@@ -10,7 +10,7 @@ import pytest
 
 from recipe_lib.training.curves import Curve, draw_chart, ticks
 from recipe_lib.training.records.metrics import MetricsFile, step_metrics, write_summary
-from recipe_lib.training.report import write_report
+from recipe_lib.training.report_page import write_report
 
 PEAK = {"active": 2**30, "allocated": 2**31, "reserved": 3 * 2**30, "kind": "device"}
 
