@@ -162,7 +162,7 @@ def ours(folder: Path) -> dict[str, Any]:
     return {
         "inside": time.perf_counter() - began,
         "tokens": report.tokens,
-        "trained": round(report.tokens * report.trained_share),
+        "trained": round(report.tokens * report.label_token_fraction),
         "packs": packs,
         "versions": f"{recipe_lib.__version__}",
     }

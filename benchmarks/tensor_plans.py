@@ -24,8 +24,8 @@ import torch
 
 from recipe_lib.errors import UserError
 from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradients import WRONG, gradient_errors
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.gradient_proof import WRONG, gradient_errors
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.foreign.tensor_plan.transformers_models import (
     example_inputs,
     plan_and_mask,

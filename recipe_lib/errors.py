@@ -21,7 +21,7 @@ from recipe_lib.redaction import redact
 
 # Names the temporary folder that `tune run` shares with the ranks it has launched; unset without a launcher.
 FOLDER_VARIABLE = "TUNE_LAUNCH_FOLDER"
-# Lies in it when a rank has told why the run ends on this machine, in place of the launcher.
+# Lies in it when a rank has said why the run ends on this machine, in place of the launcher.
 SAID_FILE = "said_why_all_end"
 
 DONE = 0
@@ -30,7 +30,7 @@ STOPPED_AND_SAVED = 3
 DIVERGED = 4
 OUT_OF_MEMORY = 5
 STORAGE = 6
-PEER_FAILED = 7  # of a rank that ends because another one has failed or stands still
+PEER_FAILED = 7  # of a rank that ends because another one has failed or hangs
 
 # Letters to Unicode that show nothing: Hangul fillers, and the supplementary variation selectors.
 _BLANKS = re.compile("[\u115f\u1160\u3164\uffa0\U000e0100-\U000e01ef]")

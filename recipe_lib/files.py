@@ -1,10 +1,11 @@
 """Files of a run: written once, flushed to the disk, and named only when whole.
 
-Everything a run publishes is written beside its final name under a temporary one (`.NAME.<nonce>.tmp`), flushed,
-and renamed. What a killed process leaves behind is therefore recognized by its name, and removed by the next one.
+Everything a run publishes is written next to its final name under a temporary one (`.NAME.<nonce>.tmp`), flushed,
+and renamed. What a killed process leaves is therefore recognized by its name, and removed by the next one.
 `before_operation` is called before each change of the disk: tests make it fail there.
 """
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -209,7 +210,7 @@ def discard(path: Path) -> None:
 
 
 def temporary_path(final: Path) -> Path:
-    """A new temporary name beside `final`: `.NAME.<nonce>.tmp`."""
+    """A new temporary name next to `final`: `.NAME.<nonce>.tmp`."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
@@ -259,7 +260,7 @@ def exchange(temporary: Path, final: Path) -> Path:
 
 
 def replaced(root: Path, name: str) -> list[Path]:
-    """What an exchange in two operations left of the folder `name`, if a process ended in between or behind it."""
+    """What an exchange in two operations left of the folder `name`, if a process ended in between or after it."""
     return sorted(path for path in root.glob(f".{name}.*") if is_temporary(path, name, REPLACED_SUFFIX))
 
 
@@ -276,8 +277,6 @@ def _exchange_names(first: Path, second: Path) -> bool:
     """Exchanges two names at once (Linux: renameat2); False where system or file system do not have that."""
     if sys.platform != "linux":
         return False
-    import ctypes
-
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -30,10 +30,11 @@ import torch
 
 from recipe_lib import training
 from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters, init_adapters
-from recipe_lib.checkpoint.adapters import check_adapter, load_adapter
+from recipe_lib.checkpoint.adapter_files import check_adapter
+from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import DpoFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, PreparedData, StepBatches, check_documents_apart
+from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
@@ -105,7 +106,7 @@ class DpoFinetune:
             if self.cfg.lora.adapter_path:
                 load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
         if self.cfg.data.packing:
-            check_documents_apart(self.model, self.spec, self.device, self.parallel.pipeline)
+            check_packing_isolation(self.model, self.spec, self.device, self.parallel.pipeline)
 
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""

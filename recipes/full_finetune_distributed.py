@@ -30,7 +30,7 @@ import torch
 from recipe_lib import training
 from recipe_lib.checkpoint.huggingface import check_room, load_weights
 from recipe_lib.config import FullFinetuneConfig, parse_arguments
-from recipe_lib.data import Batch, PreparedData, StepBatches, check_documents_apart
+from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import DTYPES, World, all_reduce_gradients, describe_units, materialize, parallelize
@@ -72,7 +72,7 @@ class FullFinetune:
         else:
             init_weights(self.model, seed, self.spec)
         if self.cfg.data.packing:
-            check_documents_apart(self.model, self.spec, self.device, self.parallel.pipeline)
+            check_packing_isolation(self.model, self.spec, self.device, self.parallel.pipeline)
 
     def setup_optimizer(self) -> None:
         """The optimizer over this rank's shards; its states appear in the first step."""

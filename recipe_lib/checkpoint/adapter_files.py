@@ -28,7 +28,7 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external import ExternalSpec
 from recipe_lib.models.spec import ModelSpec
 
-# Metadata of that file, beside what PEFT reads: which base it was trained beside, and how that was stored.
+# Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
@@ -168,8 +168,8 @@ def _module_fault(adapter: AdapterFile, module: FileModule, spec: ModelSpec) -> 
 def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | None = None) -> None:
     """Finds what is wrong with going on to train an adapter, before memory is taken. Raises CheckpointError.
 
-    spec, cfg: the model's and the run's. base: the checkpoint that will be trained beside it, compared with the one the
-    adapter was trained beside where its file says which that was. Reads headers, and little more.
+    spec, cfg: the model's and the run's. base: the checkpoint that it will be trained on, compared with the one the
+    adapter was trained on where its file says which that was. Reads headers, and little more.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
@@ -183,11 +183,11 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
 
 
 def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
-    """Raises CheckpointError unless the adapter was trained beside these weights, as far as its file can tell."""
+    """Raises CheckpointError unless the adapter was trained on these weights, as far as its file can tell."""
     made_for = adapter.metadata.get(BASE_FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint(spec, base):
         raise CheckpointError(
-            f"{adapter.folder}: was trained beside other weights than those of {base}; take its own base"
+            f"{adapter.folder}: was trained on other weights than those of {base}; take its own base"
             + (f", {adapter.config.base}" if adapter.config.base else "")
         )
     copies = {f"{name}.weight": entries[FROZEN][0] for name, entries in adapter.tensors.items() if FROZEN in entries}
@@ -250,7 +250,7 @@ def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
 
 
 def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
-    """Whether a fused module's adapter is that of `parts` adapters of `rank`, one behind the other, apart in B."""
+    """Whether a fused module's adapter is that of `parts` adapters of `rank`, one after the other, separate in B."""
     if parts < 2 or adapter.config.rank_of(module.name) != parts * rank:
         return False
     second = adapter.read(module.name, SECOND)

@@ -45,7 +45,7 @@ def _mark(name: str, rows: torch.Tensor) -> bytes:
 def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: Path) -> None:
     """Compares the frozen weights that an adapter's file holds with the base's own. Raises CheckpointError.
 
-    PEFT saves them beside an adapted embedding or head. copies: our parameter -> the tensor's name in the file.
+    PEFT saves them with an adapted embedding or head. copies: our parameter -> the tensor's name in the file.
     """
     if not copies:
         return
@@ -55,7 +55,7 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
         entry = places.get(name) or places["model.embed_tokens.weight"]  # a tied head
         if not _equal(path, copy, found[entry.file_name], entry):
             raise CheckpointError(
-                f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained beside other "
+                f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained on other "
                 "weights (a resized or trained embedding); take its own base"
             )
 

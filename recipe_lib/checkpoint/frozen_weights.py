@@ -1,6 +1,6 @@
 """What is not in a saved state of a run that trains adapters: the frozen weights, and how the adapters are used.
 
-A state says which they were, so that it is never loaded beside others.
+A state says which they were, so that it is never loaded with others.
 """
 
 import hashlib
@@ -111,9 +111,9 @@ def _describe(use: dict[str, Any], keys: list[str]) -> str:
 
 
 def check_mark(path: Path, saved: str | None, now: str | None) -> None:
-    """CheckpointError unless the frozen weights are those beside which the state at `path` was saved."""
+    """CheckpointError unless the frozen weights are those of the run that saved the state at `path`."""
     if saved != now:
         raise CheckpointError(
-            f"{path}: was saved beside other frozen weights than this run has loaded; resume with the run's own "
+            f"{path}: was saved with other frozen weights than this run has loaded; resume with the run's own "
             "model, dtype and lora.quantize_base"
         )

@@ -25,7 +25,7 @@ MAX_MANIFEST_BYTES = 16 * 1024**2
 _SEAL = "manifest_sha256"
 
 
-class DamagedState(Exception):  # noqa: N818  (what was found, told in one phrase; its catcher decides if it is an error)
+class DamagedState(Exception):  # noqa: N818  (what was found, in one phrase; its catcher decides if it is an error)
     """Why a folder is not a state that can be used."""
 
 
@@ -42,11 +42,6 @@ class Manifest:
     world_size: int
     files: tuple[FileRecord, ...]
     versions: dict[str, str]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(record.size for record in self.files)
 
 
 def write_manifest(folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]) -> None:

@@ -120,15 +120,15 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
 
 
 def _places(names: list[str]) -> list[tuple[int, int, int]]:
-    """What the names of a part of a model are sorted by, for the whole model's order: before, in, behind the layers."""
+    """What the names of a part of a model are sorted by, for the whole model's order: before, in, after the layers."""
     places: list[tuple[int, int, int]] = []
     for at, name in enumerate(names):
         layer = _LAYER.search(name)
         if layer:
             places.append((1, int(layer[1]), at))
         else:
-            behind = bool(places) and places[-1][0] > 0
-            places.append((2 if behind else 0, 0, at))
+            after = bool(places) and places[-1][0] > 0
+            places.append((2 if after else 0, 0, at))
     return places
 
 

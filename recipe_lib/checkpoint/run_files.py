@@ -1,7 +1,7 @@
 """What runs have written into an output folder, so that nothing else in it is ever removed.
 
 `written.json` lists the files of each published folder (`model`, `adapter`) with size and a hash. A file is ours as
-long as it is what was written; states carry a manifest of their own. A new model is put together beside the old one,
+long as it is what was written; states carry their own manifest. A new model is written next to the old one,
 checked, and exchanged with it in one operation: whenever a process ends, one of the two is there, whole.
 """
 

@@ -187,7 +187,8 @@ def _publish(
 
 
 def _prune(root: Path, keep: int) -> None:
-    """Removes the states behind the newest `keep`, counting only those with all their files, so one is always left."""
+    """Removes the states older than the newest `keep`, counting only those with all their files, so one is always
+    left."""
     kept = 0
     for path, _ in _readable(root):
         try:
@@ -247,7 +248,7 @@ def _candidates(root: Path) -> list[str]:
     try:
         files.remove_leftovers(root, f"{_PREFIX}*")
     except OSError:  # a disk that is read only may still be read
-        get_logger().warning("warning: %s: what a killed save left behind could not be removed", root)
+        get_logger().warning("warning: %s: what a killed save left could not be removed", root)
     readable = [path for path, _ in _readable(root)]
     unreadable = [path for path in _folders(root) if path not in readable]
     return [path.name for path in [*unreadable, *readable]]
@@ -305,7 +306,7 @@ def load_state(
 
 
 def holds_adapters(path: Path) -> bool:
-    """Whether a state that `find_state` has verified is one of adapters, without the weights beside them."""
+    """Whether a state that `find_state` has verified is one of adapters, without the frozen weights."""
     return json.loads((path / STATE).read_bytes()).get("adapters") is not None
 
 

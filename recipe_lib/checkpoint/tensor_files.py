@@ -110,7 +110,7 @@ def _check_header(path: Path, fields: Any, data_bytes: int, data_start: int) -> 
     if position > data_bytes:
         raise _cut_short(path, data_start + data_bytes, data_start + position)
     if position < data_bytes:
-        raise _not_safetensors(path, f"{data_bytes - position} bytes behind the last tensor")
+        raise _not_safetensors(path, f"{data_bytes - position} bytes after the last tensor")
     return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
 
 

@@ -55,7 +55,7 @@ def adapter_settings_of(adapter: AdapterFile, spec: DecoderSpec) -> LoraConfig:
 def model_with_adapters(
     spec: DecoderSpec, base: Path, cfg: LoraConfig, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
-    """The base with new adapters beside it."""
+    """The base with new adapters."""
     model = build_meta(spec, dtype)
     add_adapters(model, cfg, dtype)
     model.to_empty(device=device)

@@ -265,7 +265,7 @@ def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return CheckpointError(
         f"{folder}: the recipe's model has no {min(names)}{more}, which config.json makes part of it; leave the "
-        "model's own modules under their names, and add others beside them"
+        "model's own modules under their names, and add others next to them"
     )
 
 

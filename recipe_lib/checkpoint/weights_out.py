@@ -20,7 +20,7 @@ from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
 from recipe_lib.models.external import Conversion, ExternalSpec, WrittenLayout
-from recipe_lib.models.families import text_config
+from recipe_lib.models.families import FAMILIES, text_config
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
@@ -47,16 +47,6 @@ SETTINGS_FILES = (
     "chat_template.json",
     GENERATION,
 )
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
 # They would make another program run code, or look for weights of another kind.
 _DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config", "quantization", "_name_or_path")
 
@@ -79,12 +69,11 @@ def export_model(
     One parameter at a time is gathered on its device, by the ranks that have it, and streamed to the disk by rank 0;
     from other ranks of a pipeline it comes there in pieces, through the hosts. source_config: the
     config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
-    copied; or a tokenizer file, which is taken with the settings beside it. chat_template, stop_ids: what the model was
-    trained with, where it differs from those files, so that others prompt it and stop it as we do. save_extra: write
-    extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused.
-    An `out` that a run published is replaced when the new one is whole.
-    Raises StorageError or CheckpointError on every rank; then `out` is as it was.
-    """
+    copied; or a tokenizer file, which is taken with the settings next to it. chat_template, stop_ids: what the model
+    was trained with, where it differs from those files, so that others prompt it and stop it as we do. save_extra:
+    write extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused. An
+    `out` that a run published is replaced when the new one is whole. Raises StorageError or CheckpointError on every
+    rank; then `out` is as it was."""
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     holders = find_holders(model, world)
@@ -102,7 +91,7 @@ def export_model(
     def read(name: str) -> Iterator[torch.Tensor]:
         return holders.relay(name, lambda: gather(name))
 
-    pieces = _Pieces(spec, read, world, extras)
+    pieces = _TensorPieces(spec, read, world, extras)
 
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
@@ -154,7 +143,7 @@ def check_room(model: nn.Module, out: Path, world: RankGroup) -> None:
 
 def _beside(out: Path) -> str:
     """What a message on room says where there is a model already: there must be room for two."""
-    return f", beside the one in {out} that stays until then," if out.exists() else ""
+    return f", in addition to the one in {out} that stays until then," if out.exists() else ""
 
 
 def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, torch.Tensor]:
@@ -206,7 +195,7 @@ def _other_layout(spec: ModelSpec) -> WrittenLayout | None:
     return spec.written_layout() if isinstance(spec, ExternalSpec) else None
 
 
-class _Pieces:
+class _TensorPieces:
     """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
     def __init__(
@@ -243,7 +232,7 @@ class _Pieces:
 
 
 def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
-    """Rank 0: room on the disk, and an empty temporary folder beside `out`; returns its path."""
+    """Rank 0: room on the disk, and an empty temporary folder next to `out`; returns its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, out.name)
     weights = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
@@ -257,7 +246,7 @@ def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list
 def _write_shard(
     path: Path,
     tensors: list[PlannedTensor],
-    read: _Pieces,
+    read: _TensorPieces,
     world: RankGroup,
     extras: Collection[str],
 ) -> None:
@@ -322,7 +311,7 @@ def copy_tokenizer(temporary: Path, copied: list[Path], chat_template: Path | No
 
 
 def tokenizer_files(source: Path | None) -> list[Path]:
-    """The files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings beside it."""
+    """The files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings next to it."""
     if source is None:
         return []
     folder = source.parent if source.is_file() else source
@@ -338,7 +327,7 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
     written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not external:
-        config["architectures"] = [ARCHITECTURES[spec.family]]
+        config["architectures"] = [FAMILIES[spec.family].architectures[0]]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one
     config["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -90,7 +90,7 @@ def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
 
 def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str]:
     """(a plannable config with the strategy that `tune run` would choose for `auto`, the line that says so)."""
-    from recipe_lib.plan.search.choose_strategy import choose
+    from recipe_lib.plan.search.fastest_strategy import choose
     from recipe_lib.plan.search.trials import changed
 
     choice = choose(planned, cfg, settings, expandable=is_expandable())
@@ -111,7 +111,7 @@ def _choose(arguments: Any) -> Any:
     if rank_count(arguments.flags)[1] > 1:
         arguments.sequence = "max"  # each machine may have other data files
     settings, _ = settings_for(recipe, cfg, arguments)
-    from recipe_lib.plan.search.choose_strategy import choose
+    from recipe_lib.plan.search.fastest_strategy import choose
     from recipe_lib.plan.world.shape_only_model import plannable
 
     shaped, _ = plannable(cfg)

@@ -1,4 +1,5 @@
-"""`tune data show CONFIG` and `tune data check CONFIG`: a config's rows as they will be trained, before anything is."""
+"""`tune data show CONFIG` and `tune data check CONFIG`: a config's samples as they will be trained, before anything
+is."""
 
 import argparse
 import dataclasses
@@ -16,7 +17,7 @@ from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
 
 if TYPE_CHECKING:
-    from recipe_lib.data.show import Shown
+    from recipe_lib.data.inspect import Shown
     from recipe_lib.tokenizers import Tokenizer
 
 # (trained, special token) -> how it looks on a terminal
@@ -24,14 +25,14 @@ COLORS = {(True, True): "bold green", (True, False): "green", (False, True): "ye
 ACTIONS = ("show", "check")
 # What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
 FINDINGS = (
-    "bad-rows", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
-    "trained-share", "duplicates", "overlap", "untrained-tokens",
+    "bad-samples", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
+    "label-tokens", "duplicates", "overlap", "untrained-tokens",
 )  # fmt: skip
-DESCRIPTION = """Looks at the sequences of a config, with the tokenizer and the template that training would use.
+DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the template that training would use.
 
-  show   prints sequences as they will be trained: trained text green (off a terminal between « and »), special tokens
-         in another color, the border of each document of a pack
-  check  reads every row once and reports what is wrong with them; exit code 2 if anything is"""
+  show   prints sequences as they will be trained: trained text in green (off a terminal between « and »), special
+         tokens in another color, the border of each document of a pack
+  check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
 
 
 def run(words: list[str]) -> int:
@@ -78,7 +79,7 @@ def read(words: list[str]) -> argparse.Namespace:
 
 
 def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]:
-    """(tokenizer, training rows, validation rows or None, source of the model). tolerant: bad rows are counted."""
+    """(tokenizer, training set, validation set or None, source of the model). tolerant: bad samples are counted."""
     from recipe_lib.data import build_dataset, build_validation_dataset
     from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import load_tokenizer_of
@@ -95,7 +96,7 @@ def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]
 
 def show_rows(cfg: Any, arguments: argparse.Namespace) -> int:
     """Prints the first rows, or packs, of a step's order."""
-    from recipe_lib.data.show import show_item
+    from recipe_lib.data.inspect import show_item
 
     tokenizer, rows, validation, _ = read_datasets(cfg, tolerant=False)
     if arguments.validation:
@@ -106,7 +107,7 @@ def show_rows(cfg: Any, arguments: argparse.Namespace) -> int:
         slots = list(slots_of(cfg, rows, arguments.step, arguments.rows))
     shown = [[show_item(validation if arguments.validation else rows, item, tokenizer) for item in s] for s in slots]
     if arguments.json:
-        print(json.dumps({"rows": [[dataclasses.asdict(row) for item in slot for row in item] for slot in shown]}))
+        print(json.dumps({"sequences": [[dataclasses.asdict(row) for item in slot for row in item] for slot in shown]}))
         return DONE
     for number, slot in enumerate(shown, start=1):
         documents = [row for item in slot for row in item]
@@ -197,17 +198,16 @@ def report(found: Any, lines: list[str]) -> None:
     for line in lines:
         print(visible(line))
     print(
-        f"lengths: {numbers['shortest_row']} to {numbers['longest_row']} tokens, median {numbers['median_row']}; "
-        f"packed into {numbers['packs']} sequences of {numbers['pack_length']} they fill "
+        f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens, median "
+        f"{numbers['median_sequence']}; packed into {numbers['packs']} sequences of {numbers['pack_length']} they fill "
         f"{numbers['packing_efficiency']:.1%} of them"
     )
     most = max((count for *_, count in found.histogram), default=1)
     for low, high, count in found.histogram:
         print(f"  {low:>7} - {high:<7} {count:>9}  {'#' * round(40 * count / most)}")
     if "untrained_tokens" in numbers and not numbers["untrained_tokens"]:
-        print("special tokens: every one that the data uses has a trained embedding")
-    if numbers["validation_rows"]:
-        print(
-            f"validation: {numbers['validation_rows']} sequences, {numbers['overlapping_rows']} of them also trained on"
-        )
+        print("special tokens: every one that the samples use has a trained embedding")
+    if numbers["validation_sequences"]:
+        trained = numbers["overlapping_sequences"]
+        print(f"validation: {numbers['validation_sequences']} sequences, {trained} of them also trained on")
     print(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")

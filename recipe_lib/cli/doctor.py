@@ -188,7 +188,7 @@ def usable(links: dict[str, Any] | None) -> bool:
 def write(path: str, facts: dict[str, Any]) -> str:
     """Writes the rates as a calibration of the planner's, if they were measured; returns a line about it."""
     from recipe_lib.files import replace_text
-    from recipe_lib.plan.timing.calibrate import with_links
+    from recipe_lib.plan.timing.calibration import with_links
 
     measured = facts["steps"].get("calibration")
     if measured is None:

@@ -165,8 +165,6 @@ def file_system(place: Path, mounts: Path = Path("/proc/mounts")) -> str:
 
 def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """What torch says of itself and the GPUs; then the rates of each GPU, and of a CPU where there is none."""
-    from recipe_lib.plan.timing.calibrate import calibrate, copy_rates, matmul_rate
-
     found: dict[str, Any] = {}
 
     def look() -> dict[str, Any]:
@@ -174,6 +172,8 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
         return found
 
     yield "torch", look
+    from recipe_lib.plan.timing.calibrate import calibrate, copy_rates, matmul_rate  # torch, once it is known to start
+
     gpus = found.get("gpus", [])
     for number in range(len(gpus)):
         device = f"cuda:{number}"

@@ -7,8 +7,7 @@ from rich.console import Console
 
 from recipe_lib.cli.doctor_findings import Finding
 from recipe_lib.plan.tables import duration
-from recipe_lib.plan.timing.cost import wire_bytes
-from recipe_lib.plan.timing.links import OPERATIONS
+from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
 from recipe_lib.report.terminal import Table, open_console, put, put_pairs, put_table, terminal_width, text_of
 from recipe_lib.units import format_bytes
 

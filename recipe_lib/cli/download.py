@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.checkpoint.hub_files import MODEL_FILES, NEVER
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError, StorageError
 from recipe_lib.units import format_bytes
@@ -99,7 +99,7 @@ def choose(repo: str, names: list[str], include: list[str] | None) -> list[str]:
     """The files of a repository to fetch. CheckpointError if there are no weights that can be read safely."""
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = list(filter_repo_objects(names, allow_patterns=MODEL_FILES, ignore_patterns=NEVER))
+    wanted = list(filter_repo_objects(names, allow_patterns=MODEL_FILES, ignore_patterns=NEVER_DOWNLOADED))
     if include:
         chosen = list(filter_repo_objects(wanted, allow_patterns=include))
         if not chosen:

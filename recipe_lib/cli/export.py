@@ -303,7 +303,7 @@ def _write_adapter(
     model: "Decoder", spec: "DecoderSpec", found: ExportSource, base: Path, config: dict[str, Any], out: Path
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
-    from recipe_lib.checkpoint.adapters import export_adapter
+    from recipe_lib.checkpoint.adapter_out import export_adapter
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.verify import adapter_settings_of
 
@@ -361,7 +361,7 @@ def _check_merged(
     trained: tuple["torch.Tensor", "torch.Tensor"],
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, read_adapter
-    from recipe_lib.checkpoint.adapters import merge_adapter
+    from recipe_lib.checkpoint.merged import merge_adapter
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.models import read_config, spec_from_config

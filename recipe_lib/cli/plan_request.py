@@ -166,7 +166,7 @@ def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) ->
 
     calibration = None
     if arguments.calibration:
-        from recipe_lib.plan.timing.calibrate import read_calibration
+        from recipe_lib.plan.timing.calibration import read_calibration
 
         calibration = read_calibration(arguments.calibration, hardware)
     different = max(1, ranks // (cfg.parallel.pipeline * cfg.parallel.tensor))

@@ -11,8 +11,8 @@ from rich.console import Console
 from recipe_lib.errors import ConfigError
 from recipe_lib.foreign.tensor_plan import transformers_models
 from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.gradient_proof import gradient_failures
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.foreign.tensor_plan.summary import (
     BYTES,
     boundary_counts,

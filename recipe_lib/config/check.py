@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.config.hints import hint_for
 from recipe_lib.config.interpolation import InterpolationError, check_form, fill_in, is_interpolated, names_in, tree_of
 from recipe_lib.config.keys import Key, Schema, item_schema
-from recipe_lib.config.read_yaml import Node, YamlError, parse
+from recipe_lib.config.read_yaml import YamlError, YamlNode, parse
 from recipe_lib.config.suggest import show
 from recipe_lib.config.values import MismatchError, convert, describe, expected, is_null
 
@@ -31,7 +31,7 @@ class Setting:
 class Pending:
     """A value that names other keys, and what `check_value` is called with once it is filled in."""
 
-    node: Node
+    node: YamlNode
     place: str
     where: str
     typed: bool
@@ -54,7 +54,7 @@ class Checked:
     full: bool = False
 
     def fault(self, place: str, name: str, what: str, *, doubt: bool = True) -> None:
-        """Notes a fault, and unless told otherwise doubts its key (no name: nothing, the line says all)."""
+        """Notes a fault, and unless `doubt` is false doubts its key (no name: nothing, the line says all)."""
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(f"{place}: {show(name)}: {what}" if name else f"{place}: {what}")
         else:
@@ -100,7 +100,7 @@ class Checked:
         self.settings[name] = Setting(value, where)
 
 
-def check_file(checked: Checked, top: Node, file: str) -> None:
+def check_file(checked: Checked, top: YamlNode, file: str) -> None:
     """Checks the tree of a whole file. file: its name in errors."""
     if top.empty or top.kind == "broken":
         if top.kind == "broken":
@@ -113,7 +113,7 @@ def check_file(checked: Checked, top: Node, file: str) -> None:
     check_section(checked, "", top, file)
 
 
-def check_section(checked: Checked, section: str, node: Node, file: str) -> None:
+def check_section(checked: Checked, section: str, node: YamlNode, file: str) -> None:
     """Checks the entries of a section, sections inside it too."""
     schema = checked.schema
     for word, (line, value) in node.entries.items():
@@ -129,7 +129,7 @@ def check_section(checked: Checked, section: str, node: Node, file: str) -> None
             unknown_key(checked, place, name, section)
 
 
-def check_section_value(checked: Checked, name: str, value: Node, place: str, file: str) -> None:
+def check_section_value(checked: Checked, name: str, value: YamlNode, place: str, file: str) -> None:
     """What stands under a section's name."""
     if value.kind == "mapping":
         check_section(checked, name, value, file)
@@ -144,9 +144,16 @@ def check_section_value(checked: Checked, name: str, value: Node, place: str, fi
 
 
 def check_value(
-    checked: Checked, key: Key, value: Node, place: str, *, where: str = "", typed: bool = False, filled: bool = False
+    checked: Checked,
+    key: Key,
+    value: YamlNode,
+    place: str,
+    *,
+    where: str = "",
+    typed: bool = False,
+    filled: bool = False,
 ) -> None:
-    """Checks a key's value and takes it. where: how the setting is told later, if not by the place.
+    """Checks a key's value and takes it. where: how the setting is named later, if not by the place.
 
     A value that names other keys waits for `fill_pending`; filled: it has been there.
     """
@@ -193,7 +200,7 @@ def fill_pending(checked: Checked) -> None:
             checked.doubt(name)
 
 
-def check_items(checked: Checked, key: Key, value: Node, place: str, where: str, typed: bool) -> None:
+def check_items(checked: Checked, key: Key, value: YamlNode, place: str, where: str, typed: bool) -> None:
     """Checks a list of sections and takes it if all are right; a fault names its own line and key inside."""
     items = []
     for number, node in enumerate(value.items):
@@ -238,7 +245,7 @@ def unknown_key(checked: Checked, place: str, name: str, section: str, *, typed:
         checked.doubt(key)
 
 
-def _is_broken(node: Node) -> bool:
+def _is_broken(node: YamlNode) -> bool:
     inner = [*node.items, *(value for _, value in node.entries.values())]
     return node.kind == "broken" or any(_is_broken(part) for part in inner)
 
@@ -290,17 +297,17 @@ def _set(checked: Checked, name: str, text: str, place: str) -> None:
         unknown_key(checked, place, name, section if section in schema.sections else "", typed=True)
 
 
-def _read_value(checked: Checked, text: str, place: str) -> Node:
+def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
     """A list, mapping or quoted text is read as YAML; all else is one word as it stands, `#`, `*` and `: ` included."""
     if not text.startswith(_OPENS_YAML):
-        return Node("scalar", 1, text.strip())
+        return YamlNode("scalar", 1, text.strip())
     document = parse(text)
     for _, what in document.faults:
         checked.fault(place, "", what)
-    return document.top if not document.faults else Node("broken", 1)
+    return document.top if not document.faults else YamlNode("broken", 1)
 
 
-def _set_section(checked: Checked, name: str, value: Node, place: str) -> None:
+def _set_section(checked: Checked, name: str, value: YamlNode, place: str) -> None:
     """`data={source: x}` sets keys of a section one by one; the others stay as they are."""
     if value.kind == "broken":
         checked.doubt(name)
@@ -320,13 +327,13 @@ def _set_section(checked: Checked, name: str, value: Node, place: str) -> None:
         checked.doubtful |= inner.doubtful
 
 
-def _set_entry(checked: Checked, outer: str, inner: str, value: Node, place: str) -> None:
+def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, place: str) -> None:
     """`data.columns.instruction=question` adds one entry to a mapping."""
     before = checked.settings.get(outer)
     check_value(
         checked,
         checked.schema.keys[outer],
-        Node("mapping", 1, entries={inner: (1, value)}),
+        YamlNode("mapping", 1, entries={inner: (1, value)}),
         place,
         where=COMMAND_LINE,
         typed=True,
@@ -338,7 +345,7 @@ def _set_entry(checked: Checked, outer: str, inner: str, value: Node, place: str
         checked.set(outer, {**(earlier or {}), **after.value}, where)
 
 
-def _set_in_item(checked: Checked, item: re.Match[str], value: Node, place: str) -> None:
+def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, place: str) -> None:
     """`data.sources[1].weight=2` sets one key of one section of a list."""
     name, number, word = item[1], int(item[2]), item[3]
     key = checked.schema.keys.get(name)

@@ -32,7 +32,7 @@ the first; a value may contain `=`. A text that looks like a number or like true
 has to be quoted in a file. `${section.key}` is the value of another key of the config, also
 inside a text or, relative, `${.key}`; in a list or mapping written with brackets it has to be in quotes. Of several
 files (`--config base.yaml --config mine.yaml`) the later ones win, key by key. A key that another one makes idle
-(`Only with ...` below) is told in one line of `tune validate` and at the start of a run, which uses its default.
+(`Only with ...` below) is named in one line of `tune validate` and at the start of a run, which uses its default.
 Refused: tags, anchors, aliases, duplicate keys, environment variables and resolvers in `${...}`, more than one
 document, more than 1 MiB. No key takes a Python import path; names of your own come from `--plugin FILE`.
 """

@@ -101,7 +101,7 @@ def _section_for(section: str, schema: Schema) -> str | None:
 
 
 def _owner(name: str, schema: Schema) -> str:
-    """`lora.rank is a key of lora_finetune_distributed`, if that, or its alias, is nothing in the schema at hand."""
+    """`lora.rank is a key of lora_finetune_distributed`, if that, or its alias, is nothing in this schema."""
     alias = KEY_ALIASES.get(_plain(name), name)
     if not alias or alias in schema.keys or alias in schema.sections:
         return ""

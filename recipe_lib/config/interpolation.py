@@ -9,7 +9,7 @@ import functools
 import re
 from typing import Any
 
-from recipe_lib.config.read_yaml import Node
+from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.config.values import is_null
 
@@ -18,13 +18,13 @@ _NAME = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_]\w*(?:\.\w+|\[\w+\])*)\s*\}")
 _SCRATCH = "value being filled in"
 
 
-def is_interpolated(node: Node) -> bool:
+def is_interpolated(node: YamlNode) -> bool:
     """Whether a value, or a part of it, names another key."""
     inner = [*node.items, *(value for _, value in node.entries.values())]
     return (node.kind == "scalar" and "${" in node.text) or any(is_interpolated(part) for part in inner)
 
 
-def names_in(node: Node) -> set[str]:
+def names_in(node: YamlNode) -> set[str]:
     """The keys that a value names, but for relative ones."""
     inner = [*node.items, *(value for _, value in node.entries.values())]
     return set(_NAME.findall(node.text)).union(*(names_in(part) for part in inner))
@@ -34,38 +34,37 @@ class InterpolationError(Exception):
     """A value cannot be filled in; the text is `found ..; remedy`."""
 
 
-def check_form(node: Node) -> None:
+def check_form(node: YamlNode) -> None:
     """InterpolationError for a text whose `${...}` is no name of a key."""
     for part in (*node.items, *(value for _, value in node.entries.values())):
         check_form(part)
     if node.kind != "scalar" or "${" not in node.text:
         return
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     if _RESOLVER.search(node.text):
         raise InterpolationError(
             f"found {quote(node.text)}, expected ${{section.key}} of this config; environment variables and resolvers "
             "are refused, write the value itself"
         )
+    import omegaconf  # 0.1 s of CPU, a third of `tune ls`; few configs name other keys
+
     try:
-        OmegaConf.create([node.text])
-    except OmegaConfBaseException as error:
+        omegaconf.OmegaConf.create([node.text])
+    except omegaconf.errors.OmegaConfBaseException as error:
         raise InterpolationError(f"found {quote(node.text)}, expected ${{section.key}}") from error
 
 
-def tree_of(values: dict[str, Any], pending: dict[str, Node]) -> Any:
+def tree_of(values: dict[str, Any], pending: dict[str, YamlNode]) -> Any:
     """All keys as OmegaConf's tree. values: by dotted key; pending: those that name other keys, as written."""
-    from omegaconf import OmegaConf
+    import omegaconf
 
     tree: dict[str, Any] = {}
     for name, value in {**values, **{name: _raw(node) for name, node in pending.items()}}.items():
         *sections, word = name.split(".")
         functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[word] = _plain(value)
-    return OmegaConf.create(tree, flags={"allow_objects": True})
+    return omegaconf.OmegaConf.create(tree, flags={"allow_objects": True})
 
 
-def fill_in(tree: Any, node: Node, key: str) -> Node:
+def fill_in(tree: Any, node: YamlNode, key: str) -> YamlNode:
     """The node with the values of the keys that it names. key: whose value it is, for relative names."""
     if not is_interpolated(node):
         return node
@@ -78,30 +77,29 @@ def fill_in(tree: Any, node: Node, key: str) -> Node:
 
 
 def _resolved(tree: Any, text: str, key: str) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    import omegaconf
 
     section = key.rpartition(".")[0]
-    inner = OmegaConf.select(tree, section) if section else tree
+    inner = omegaconf.OmegaConf.select(tree, section) if section else tree
     try:
         inner[_SCRATCH] = text
         value = inner[_SCRATCH]
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except (OmegaConfBaseException, RecursionError) as error:
+        return omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
+    except (omegaconf.errors.OmegaConfBaseException, RecursionError) as error:
         raise InterpolationError(f"found {quote(text)}: {_plainly(tree, text, error)}") from error
     finally:
         del inner[_SCRATCH]
 
 
 def _plainly(tree: Any, text: str, error: Exception) -> str:
-    from omegaconf import OmegaConf
+    import omegaconf
 
     said = str(error)
     if isinstance(error, RecursionError) or "recurs" in said.lower() or "RecursionError" in said:
         return "the keys name each other in a circle; write one value itself"
     unknown = re.search(r"Interpolation key '([^']*)' not found", said)
     if unknown:
-        known = [name for name in _names(OmegaConf.to_container(tree, resolve=False)) if _SCRATCH not in name]
+        known = [name for name in _names(omegaconf.OmegaConf.to_container(tree, resolve=False)) if _SCRATCH not in name]
         return f"there is no key {show(unknown[1])}{did_you_mean(unknown[1], known)}"
     return "is no ${section.key}"
 
@@ -115,7 +113,7 @@ def _names(tree: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def _raw(node: Node) -> Any:
+def _raw(node: YamlNode) -> Any:
     if node.kind == "list":
         return [_raw(item) for item in node.items]
     if node.kind == "mapping":
@@ -132,14 +130,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str, dict)) else str(value)
 
 
-def _node_of(value: Any, written: Node) -> Node:
+def _node_of(value: Any, written: YamlNode) -> YamlNode:
     """A value as if it had been written in the place of `written`."""
     if isinstance(value, list):
-        return Node("list", written.line, items=[_node_of(item, written) for item in value])
+        return YamlNode("list", written.line, items=[_node_of(item, written) for item in value])
     if isinstance(value, dict):
         entries = {str(word): (written.line, _node_of(item, written)) for word, item in value.items()}
-        return Node("mapping", written.line, entries=entries)
+        return YamlNode("mapping", written.line, entries=entries)
     if value is None or isinstance(value, bool):
-        return Node("scalar", written.line, {None: "null", True: "true", False: "false"}[value])
+        return YamlNode("scalar", written.line, {None: "null", True: "true", False: "false"}[value])
     quoted = isinstance(value, str) and (value == "" or value.lower() in ("null", "true", "false", "~"))
-    return Node("scalar", written.line, str(value), quoted=quoted)
+    return YamlNode("scalar", written.line, str(value), quoted=quoted)

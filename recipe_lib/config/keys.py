@@ -66,7 +66,7 @@ SCALARS = (bool, int, float, str, Path)
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key. `kinds` are the types it may hold (a union taken apart), None left out and told by `optional`."""
+    """One key. `kinds` are the types it may hold (a union taken apart), None left out and said by `optional`."""
 
     name: str
     kinds: tuple[Any, ...]

@@ -7,18 +7,20 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from recipe_lib.config.check import Checked, apply_overrides, check_file, check_required, fill_pending
+from recipe_lib.config.idle import disable_idle
+from recipe_lib.config.keys import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
+from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.registry import load_plugin
+from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger
 from recipe_lib.redaction import holds_secret
-
-# What a check needs (the YAML parser) is imported inside the functions: naming a config is free.
-
 
 Sources = str | Path | Sequence[str | Path]
 
@@ -82,13 +84,6 @@ class _Parser(argparse.ArgumentParser):
 
 def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
-    from recipe_lib.config.check import Checked, apply_overrides, check_file, check_required, fill_pending
-    from recipe_lib.config.idle import disable_idle
-    from recipe_lib.config.keys import read_schema
-    from recipe_lib.config.load import refuse_secrets
-    from recipe_lib.config.read_yaml import read_file
-    from recipe_lib.config.rules import broken_rules
-
     checked, shown = Checked(read_schema(schema)), ""
     for source in [sources] if isinstance(sources, (str, Path)) else sources:
         path, start = find_config(source), len(checked.faults)
@@ -222,16 +217,13 @@ class StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-if TYPE_CHECKING:
-    from recipe_lib.config.check import Checked
-
 _REFUSED = (
     "holds what looks like a token or a password, and configs are written to disk; remove it, and set it as an "
     "environment variable (HF_TOKEN, WANDB_API_KEY) or use `hf auth login`"
 )
 
 
-def refuse_secrets(checked: "Checked") -> None:
+def refuse_secrets(checked: Checked) -> None:
     """Notes a fault for each key that was set to a secret; the secret itself is in none of the lines."""
     for name, setting in checked.settings.items():
         if _is_secret(name, setting.value):

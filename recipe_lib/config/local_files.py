@@ -13,6 +13,15 @@ from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupErro
 
 DISTRIBUTION = "tune-recipes"
 
+# What `tune download` fetches of a model on the hub, and the cache is searched for: names in its top folder.
+MODEL_FILES = [
+    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
+]  # fmt: skip
+
+# Not even where a pattern above fits: subfolders, code, formats that run code when loaded, second copies of weights.
+NEVER_DOWNLOADED = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.gguf", "consolidated*"]
+
 
 def install_line(extra: str) -> str:
     """`pip install 'datasets<6,>=4' 'pyarrow>=17'`: what an extra of this project asks for, by package.
@@ -147,7 +156,7 @@ def find_files(source: str) -> list[Path]:
     """The data files that a local source names, sorted by name. Raises DataError."""
     path, kinds = Path(source), ", ".join(DATA_KINDS)
     if os.path.isdir(path):
-        # Hidden files are none of the user's: macOS puts `._rows.jsonl` beside `rows.jsonl`.
+        # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
         shown = (file for file in path.iterdir() if not file.name.startswith("."))
         files = sorted(file for file in shown if file.suffix in DATA_KINDS and file.is_file())
         if not files:
@@ -182,9 +191,9 @@ def no_pyarrow(path: Path) -> str:
 
 
 def check_source(source: str) -> str | None:
-    """A note if the package that reads rows of the hub is still to be installed. Nothing is asked of the hub.
+    """A note if the package that reads datasets of the hub is still to be installed. Nothing is asked of the hub.
 
-    Raises DataError if there are no rows by that name, or no package to read them with.
+    Raises DataError if there is no dataset by that name, or no package to read them with.
     """
     if is_hub(source):
         return None if has_package("datasets") else no_datasets(source)

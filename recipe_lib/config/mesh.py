@@ -107,12 +107,12 @@ def stages_of_rank(parallel: ParallelConfig, rank: int) -> list[int]:
 
 
 def micro_batches(cfg: Any) -> tuple[int, int]:
-    """(rows of a micro-batch, micro-batches) of a data rank's step; the product is batch_size x accumulation."""
-    rows = cfg.batch_size * cfg.gradient_accumulation_steps
+    """(sequences of a micro-batch, micro-batches) of a data rank's step; the product is batch_size x accumulation."""
+    sequences = cfg.batch_size * cfg.gradient_accumulation_steps
     count = cfg.parallel.pipeline_microbatches if cfg.parallel.pipeline > 1 else None
     if count is None:
         return cfg.batch_size, cfg.gradient_accumulation_steps
-    return rows // count, count
+    return sequences // count, count
 
 
 def fewest_micro_batches(parallel: ParallelConfig) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import open_regular
@@ -37,15 +39,15 @@ _PLAIN_WORDS = (
 
 
 @dataclass
-class Node:
+class YamlNode:
     """A value as written. kind: `scalar`, `list`, `mapping`, or `broken` (already reported, to be skipped)."""
 
     kind: str
     line: int
     text: str = ""
     quoted: bool = False
-    items: list["Node"] = field(default_factory=list)
-    entries: dict[str, tuple[int, "Node"]] = field(default_factory=dict)  # key -> (its line, its value)
+    items: list["YamlNode"] = field(default_factory=list)
+    entries: dict[str, tuple[int, "YamlNode"]] = field(default_factory=dict)  # key -> (its line, its value)
 
     @property
     def empty(self) -> bool:
@@ -54,14 +56,14 @@ class Node:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """The top of a file or a value; faults are (line, what is wrong)."""
 
-    top: Node
+    top: YamlNode
     faults: list[tuple[int, str]]
 
 
-def read_file(path: Path, shown: str) -> Document:
+def read_file(path: Path, shown: str) -> YamlDocument:
     """Reads a config file. shown: its name in errors. Raises ConfigError if it is no text or no YAML at all."""
     try:
         with open_regular(path) as file:
@@ -91,14 +93,12 @@ class YamlError(Exception):
         super().__init__(what)
 
 
-def parse(text: str) -> Document:
+def parse(text: str) -> YamlDocument:
     """Text to a tree; YamlError where it stops being YAML."""
     control = _CONTROL.search(text)
     if control:
         line = text.count("\n", 0, control.start()) + 1
         raise YamlError(line, f"not valid YAML: found the control character 0x{ord(control[0]):02x}; remove it")
-    import yaml  # 30 ms; `tune ls` does without
-
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
         return _Builder(iter(yaml.parse(text, Loader=loader))).document()
@@ -133,51 +133,45 @@ class _Builder:
         self.events = events
         self.faults: list[tuple[int, str]] = []
 
-    def document(self) -> Document:
-        import yaml
-
-        top: Node | None = None
+    def document(self) -> YamlDocument:
+        top: YamlNode | None = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and top is not None:
                 self.faults.append((_line(event), "a second document begins here (`---`); a config is one document"))
                 break
             if isinstance(event, yaml.NodeEvent):
                 top = self.node(event, 1, "")
-        return Document(top or Node("scalar", 1), self.faults)
+        return YamlDocument(top or YamlNode("scalar", 1), self.faults)
 
-    def node(self, event: Any, depth: int, key: str) -> Node:
+    def node(self, event: Any, depth: int, key: str) -> YamlNode:
         """The value that begins with this event. key: its dotted name, empty at the top and for a key itself."""
-        import yaml
-
         line = _line(event)
         if depth > MAX_DEPTH:
             raise YamlError(line, f"nested more than {MAX_DEPTH} deep; a config has sections of keys")
         if isinstance(event, yaml.AliasEvent):
             self.refuse(line, key, f"found the alias *{event.anchor}; aliases are refused, write the value again")
-            return Node("broken", line)
+            return YamlNode("broken", line)
         if event.anchor:
             self.refuse(line, key, f"found the anchor &{event.anchor}; anchors are refused, remove it")
         if event.tag:
             self.refuse(line, key, f"found the tag {show(_short_tag(event.tag))}; tags are refused, remove it")
         node = self.content(event, line, depth, key)
-        return Node("broken", line) if event.anchor or event.tag else node
+        return YamlNode("broken", line) if event.anchor or event.tag else node
 
     def refuse(self, line: int, key: str, what: str) -> None:
         self.faults.append((line, f"{show(key)}: {what}" if key else what))
 
-    def content(self, event: Any, line: int, depth: int, name: str) -> Node:
-        import yaml
-
+    def content(self, event: Any, line: int, depth: int, name: str) -> YamlNode:
         if isinstance(event, yaml.ScalarEvent):
-            return Node("scalar", line, event.value, quoted=not event.implicit[0])
+            return YamlNode("scalar", line, event.value, quoted=not event.implicit[0])
         if isinstance(event, yaml.SequenceStartEvent):
-            node = Node("list", line)
+            node = YamlNode("list", line)
             for inner in self.events:
                 if isinstance(inner, yaml.SequenceEndEvent):
                     break
                 node.items.append(self.node(inner, depth + 1, f"{name}[{len(node.items)}]" if name else ""))
             return node
-        node = Node("mapping", line)
+        node = YamlNode("mapping", line)
         for inner in self.events:
             if isinstance(inner, yaml.MappingEndEvent):
                 break
@@ -187,7 +181,7 @@ class _Builder:
             self.enter(node, key, value, full_name)
         return node
 
-    def enter(self, mapping: Node, key: Node, value: Node, full_name: str) -> None:
+    def enter(self, mapping: YamlNode, key: YamlNode, value: YamlNode, full_name: str) -> None:
         if key.kind == "broken" or (key.text == "<<" and value.kind == "broken"):
             return
         if key.kind != "scalar":
@@ -195,7 +189,7 @@ class _Builder:
         elif key.text in mapping.entries:
             first = mapping.entries[key.text][0]
             self.refuse(key.line, full_name, f"set twice, first on line {first}; remove one of the two")
-            mapping.entries[key.text] = (first, Node("broken", key.line))
+            mapping.entries[key.text] = (first, YamlNode("broken", key.line))
         else:
             mapping.entries[key.text] = (key.line, value)
 

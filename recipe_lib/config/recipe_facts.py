@@ -10,9 +10,19 @@ class RecipeFacts:
     """Those of full fine-tuning; the config of a recipe of another kind overrides what is different."""
 
     @property
+    def trains_on_pairs(self) -> bool:
+        """Whether a row is a pair of answers: data.format=preference."""
+        return False
+
+    @property
     def sequences_per_item(self) -> int:
         """Sequences of a micro-batch for each of `batch_size`."""
-        return 1
+        return 2 if self.trains_on_pairs else 1
+
+    @property
+    def own_loss(self) -> str | None:
+        """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss, ipo`."""
+        return None
 
     @property
     def trained_adapters(self) -> "LoraConfig | None":

@@ -1,4 +1,4 @@
-"""Settings that do not go together, with the reason and the remedy: one row each.
+"""Settings that do not go together, with the reason and the remedy: one entry each.
 
 `load_config` refuses by this table, `docs/config.md` prints it, and the tests walk it. A combination that only the
 world (ranks, devices, files) can decide is not here: it is checked where the world is known. A key that another one
@@ -24,7 +24,7 @@ class Rule:
 
     keys: those it is about, whose places an error names. applies: true for a config that has it. example: overrides
     that bring it about on a config of `recipe` with a checkpoint and local data. reads: further keys that it looks at.
-    told: what it has found, with its numbers and the remedy; None: reason and remedy say all.
+    found: what it has found, with its numbers and the remedy; None: reason and remedy say all.
     """
 
     keys: tuple[str, ...]
@@ -34,16 +34,16 @@ class Rule:
     example: tuple[str, ...]
     recipe: str = "full_finetune_distributed"
     reads: tuple[str, ...] = ()
-    told: Callable[[Any], str] | None = None
+    found: Callable[[Any], str] | None = None
 
     def line(self, cfg: Any) -> str:
         """`model.path, model.preset: both are set; keep ...`, for a config that has it."""
-        what = f"{self.reason}; {self.remedy}" if self.told is None else self.told(cfg)
+        what = f"{self.reason}; {self.remedy}" if self.found is None else self.found(cfg)
         return f"{', '.join(self.keys)}: {what}"
 
 
 def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
-    """The rows that a config has. judged: dotted keys that may be judged; a row about another is passed over."""
+    """The entries that a config breaks. judged: dotted keys that may be judged; one about another is skipped."""
     return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
 
 
@@ -51,7 +51,7 @@ _LORA, _DPO, _FOREIGN = "lora_finetune_distributed", "dpo_distributed", "model.i
 _FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
 _NO_PAIRS = {*BUILT_IN["data.format"][1]} - {"preference"}
 _TARGETS = (*LINEARS, "embedding", "head", "all-linear")
-_ROWS = ("batch_size", "gradient_accumulation_steps")
+_BATCH = ("batch_size", "gradient_accumulation_steps")
 _SCHEDULE = ("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_stages_per_rank")
 _SPLITTING = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
 # What every example of a pipeline of two needs with it.
@@ -65,11 +65,6 @@ def _foreign(cfg: Any) -> bool:
 
 def _has_budget(cfg: Any) -> bool:
     return cfg.memory.activation_budget_gib is not None
-
-
-def trains_on_pairs(cfg: Any) -> bool:
-    """It is the config of preference optimization."""
-    return getattr(cfg, "dpo", None) is not None
 
 
 def _fused_sgd_in_bf16(cfg: Any) -> bool:
@@ -87,22 +82,22 @@ def _unknown_target(cfg: Any) -> str:
     return f"found {quote(found)}, expected a list [...] of {', '.join(_TARGETS)}{hint}"
 
 
-def _rows(cfg: Any) -> int:
+def _sequences(cfg: Any) -> int:
     return cfg.batch_size * cfg.gradient_accumulation_steps
 
 
 def _uneven(cfg: Any) -> bool:
     count = cfg.parallel.pipeline_microbatches
-    return cfg.parallel.pipeline > 1 and bool(count) and _rows(cfg) % count != 0
+    return cfg.parallel.pipeline > 1 and bool(count) and _sequences(cfg) % count != 0
 
 
 def _uneven_words(cfg: Any) -> str:
-    rows, count = _rows(cfg), cfg.parallel.pipeline_microbatches
+    sequences, count = _sequences(cfg), cfg.parallel.pipeline_microbatches
     fewest = fewest_micro_batches(cfg.parallel)
-    fitting = [number for number in range(fewest, rows + 1) if rows % number == 0]
+    fitting = [number for number in range(fewest, sequences + 1) if sequences % number == 0]
     choose = f"choose one of {', '.join(map(str, fitting))}" if fitting else "choose a divisor"
     return (
-        f"found {count} micro-batches for the {rows} rows of a step (batch_size {cfg.batch_size} x "
+        f"found {count} micro-batches for the {sequences} sequences of a step (batch_size {cfg.batch_size} x "
         f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}), expected a divisor of them; {choose}"
     )
 
@@ -161,7 +156,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("gradient_accumulation_steps", "memory.optimizer_in_backward"),
          lambda cfg: cfg.memory.optimizer_in_backward and cfg.gradient_accumulation_steps > 1,
          "each backward would be a step of its own",
-         "set gradient_accumulation_steps=1 (batch_size has the rows), or remove memory.optimizer_in_backward",
+         "set gradient_accumulation_steps=1 (batch_size has the sequences), or remove memory.optimizer_in_backward",
          ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=2")),
     Rule(("memory.optimizer_in_backward", "parallel.pipeline"),
          lambda cfg: cfg.memory.optimizer_in_backward and cfg.parallel.pipeline > 1,
@@ -195,7 +190,7 @@ RULES: tuple[Rule, ...] = (
          "the MLPs of model.implementation=native alone can be computed in pieces", "remove memory.mlp_tiles",
          ("model.implementation=transformers", "memory.mlp_tiles=4")),
     Rule(("compile", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.compile,
-         "compiled code decides itself what it keeps, and would put the pieces' work beside each other again",
+         "compiled code decides itself what it keeps, and would run the tiles side by side again",
          "remove one of the two", ("compile=true", "memory.mlp_tiles=4")),
     Rule(("loss", "memory.loss_kernel"),
          lambda cfg: cfg.memory.loss_kernel != "chunked" and cfg.loss != "cross_entropy",
@@ -215,12 +210,13 @@ RULES: tuple[Rule, ...] = (
          "it multiplies by one matrix, and an adapted head has three",
          "leave head out of lora.target_modules, or set memory.loss_kernel=chunked",
          ("lora.target_modules=[q, head]", "memory.loss_kernel=torch"), recipe=_LORA),
-    Rule(("memory.loss_kernel",), lambda cfg: cfg.memory.loss_kernel != "chunked" and cfg.dpo is not None,
-         "preference losses need each token's log-probability, which it does not give", "remove memory.loss_kernel",
-         ("memory.loss_kernel=torch",), recipe=_DPO, reads=("dpo.loss",)),
+    Rule(("memory.loss_kernel",),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and getattr(cfg, "own_loss", None) is not None,
+         "it computes cross-entropy, and the recipe has a loss of its own", "remove memory.loss_kernel",
+         ("memory.loss_kernel=torch",), recipe=_DPO),
     Rule(("lora.target_modules",), lambda cfg: cfg.model.implementation == "native" and _unknown_targets(cfg),
          "a native model has no linears of such names", f"choose of {', '.join(_TARGETS)}",
-         ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",), told=_unknown_target),
+         ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",), found=_unknown_target),
     Rule(("model.implementation", "lora.merge_on_save"), lambda cfg: _foreign(cfg) and cfg.lora.merge_on_save,
          "only adapters of our own models are merged here",
          "remove lora.merge_on_save, and merge the adapter with PEFT", (_FOREIGN, "lora.merge_on_save=true"),
@@ -236,31 +232,31 @@ RULES: tuple[Rule, ...] = (
          (_FOREIGN, "parallel.tensor=2", "lora.quantize_base=nf4"), recipe=_LORA),
     Rule(("model.implementation", "parallel.tensor", "lora.dtype"),
          lambda cfg: _foreign(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dtype is not None,
-         "the plan is of adapters that have the type of the weights beside them",
+         "the plan is of adapters that have the type of the frozen weights",
          "remove lora.dtype, or set parallel.tensor=1", (_FOREIGN, "parallel.tensor=2", "lora.dtype=fp32"),
          recipe=_LORA),
     Rule(("data.source", "data.sources"), lambda cfg: not resolved_sources(cfg.data), "neither is set",
-         "set data.source to a file or folder of rows (.json, .jsonl, .parquet, .txt) or to hub:OWNER/NAME, or "
+         "set data.source to a file or folder of samples (.json, .jsonl, .parquet, .txt) or to hub:OWNER/NAME, or "
          "data.sources to several",
          ("~data.source",)),
     Rule(("data.source", "data.sources"), lambda cfg: cfg.data.source is not None and len(cfg.data.sources) > 0,
          "both are set", "move data.source into the list, or remove one of the two",
          ("data.sources=[{source: more.jsonl}]",)),
     Rule(("data.pad_to_multiple_of", "max_seq_len"), lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
-         "every row would be padded beyond the longest that there can be",
+         "every sequence would be padded beyond the longest that there can be",
          "lower data.pad_to_multiple_of to max_seq_len or less", ("data.pad_to_multiple_of=4096",)),
-    Rule(("data.format",), lambda cfg: not trains_on_pairs(cfg) and "preference" in formats(cfg),
+    Rule(("data.format",), lambda cfg: not getattr(cfg, "trains_on_pairs", False) and "preference" in formats(cfg),
          "this recipe has no use for pairs of a chosen and a rejected answer",
          "choose another format, or run dpo_distributed", ("data.format=preference",), reads=_FORMATS),
     Rule(("dpo.loss", "data.format"), lambda cfg: formats(cfg) & _NO_PAIRS,
-         "the loss compares a chosen with a rejected answer, which rows of this format do not have",
+         "the loss compares a chosen with a rejected answer, which samples of this format do not have",
          "set data.format to preference", ("data.format=alpaca",), recipe=_DPO, reads=_FORMATS),
     Rule(("tokenizer.chat_template", "data.template"),
          lambda cfg: cfg.tokenizer.chat_template is not None and cfg.data.template == "plain",
          "the built-in plain template would be used in place of the file", "remove one of the two",
          ("tokenizer.chat_template=chat.jinja", "data.template=plain")),
     Rule(("parallel.tensor", "max_seq_len"), lambda cfg: cfg.max_seq_len % cfg.parallel.tensor != 0,
-         "each rank has as many tokens of a row as the others, and max_seq_len is no multiple of parallel.tensor",
+         "each rank has as many tokens of a sequence as the others, and max_seq_len is no multiple of parallel.tensor",
          "make max_seq_len a multiple of it", ("parallel.tensor=2", "max_seq_len=1023")),
     Rule(("parallel.tensor", "loss"), lambda cfg: cfg.parallel.tensor > 1 and cfg.loss != "cross_entropy",
          "it is called with the logits of the whole vocabulary, which no rank has",
@@ -296,14 +292,14 @@ RULES: tuple[Rule, ...] = (
          "FP8 matmuls take a GPU of compute capability 8.9 or more",
          "remove matmul_dtype, or choose int8, which runs anywhere", ("device=cpu", "matmul_dtype=fp8")),
     Rule(("parallel.pipeline_microbatches", "batch_size", "gradient_accumulation_steps"), _uneven,
-         "the rows of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
+         "the sequences of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
          "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE,
-         told=_uneven_words),
+         found=_uneven_words),
     Rule(("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_microbatches"), _too_few,
          "ranks would wait for each other even in the middle of a step: all schedules but gpipe need as many "
          "micro-batches a step as the pipeline has ranks, dualpipev as it has stages",
          "set parallel.pipeline_microbatches (by default gradient_accumulation_steps) higher",
-         ("parallel.pipeline=4",), reads=(*_ROWS, *_SCHEDULE), told=_few_words),
+         ("parallel.pipeline=4",), reads=(*_BATCH, *_SCHEDULE), found=_few_words),
     Rule(("model.implementation", "parallel.pipeline"), lambda cfg: cfg.parallel.pipeline > 1 and _foreign(cfg),
          "only our own models are cut into stages", "remove model.implementation, or set parallel.pipeline=1",
          (*_PIPELINE, "model.implementation=transformers")),

@@ -12,7 +12,7 @@ _SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
 
 @dataclass
 class LoraConfig:
-    """Adapters: trained low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
+    """Adapters: trained low-rank matrices added to frozen weights (LoRA, arXiv 2106.09685)."""
 
     rank: int = key(
         16,
@@ -98,55 +98,3 @@ class LoraConfig:
         """The short names of a native model's targets, `all-linear` taken apart."""
         rest = [name for name in self.target_modules if name != "all-linear"]
         return [*LINEARS, *rest] if len(rest) < len(self.target_modules) else rest
-
-
-@dataclass
-class DpoConfig:
-    """Preference optimization on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290)."""
-
-    loss: str = key(
-        "sigmoid",
-        "`sigmoid`: DPO, with label_smoothing conservative DPO; `ipo` (arXiv 2310.12036); `simpo`: mean "
-        "log-probabilities, no reference (arXiv 2405.14734).",
-        choices=("sigmoid", "ipo", "simpo"),
-        known_as="TRL DPOConfig.loss_type",
-    )
-    beta: float = key(
-        0.1,
-        "How strongly the model is held to the reference (simpo: scale of the reward).",
-        above=0,
-        known_as="TRL beta",
-    )
-    label_smoothing: float = key(
-        0.0,
-        "sigmoid: share of pairs taken to be the wrong way round.",
-        minimum=0,
-        below=0.5,
-        needs="dpo.loss = sigmoid",
-        known_as="TRL DPOConfig.label_smoothing",
-    )
-    simpo_gamma: float = key(
-        0.5,
-        "simpo: least difference of rewards (gamma).",
-        minimum=0,
-        needs="dpo.loss = simpo",
-        known_as="TRL simpo_gamma",
-    )
-    reference_free: bool = key(
-        False,
-        "sigmoid, ipo: take a reference that finds both answers equally likely.",
-        needs="dpo.loss != simpo",
-        known_as="TRL reference_free",
-    )
-    trainable: str = key(
-        "adapters",
-        "`adapters`: the reference is the model without them; `all`: every parameter, the reference is a frozen "
-        "second copy.",
-        choices=("adapters", "all"),
-        known_as="LLaMA-Factory finetuning_type",
-    )
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares with a reference model."""
-        return self.loss != "simpo" and not self.reference_free

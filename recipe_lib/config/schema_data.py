@@ -1,4 +1,4 @@
-"""The sections about what is trained on: model, tokenizer, rows."""
+"""The sections about what is trained on: model, tokenizer, data."""
 
 from dataclasses import dataclass, field
 
@@ -45,12 +45,12 @@ class TokenizerConfig:
 
 @dataclass
 class SourceConfig:
-    """One of several sources of rows; what it leaves null is taken from the section `data`."""
+    """One of several sources of samples; what it leaves null is taken from the section `data`."""
 
     source: str = field(metadata={"help": "Like data.source.", "path": True, "known_as": "Axolotl datasets[].path"})
     weight: float = key(
         1.0,
-        "How often its rows are taken in an epoch: 2 is each row twice, 0.5 is half of them, drawn anew.",
+        "How often its samples are taken in an epoch: 2 is each one twice, 0.5 is half of them, drawn anew.",
         above=0,
         most=1000,
         known_as="Megatron --data-path weights; LLaMA-Factory interleave_probs",
@@ -60,12 +60,12 @@ class SourceConfig:
     )
     split: str | None = key(None, "Like data.split; null: the same.", known_as="HF load_dataset split")
     columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.", known_as="torchtune column_map")
-    max_samples: int | None = key(None, "Use only its first rows.", minimum=1, known_as="LLaMA-Factory max_samples")
+    max_samples: int | None = key(None, "Use only its first samples.", minimum=1, known_as="LLaMA-Factory max_samples")
 
 
 @dataclass
 class DataConfig:
-    """The training rows."""
+    """The training data."""
 
     source: str | None = key(
         None,
@@ -78,7 +78,7 @@ class DataConfig:
         [], "Several sources with weights, in place of data.source.", known_as="Axolotl datasets; TRL dataset mixtures"
     )
     format: str = key(
-        "alpaca", "How a row is read.", kind="data.format", known_as="LLaMA-Factory formatting; Axolotl type"
+        "alpaca", "How a sample is read.", kind="data.format", known_as="LLaMA-Factory formatting; Axolotl type"
     )
     split: str = key("train", "Split of a hub dataset.", needs=idle.reads_hub, known_as="HF load_dataset split")
     columns: dict[str, str] = key(
@@ -106,7 +106,7 @@ class DataConfig:
         "auto",
         "Answers of a conversation whose chat template writes earlier turns anew (drops their thoughts): `auto`: those "
         "that do not fit into one sequence get their own, rendered as when generating; `split`: each answer gets its "
-        "own; `refuse`: such a row is a bad one.",
+        "own; `refuse`: such a sample is a bad one.",
         choices=("auto", "split", "refuse"),
         needs=(idle.has_earlier_answers, "data.train_on != all"),
         known_as="LLaMA-Factory mask_history",
@@ -114,48 +114,49 @@ class DataConfig:
     check_label_mask: bool = key(
         True,
         "Stop a run in which no token or every token is a label; false: do not.",
-        known_as="none has it: others train on such rows",
+        known_as="none has it: others train on such samples",
     )
     packing: bool = key(
         False,
-        "Put several rows into one of up to max_seq_len tokens; none sees another.",
+        "Pack several sequences into one of up to max_seq_len tokens; none sees another.",
         known_as="TRL packing; torchtune packed",
     )
     pad_to_multiple_of: int = key(
         1,
-        "Row lengths are rounded up to a multiple of it, with padding; at most max_seq_len.",
+        "Sequence lengths are rounded up to a multiple of it, with padding; at most max_seq_len.",
         minimum=1,
         known_as="HF pad_to_multiple_of",
     )
     shuffle: bool = key(
-        True, "Draw a new row order each epoch from the seed; false: file order.", known_as="torchtune shuffle"
+        True, "Draw a new order each epoch from the seed; false: file order.", known_as="torchtune shuffle"
     )
     add_bos: bool = key(
         True,
-        "Begin each row (format `text`: each file) with BOS if the tokenizer does; a chat template writes its own.",
+        "Begin each sequence (format `text`: each file) with BOS if the tokenizer does; a chat template writes its "
+        "own.",
         known_as="torchtune add_bos",
     )
     max_samples: int | None = key(
-        None, "Use only the first rows of the source.", minimum=1, known_as="LLaMA-Factory max_samples"
+        None, "Use only the first samples of the source.", minimum=1, known_as="LLaMA-Factory max_samples"
     )
     max_sample_mib: float = key(
         16.0,
-        "Largest row as it is in its file, MiB; a larger one cannot be read (on_invalid).",
+        "Largest sample as it is in its file, MiB; a larger one cannot be read (on_invalid).",
         above=0,
         most=4096,
-        known_as="none has it: others read a row of any size",
+        known_as="none has it: others read a sample of any size",
     )
     on_invalid: str = key(
         "error",
-        "What a row that cannot be read does.",
+        "What a sample that cannot be read does.",
         choices=("error", "skip"),
-        known_as="none has it: others stop, or leave rows out unsaid",
+        known_as="none has it: others stop, or leave samples out unsaid",
     )
     truncation: str = key(
         "truncate",
-        "What a row over max_seq_len tokens does.",
+        "What a sequence over max_seq_len tokens does.",
         choices=("truncate", "drop", "error"),
-        needs=idle.has_long_rows,
+        needs=idle.may_exceed_length,
         known_as="HF truncation; TRL truncation_mode",
     )
     num_proc: int | None = key(
@@ -174,7 +175,7 @@ class DataConfig:
     )
     cache: bool = key(
         True,
-        "Keep tokenized rows on disk for the next start and for the other ranks of the machine.",
+        "Keep tokenized samples on disk for the next start and for the other ranks of the machine.",
         known_as="HF datasets caching; LLaMA-Factory overwrite_cache",
     )
     cache_dir: str | None = key(
@@ -188,7 +189,7 @@ class DataConfig:
 
 @dataclass
 class ValidationConfig:
-    """Loss on rows that are not trained on; off while `source` is null."""
+    """Loss on data that is not trained on; off while `source` is null."""
 
     source: str | None = key(
         None,
@@ -211,7 +212,7 @@ class ValidationConfig:
         known_as="torchtune run_val_every_n_steps; HF eval_steps",
     )
     max_samples: int | None = key(
-        None, "Use only the first rows.", minimum=1, needs="validation.source", known_as="LLaMA-Factory max_samples"
+        None, "Use only the first samples.", minimum=1, needs="validation.source", known_as="LLaMA-Factory max_samples"
     )
     batch_size: int | None = key(
         None,
@@ -227,7 +228,7 @@ HUB = "hub:"
 
 
 def resolved_sources(cfg: DataConfig) -> list[SourceConfig]:
-    """Every source of training rows, what it leaves null filled in from the section `data`.
+    """Every source of training data, what it leaves null filled in from the section `data`.
 
     `data.source` alone is one source of weight 1; none at all is an empty list. `cfg` is not changed.
     """

@@ -35,7 +35,7 @@ class ParallelConfig:
     )
     tensor: int = key(
         1,
-        "Ranks that share each matrix and each row (tensor and sequence parallel).",
+        "Ranks that share each matrix and each sequence (tensor and sequence parallel).",
         minimum=1,
         most=2**16,
         known_as="torchtitan tensor_parallel_degree; Megatron tensor_model_parallel_size",
@@ -55,7 +55,7 @@ class ParallelConfig:
     )
     pipeline: int = key(
         1,
-        "Ranks, one behind the other, that the layers are divided among (pipeline).",
+        "Ranks, one after the other, that the layers are divided among (pipeline).",
         minimum=1,
         most=2**12,
         known_as="torchtitan pipeline_parallel_degree; Megatron pipeline_model_parallel_size",
@@ -70,8 +70,8 @@ class ParallelConfig:
     )
     pipeline_microbatches: int | None = key(
         None,
-        "Micro-batches that the batch_size x gradient_accumulation_steps rows of a data rank go through the pipeline "
-        "in; null: gradient_accumulation_steps.",
+        "Micro-batches that the batch_size x gradient_accumulation_steps sequences of a data rank go through the "
+        "pipeline in; null: gradient_accumulation_steps.",
         minimum=1,
         most=2**16,
         needs="parallel.pipeline > 1",
@@ -129,7 +129,7 @@ class ParallelConfig:
     )
     heartbeat_timeout_seconds: float = key(
         60.0,
-        "Seconds that a rank waits in a step for one that does not answer or stands still: then all ranks end, with a "
+        "Seconds that a rank waits in a step for one that does not answer or hangs: then all ranks end, with a "
         "line that names it, and exit code 7. Loading, validation and saving may take longer.",
         minimum=1.0,
         known_as="torch TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC; HF ddp_timeout",
@@ -157,13 +157,13 @@ class MemoryConfig:
     )
     activation_offload: bool = key(
         False,
-        "Keep what the layers keep for backward in pinned host memory; copied beside the computation.",
+        "Keep what the layers keep for backward in pinned host memory; copied while the device computes.",
         needs="device != cpu",
         known_as="torchtune enable_activation_offloading; TRL activation_offloading",
     )
     activation_offload_prefetch_layers: int = key(
         1,
-        "Layers whose kept tensors are back on the device, or still on their way out, beside the present one's.",
+        "Layers whose kept tensors are back on the device, or still being copied out, besides the current one's.",
         minimum=1,
         most=2**12,
         needs="memory.activation_offload",
@@ -171,7 +171,7 @@ class MemoryConfig:
     )
     mlp_tiles: int = key(
         1,
-        "Pieces of a row's tokens that an MLP computes one after the other, again in backward.",
+        "Pieces of a sequence's tokens that an MLP computes one after the other, again in backward.",
         minimum=1,
         most=2**16,
         known_as="Axolotl tiled_mlp_num_shards; Arctic TiledMLP",
@@ -189,7 +189,7 @@ class MemoryConfig:
     )
     optimizer_offload: bool = key(
         False,
-        "Keep optimizer states in pinned host memory; each parameter's visit the device for its step.",
+        "Keep optimizer states in pinned host memory; each parameter's are copied to the device for its step.",
         needs=("device != cpu", "memory.cpu_offload = false"),
         known_as="DeepSpeed offload_optimizer; Megatron optimizer_cpu_offload",
     )

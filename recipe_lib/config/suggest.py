@@ -1,6 +1,7 @@
 """The nearest valid spelling of what a user wrote, for `did you mean ...?`."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 from recipe_lib.redaction import redact
 
@@ -9,8 +10,6 @@ CLOSE_ENOUGH = 0.6  # difflib ratio; below it a suggestion misleads more often t
 
 def nearest(found: str, valid: Iterable[str], *, cutoff: float = CLOSE_ENOUGH) -> str | None:
     """The member of `valid` that is most like `found`, upper and lower case alike; None if none is close."""
-    from difflib import get_close_matches  # 6 ms, and only a faulty config needs it
-
     spelled = {name.lower(): name for name in valid}
     close = get_close_matches(found.lower()[:200], list(spelled), n=1, cutoff=cutoff)
     return spelled[close[0]] if close else None

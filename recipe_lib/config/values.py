@@ -12,7 +12,7 @@ from typing import Any
 from recipe_lib.config import registry
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.keys import Key
-from recipe_lib.config.read_yaml import Node
+from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, quote, show
 
 LARGEST_INTEGER = 2**63 - 1
@@ -30,7 +30,7 @@ class MismatchError(Exception):
     """The value does not fit its key; the text is `found ..., expected ...` with the remedy."""
 
 
-def convert(node: Node, key: Key, *, typed: bool = False) -> Any:
+def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
     """The value of a node as its key wants it; MismatchError if it does not fit.
 
     typed: it was typed on a command line, where a number may stand for text without quotes.
@@ -65,7 +65,7 @@ def _to_path(value: str, key: Key) -> str:
     return path
 
 
-def _convert(node: Node, kind: Any, key: Key, typed: bool) -> Any:
+def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     origin = typing.get_origin(kind)
     if origin is list:
         return _convert_list(node, typing.get_args(kind)[0], key, typed)
@@ -81,7 +81,7 @@ def _convert(node: Node, kind: Any, key: Key, typed: bool) -> Any:
     return value
 
 
-def _convert_scalar(node: Node, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
+def _convert_scalar(node: YamlNode, kind: Any, key: Key, typed: bool, *, is_choice: bool) -> Any:
     """is_choice: a text is one of the key's choices, if it has any, and not a free one."""
     if node.kind != "scalar":
         raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
@@ -95,13 +95,13 @@ def _convert_scalar(node: Node, kind: Any, key: Key, typed: bool, *, is_choice: 
     return Path(text) if kind is Path else text
 
 
-def _to_bool(node: Node, key: Key) -> bool:
+def _to_bool(node: YamlNode, key: Key) -> bool:
     if not node.quoted and node.text.lower() in (*_TRUE, *_FALSE):
         return node.text.lower() in _TRUE
     raise _unfit(node, key, node.text.lower() in (*_TRUE, *_FALSE))
 
 
-def _to_int(node: Node, key: Key) -> int:
+def _to_int(node: YamlNode, key: Key) -> int:
     if node.quoted or not _INTEGER.fullmatch(node.text):
         whole = None if node.quoted else _whole_number(node.text)
         remedy = f"; write {whole}" if whole is not None else ""
@@ -114,7 +114,7 @@ def _to_int(node: Node, key: Key) -> int:
     return int(node.text)
 
 
-def _to_float(node: Node, key: Key) -> float:
+def _to_float(node: YamlNode, key: Key) -> float:
     # `1e-5` is text to YAML 1.1, and people have learned to quote it: with or without quotes it is the number.
     if _NOT_FINITE.fullmatch(node.text):
         raise MismatchError(f"found {show(node.text)}, expected {expected(key)}; it has to be finite")
@@ -126,7 +126,7 @@ def _to_float(node: Node, key: Key) -> float:
     return value
 
 
-def _to_text(node: Node, key: Key, any_word: bool) -> str:
+def _to_text(node: YamlNode, key: Key, any_word: bool) -> str:
     """any_word: a number or a truth value is text too; a choice is compared with the choices, which says more."""
     text = node.text
     if not text:
@@ -140,7 +140,7 @@ def _to_text(node: Node, key: Key, any_word: bool) -> str:
     return text
 
 
-def _convert_list(node: Node, item_kind: Any, key: Key, typed: bool) -> list[Any]:
+def _convert_list(node: YamlNode, item_kind: Any, key: Key, typed: bool) -> list[Any]:
     if dataclasses.is_dataclass(item_kind):
         example = next(iter(typing.get_type_hints(item_kind)))
         remedy = f"; write [{{{example}: {show(node.text)}}}]" if node.kind == "scalar" and node.text else ""
@@ -166,7 +166,7 @@ def _convert_list(node: Node, item_kind: Any, key: Key, typed: bool) -> list[Any
     return values
 
 
-def _convert_mapping(node: Node, value_kind: Any, key: Key, typed: bool) -> dict[str, Any]:
+def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> dict[str, Any]:
     if node.kind != "mapping":
         raise MismatchError(f"found {describe(node)}, expected {expected(key)}")
     for name in node.entries:
@@ -178,7 +178,7 @@ def _convert_mapping(node: Node, value_kind: Any, key: Key, typed: bool) -> dict
     }
 
 
-def _as_written(node: Node) -> Any:
+def _as_written(node: YamlNode) -> Any:
     """A value whose key takes anything, read as YAML reads it."""
     if node.kind == "list":
         return [_as_written(item) for item in node.items]
@@ -295,7 +295,7 @@ def bounds(limits: typing.Mapping[str, Any]) -> str:
     return f" {' and '.join(parts)}{also}" if parts else ""
 
 
-def describe(node: Node) -> str:
+def describe(node: YamlNode) -> str:
     """What was found, in words."""
     if node.kind == "list":
         return "a list"
@@ -308,7 +308,7 @@ def describe(node: Node) -> str:
     return quote(node.text)
 
 
-def _unfit(node: Node, key: Key, only_the_quotes: bool, remedy: str = "") -> MismatchError:
+def _unfit(node: YamlNode, key: Key, only_the_quotes: bool, remedy: str = "") -> MismatchError:
     if node.quoted and only_the_quotes:
         return MismatchError(f"found {quote(node.text)} in quotes, expected {expected(key)}; remove the quotes")
     return MismatchError(f"found {describe(node)}, expected {expected(key)}{remedy}")
@@ -322,12 +322,12 @@ def _whole_number(text: str) -> int | None:
     return int(value) if math.isfinite(value) and value == int(value) and abs(value) < 2**53 else None
 
 
-def is_null(node: Node) -> bool:
+def is_null(node: YamlNode) -> bool:
     """Nothing, `null` or `~` is written, without quotes."""
     return node.kind == "scalar" and not node.quoted and (not node.text or node.text in _NULL)
 
 
-def _refuse_interpolation(node: Node) -> None:
+def _refuse_interpolation(node: YamlNode) -> None:
     """`${...}` stands for values (`recipe_lib.config.interpolation`), not for names."""
     for item in node.items:
         _refuse_interpolation(item)
@@ -337,7 +337,7 @@ def _refuse_interpolation(node: Node) -> None:
         _refuse_interpolation(value)
 
 
-def _by_likeness(node: Node, kinds: tuple[Any, ...]) -> list[Any]:
+def _by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
     """The kinds of a union, those first whose shape is that of the node, numbers before text."""
     order: list[Callable[[Any], bool]] = [
         lambda kind: (typing.get_origin(kind) is list) == (node.kind == "list"),

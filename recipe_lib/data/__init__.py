@@ -1,12 +1,12 @@
-"""Datasets: rows out of files, chat templates and label masks, the order of rows, batches."""
+"""Datasets: samples out of files, chat templates and label masks, the order of samples, batches."""
 
 from recipe_lib.data.batches import Batch, StepBatches, make_step, validation_steps
 from recipe_lib.data.checks import check_vocabulary, warn_of_overlap, warn_of_positions
-from recipe_lib.data.dataset import Dataset, Row
+from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.data.loader import step_batches
 from recipe_lib.data.order import DataPlan
 from recipe_lib.data.packing import Packs, pack
-from recipe_lib.data.packing_isolation import check_documents_apart
+from recipe_lib.data.packing_isolation import check_packing_isolation
 from recipe_lib.data.templates import render_prompt
 from recipe_lib.data.tokenize_dataset import PreparedData, build_dataset, build_validation_dataset, prepare_data
 
@@ -16,11 +16,11 @@ __all__ = [
     "DataPlan",
     "Dataset",
     "Packs",
-    "Row",
+    "TokenSequence",
     "StepBatches",
     "build_dataset",
     "build_validation_dataset",
-    "check_documents_apart",
+    "check_packing_isolation",
     "check_vocabulary",
     "make_step",
     "pack",

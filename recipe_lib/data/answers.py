@@ -1,4 +1,4 @@
-"""An answer as it is generated: the prompt that generation is given, and what a model must write behind it.
+"""An answer as it is generated: the prompt that generation is given, and what a model must write after it.
 
 Both are renderings of the chat template: of the conversation before the answer, with the prompt for the next one, and
 of the conversation in which the answer comes last.
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recipe_lib.data.samples import Message, RowFault, Wanted
+from recipe_lib.data.samples import Message, SampleFault, Wanted
 from recipe_lib.data.spans import Span, check_written, first_difference
 from recipe_lib.data.template_behavior import Habits
-from recipe_lib.data.thoughts import CLOSED, OPENED, behind_opening, thought_of, without_thought
+from recipe_lib.data.thoughts import CLOSED, OPENED, after_opening, thought_of, without_thought
 from recipe_lib.errors import DataError
 
 Renders = Callable[[Sequence[Message], Sequence[Wanted], Mapping[str, Any] | None], Sequence[str | DataError]]
@@ -58,7 +58,7 @@ class AnswerFinder:
     """The answers of one conversation. whole: its rendering."""
 
     def __init__(self, renders: Renders, messages: Sequence[Message], numbers: Sequence[int], writing: Writing) -> None:
-        """numbers: of the messages that will be asked for. Raises RowFault."""
+        """numbers: of the messages that will be asked for. Raises SampleFault."""
         self._renders, self._messages, self._writing = renders, messages, writing
         everything: Wanted = (len(messages), False, ())
         wanted = dict.fromkeys([everything, *((n, True, ()) for n in numbers), *((n + 1, False, ()) for n in numbers)])
@@ -66,11 +66,11 @@ class AnswerFinder:
         self.whole = self.text(everything)
 
     def text(self, wanted: Wanted) -> str:
-        """A rendering. A template that objects to a conversation makes the row a bad one, not the run."""
+        """A rendering. A template that objects to a conversation makes the sample a bad one, not the run."""
         return _text_of(self._found[wanted])
 
     def find(self, number: int) -> Answer:
-        """The answer with this number. Raises RowFault: the template does not go on from its own prompt, or leaves a
+        """The answer with this number. Raises SampleFault: the template does not go on from its own prompt, or leaves a
         part out. Raises DataError: it ends answers with nothing."""
         message, prompt = self._messages[number], self.text((number, True, ()))
         alone = self.text((number + 1, False, ()))
@@ -86,12 +86,12 @@ class AnswerFinder:
         """Whether generation stops at the last token of a text, white space left out."""
         return any(text.rstrip().endswith(stop) for stop in self._writing.stops if stop)
 
-    def differs(self, what: str, number: int, expected: str, found: str, remedy: str) -> RowFault:
+    def differs(self, what: str, number: int, expected: str, found: str, remedy: str) -> SampleFault:
         """A rendering that is not as expected. what: `the past` or `an answer`. remedy: what to set."""
         then = "what stands before it differently once it is there" if what == "the past" else "it otherwise later on"
         when = "as when generating" if what == "the past" else "as when the answer comes last"
         difference = first_difference(self._writing.tokens_of(found), self._writing.tokens_of(expected))
-        return RowFault(
+        return SampleFault(
             f"template writes {what} anew",
             f"message {number + 1}: the chat template writes {then}: {difference} {when}; set {remedy}",
         )
@@ -117,20 +117,20 @@ class AnswerFinder:
         if opened is None or not alone.startswith(prompt[: opened.start()]):
             return prompt, prompt + self._behind_its_turn(number, prompt, alone)
         letter, begin = self._letters[0], prompt[: opened.start()]
-        behind = behind_opening(alone, begin, message, self._writing.habits, letter, lambda m: self._with(number, m))
-        return prompt, prompt + behind
+        rest = after_opening(alone, begin, message, self._writing.habits, letter, lambda m: self._with(number, m))
+        return prompt, prompt + rest
 
     def _behind_its_turn(self, number: int, prompt: str, alone: str) -> str:
-        """What is written behind the beginning of the answer's turn, where what stands before that differs (a system
+        """What is written after the beginning of the answer's turn, where what stands before that differs (a system
         message that goes into the last question, and is left out once the answer is there)."""
         tokens = list(self._writing.special.finditer(prompt)) if self._writing.special else []
         begins = prompt[tokens[-1].start() :] if tokens else ""
         at = alone.rfind(begins) if begins else -1
         if at < 0:
             raise self.differs("the past", number, prompt, alone, "tokenizer.chat_template to one that does not")
-        behind = alone[at + len(begins) :]
-        check_written(self._messages[number], behind, number + 1)
-        return behind
+        rest = alone[at + len(begins) :]
+        check_written(self._messages[number], rest, number + 1)
+        return rest
 
     def _with(self, number: int, message: Message) -> str:
         (found,) = self._renders([*self._messages[:number], message], [(number + 1, False, ())], None)
@@ -149,18 +149,62 @@ class AnswerFinder:
         if begins:
             return body + begins, begins
         if is_call:
-            raise RowFault(
+            raise SampleFault(
                 "tool call without an end",
-                f"message {number + 1}: found a tool call that the chat template writes no end of turn behind, "
+                f"message {number + 1}: found a tool call that the chat template writes no end of turn after, "
                 "expected one that teaches the model to stop; set tokenizer.chat_template to one that does",
             )
         raise DataError(
-            f"{writing.place}: the chat template puts no special token behind an answer, so nothing would "
+            f"{writing.place}: the chat template puts no special token after an answer, so nothing would "
             "teach the model to stop; set tokenizer.chat_template to one that does, or data.template to plain"
         )
 
 
 def _text_of(found: str | DataError) -> str:
     if isinstance(found, DataError):
-        raise RowFault("refused by the chat template", str(found))
+        raise SampleFault("refused by the chat template", str(found))
     return found
+
+
+@dataclass(frozen=True)
+class Shared:
+    """text: of one sequence, to the end of its last answer. answers: those that are trained in it, in order."""
+
+    text: str
+    answers: Sequence[Answer]
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is trained, characters of the text."""
+        return [span for answer in self.answers for span in answer.spans]
+
+
+def shared_out(answers: Sequence[Answer], history: str, finder: AnswerFinder) -> list[Shared]:
+    """The sequences of a conversation, in the order of their last answers.
+
+    history: `auto`: as few as can be; `split`: one for each answer; `refuse`: one, or a SampleFault.
+    """
+    if history == "split":
+        return [Shared(answer.text, [answer]) for answer in answers]
+    if history == "refuse":
+        for answer in answers:
+            in_whole(answer, finder, "data.history to auto, or tokenizer.chat_template to one that does not")
+        return [Shared(answers[-1].text, answers)]
+    found: list[Shared] = []
+    left = list(answers)
+    while left:
+        text = left[-1].text
+        held = [answer for answer in left if text.startswith(answer.text)]
+        left = [answer for answer in left if not text.startswith(answer.text)]
+        found.append(Shared(text, held))
+    return found[::-1]
+
+
+def in_whole(answer: Answer, finder: AnswerFinder, remedy: str) -> None:
+    """Raises SampleFault if the rendering of the whole conversation does not hold the answer as it is generated.
+    remedy: what to set."""
+    written = answer.text[: len(answer.text) - len(answer.added)]
+    if not finder.whole.startswith(answer.prompt):
+        raise finder.differs("the past", answer.number, answer.prompt, finder.whole, remedy)
+    if not finder.whole.startswith(written):
+        raise finder.differs("an answer", answer.number, written, finder.whole, remedy)

@@ -1,7 +1,7 @@
 """Batches as a step takes them: right-padded by length, with token counts known before anything is computed.
 
-b rows, s tokens. A row holds one document, or several in packs; padding is told from tokens by length and never by id:
-a pad id may be a real token. Items of two rows (pairs) stay in one micro-batch, each row a document of its own.
+b sequences, s tokens. One holds one document, or several when packed; padding is known by length and never by id:
+a pad id may be a real token. Items of two sequences (pairs) stay in one micro-batch, each a separate document.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ Slots = Sequence[np.ndarray] | np.ndarray
 class Batch:
     """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none.
 
-    positions int64 `[b, s]` and attention: of packed rows; None for right-padded rows of one document each, where
-    causality is enough. segments int64 `[b, s]`: for items of several rows, which of the micro-batch's `num_segments`
-    rows a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None.
+    positions int64 `[b, s]` and attention: of packed sequences; None for right-padded ones of one document each, where
+    causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the micro-batch's
+    `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None.
     """
 
     tokens: torch.Tensor
@@ -61,8 +61,8 @@ class Batch:
 class StepBatches:
     """One step's micro-batches of this rank; the counts are those of all ranks together.
 
-    trained_tokens: targets that the loss counts. total_tokens: tokens of rows. padded_tokens: also padding.
-    items: rows, or pairs.
+    trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens: also padding.
+    items: sequences, or pairs.
     """
 
     micro_batches: list[Batch]
@@ -89,19 +89,19 @@ def make_step(
     accumulation: int,
     pad_id: int | None = None,
     multiple: int = 1,
-    row_length: int | None = None,
+    pack_length: int | None = None,
 ) -> StepBatches:
     """This rank's part of a step whose slots, over all ranks, are `slots` (`DataPlan.slots`, or one item number each).
 
     Micro-batch m of rank r takes `batch_size` slots from (m * data_ranks + r) * batch_size on, so that the items of a
     step do not depend on how they are divided. Needs no communication.
 
-    multiple: rows are padded to a multiple of so many tokens. row_length: rows are packs, padded to so many tokens
-    before that; None: rows of the longest slot of their micro-batch, packs if any slot of the step holds several items.
-    """
+    multiple: sequences are padded to a multiple of so many tokens. pack_length: they are packs, padded to so many
+    tokens before that; None: to the longest slot of their micro-batch, packs if any slot of the step holds several
+    items."""
     if len(slots) != batch_size * accumulation * data_ranks:
         raise ValueError(f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x {batch_size}")
-    step = _Step(dataset, slots, batch_size, pad_id, multiple, row_length)
+    step = _StepSlots(dataset, slots, batch_size, pad_id, multiple, pack_length)
     return step.batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
@@ -116,24 +116,24 @@ def validation_steps(
 ) -> Iterator[StepBatches]:
     """All items exactly once, one micro-batch a step: in file order, or with `packing_capacity` in packs of it.
 
-    A rank that runs out of items gets rows without labels, so that all ranks run the same number of batches.
+    A rank that runs out of items gets sequences without labels, so that all ranks run the same number of batches.
     """
     slots = [np.array([item]) for item in range(len(dataset.item_lengths))]
-    row_length = None
+    pack_length = None
     if packing_capacity:
         packs = pack(dataset.item_lengths, packing_capacity * dataset.group)
         slots = [packs[number] for number in range(len(packs))]
-        row_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
-    batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # more would be rows of nothing
+        pack_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
+    batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # more would be empty
     together = batch_size * data_ranks
     nothing = np.empty(0, dtype=np.int64)
     for start in range(0, len(slots), together):
         part = slots[start : start + together]
         part += [nothing] * (together - len(part))
-        yield _Step(dataset, part, batch_size, pad_id, multiple, row_length).batches([data_rank])
+        yield _StepSlots(dataset, part, batch_size, pad_id, multiple, pack_length).batches([data_rank])
 
 
-class _Step:
+class _StepSlots:
     """The slots of a step, of all ranks; micro-batch n takes `batch_size` of them from n * batch_size on."""
 
     def __init__(
@@ -143,12 +143,12 @@ class _Step:
         batch_size: int,
         pad_id: int | None,
         multiple: int,
-        row_length: int | None,
+        pack_length: int | None,
     ) -> None:
         self.dataset, self.batch_size = dataset, batch_size
         self.slots = [np.atleast_1d(slot) for slot in slots]
-        self.pad_id, self.multiple, self.row_length = pad_id or 0, multiple, row_length
-        self.packed = row_length is not None or any(len(slot) > 1 for slot in self.slots)
+        self.pad_id, self.multiple, self.pack_length = pad_id or 0, multiple, pack_length
+        self.packed = pack_length is not None or any(len(slot) > 1 for slot in self.slots)
 
     def batches(self, own: Sequence[int]) -> StepBatches:
         """own: numbers of this rank's micro-batches."""
@@ -163,7 +163,7 @@ class _Step:
         )
 
     def rows_of(self, number: int) -> list[list[int]]:
-        """For each row of a micro-batch the dataset's rows in it: all of a slot's, or one of them each."""
+        """For each row of a micro-batch the dataset's sequences in it: all of a slot's, or one of them each."""
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]
         held = [[int(item) * group + at for item in slot for at in range(group)] for slot in slots]
@@ -173,11 +173,11 @@ class _Step:
 
     def width(self, rows: list[list[int]]) -> int:
         """Tokens of a micro-batch's rows, padding included."""
-        longest = max([1, self.row_length or 0, *(int(self.dataset.lengths[row].sum()) for row in rows if row)])
+        longest = max([1, self.pack_length or 0, *(int(self.dataset.lengths[row].sum()) for row in rows if row)])
         return -(-longest // self.multiple) * self.multiple
 
     def batch(self, rows: list[list[int]]) -> Batch:
-        """The dataset's rows behind each other in each row of the batch."""
+        """The dataset's sequences, one after the other in each row of the batch."""
         width = self.width(rows)
         tokens = np.full((len(rows), width), self.pad_id, dtype=np.int64)
         labels = np.full((len(rows), width), IGNORED, dtype=np.int64)
@@ -188,11 +188,11 @@ class _Step:
             lengths.append([])
             start = 0
             for number in numbers:
-                row = self.dataset[number]
-                end = start + len(row.tokens)
-                tokens[at, start:end], labels[at, start:end] = row.tokens, row.labels
+                own = self.dataset[number]
+                end = start + len(own.tokens)
+                tokens[at, start:end], labels[at, start:end] = own.tokens, own.labels
                 segments[at, start:end] = segment
-                lengths[-1].append(len(row.tokens))
+                lengths[-1].append(len(own.tokens))
                 start, segment = end, segment + 1
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
         if self.packed:

@@ -1,4 +1,4 @@
-"""Tokenized rows on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
+"""Tokenized samples on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
 
 A folder `<cache>/<key>` holds the arrays of `recipe_lib.data.store` and `manifest.json`: their SHA-256 and the report.
 It is written under another name, synced and renamed, so that it is complete or not there. Who makes it holds the lock
@@ -8,12 +8,15 @@ says why to the other processes of the same launch, so that they do not all try 
 
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,8 +25,13 @@ import numpy as np
 from recipe_lib import errors
 from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.data.encoding import SourceEncoder
+from recipe_lib.data.sample_files import hash_of
+from recipe_lib.data.samples import TextTokenizer
+from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.store import ArrayWriter, difference, map_arrays
 from recipe_lib.errors import UserError
+from recipe_lib.files import flush_folder, write_bytes
 from recipe_lib.logs import get_logger
 
 MANIFEST = "manifest.json"
@@ -70,7 +78,9 @@ def load_or_make(root: Path, key: str, make: Make) -> Stored | None:
         return _read(root / key) or _made_under_lock(root, key, make)
     except _Unusable as unusable:
         get_logger().info(
-            "warning: data.cache_dir: tokenized rows cannot be kept in %s (%s); they are kept in memory", root, unusable
+            "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in memory",
+            root,
+            unusable,
         )
         return None
 
@@ -106,7 +116,7 @@ def _made(folder: Path, make: Make) -> Stored:
             writer.sync()
             _write_manifest(partial, writer.checksums, report)
             partial.rename(folder)
-            _sync_folder(folder.parent)
+            flush_folder(folder.parent)
             return Stored(map_arrays(folder), writer.checksums, report)
     finally:
         _remove_quietly(partial)
@@ -123,23 +133,12 @@ def _refusals_of_the_disk() -> Iterator[None]:
 
 def _write_manifest(folder: Path, checksums: Mapping[str, str], report: DataReport) -> None:
     content = {"checksums": dict(checksums), "report": report.to_json()}
-    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
-        json.dump({"content": content, "sha256": _checksum(content)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)
+    write_bytes(folder / MANIFEST, json.dumps({"content": content, "sha256": _checksum(content)}).encode())
+    flush_folder(folder)
 
 
 def _checksum(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(folder: Path, say: bool = False) -> Stored | None:
@@ -256,3 +255,75 @@ def _raise_known_failure(lock: TextIO) -> None:
     kind = getattr(errors, str(noted.get("error")), None)
     if isinstance(kind, type) and issubclass(kind, UserError):
         raise kind(*map(str, noted["faults"]))
+
+
+# What a tokenizer reads in its folder, and the packages and folders of ours whose code decides on ids and labels.
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens*", "added_tokens*", "chat_template*", "generation_config.json", "config.json",
+)  # fmt: skip
+PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow", "numpy")
+FOLDERS = ("data", "tokenizers")
+
+
+def cache_key(
+    settings: Mapping[str, Any],
+    files: Sequence[SampleFile],
+    encoders: Sequence[SourceEncoder],
+    tokenizer: TextTokenizer,
+) -> str | None:
+    """SHA-256 in hex over settings, the content and the place of all files, tokenizer, formats and our own code.
+
+    None: something has no file to look at, so that what was made of it must not be used again. Of a plugin's format
+    the file that it stands in is looked at, and not what that file imports. Raises DataError: a file cannot be read.
+    """
+    readers = [_code_of(encoder.read) for encoder in encoders]
+    token_files = _tokenizer_files(Path(tokenizer.place))
+    if None in readers or not token_files:
+        return None
+    decides = {
+        "settings": settings,
+        "files": [[file.place, file.identity] for file in files],
+        "columns": [encoder.columns for encoder in encoders],
+        "sources": [encoder.source.source for encoder in encoders],
+        "formats": readers,
+        "tokenizer": [tokenizer.place, token_files, tokenizer.chat_template, tokenizer.chat_template_place],
+        "ids": [tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos_by_default, sorted(tokenizer.stop_ids)],
+        "arrays": ARRAYS,
+        "code": _our_code(),
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+
+def _tokenizer_files(file: Path) -> list[list[str]]:
+    """Names and hashes of what a tokenizer is read from; empty, if it is no file."""
+    if not file.is_file():
+        return []
+    found = {file, *(path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file())}
+    return _hashes(found)
+
+
+def _code_of(reader: Any) -> list[str] | None:
+    """The name of a function and the hash of the file that it stands in."""
+    try:
+        file = Path(inspect.getsourcefile(inspect.unwrap(reader)) or "")
+    except TypeError:
+        return None
+    return [getattr(reader, "__qualname__", ""), *_hashes([file])[0]] if file.is_file() else None
+
+
+@cache
+def _our_code() -> list[Any]:
+    here = Path(__file__).parents[1]
+    files = _hashes(path for folder in FOLDERS for path in (here / folder).glob("*.py"))
+    return [files, [[name, _version(name)] for name in PACKAGES]]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _hashes(paths: Iterable[Path]) -> list[list[str]]:
+    return [[path.name, hash_of(path)["sha256"]] for path in sorted(paths)]

@@ -7,9 +7,9 @@ from recipe_lib.logs import get_logger
 
 
 def check_vocabulary(tokenizer: TextTokenizer, model_vocab_size: int, *datasets: Dataset | None) -> None:
-    """Raises DataError if the tokenizer, or a row of the datasets, has an id that the model has no embedding for.
+    """Raises DataError if the tokenizer, or a sequence of the datasets, has an id that the model has no embedding for.
 
-    A special token beyond the model's vocabulary is let pass while no row uses it: real checkpoints list some.
+    A special token beyond the model's vocabulary is let pass while no sequence uses it: real checkpoints list some.
     """
     place = tokenizer.place
     needed = max([tokenizer.ordinary_size - 1, *(i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None)])
@@ -28,25 +28,26 @@ def check_vocabulary(tokenizer: TextTokenizer, model_vocab_size: int, *datasets:
 
 
 def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
-    """Warns of rows that are longer than what the model was made for: they run, at positions that it never saw."""
+    """Warns of sequences that are longer than what the model was made for: they run, at positions that it never saw."""
     for dataset in datasets:
         longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0
         if dataset is not None and longer:
-            get_logger().info(  # every rank has the same rows; the first one says it
+            get_logger().info(  # every rank has the same sequences; the first one says it
                 "warning: %d of %d %s of %s are longer than the %d tokens that the model was made for "
                 "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
-                longer, len(dataset), dataset.report.unit, dataset.report.source, max_positions, max_positions,
+                longer, len(dataset), "sequences", dataset.report.source, max_positions, max_positions,
             )  # fmt: skip
 
 
-def warn_of_overlap(rows: Dataset, validation: Dataset | None) -> None:
-    """Warns of validation rows that are trained on, token by token the same: their loss says nothing of new rows."""
+def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
+    """Warns of validation sequences that are trained on, token by token the same: their loss says nothing of new
+    text."""
     if validation is None:
         return
-    shared = overlap(rows, validation)
+    shared = overlap(training, validation)
     if len(shared):
         get_logger().info(
             "warning: %d of %d validation %s of %s are training %s as well (first: %s); take them out of one",
-            len(shared), len(validation), validation.report.unit, validation.report.source, rows.report.unit,
+            len(shared), len(validation), "sequences", validation.report.source, "sequences",
             validation.place(int(shared[0])),
         )  # fmt: skip

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.sources import RowFile
+from recipe_lib.data.sources import SampleFile
 from recipe_lib.ops.cross_entropy import IGNORED
 
 # The arrays that a dataset is stored as, one file each, and the type of their numbers.
-ARRAYS = {"ids": "<i4", "trained": "u1", "offsets": "<i8", "file_of": "<i4", "row_of": "<i8", "digests": "<u8"}
+ARRAYS = {"ids": "<i4", "trained": "u1", "offsets": "<i8", "file_of": "<i4", "sample_of": "<i8", "digests": "<u8"}
 _PRINTED = ("ids", "trained", "offsets")  # what the fingerprint looks at
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenSequence:
     """tokens, labels: int32, equally long, at most max_seq_len; labels[i] is the target of tokens[i] or -100."""
 
     tokens: np.ndarray
@@ -28,30 +28,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where items come from. files: of all sources, in order. file_of: int32, row_of: int64 `[items]`, which file, and
-    which of its rows. digests: uint64 `[items]`, equal for items with the same tokens and labels."""
+    """Where items come from. files: of all sources, in order. file_of: int32, sample_of: int64 `[items]`, which file,
+    and which of its samples. digests: uint64 `[items]`, equal for items with the same tokens and labels."""
 
-    files: Sequence[RowFile]
+    files: Sequence[SampleFile]
     file_of: np.ndarray
-    row_of: np.ndarray
+    sample_of: np.ndarray
     digests: np.ndarray
 
     def place(self, item: int) -> str:
         """File and line of an item."""
-        return self.files[int(self.file_of[item])].place_of(int(self.row_of[item]))
+        return self.files[int(self.file_of[item])].place_of(int(self.sample_of[item]))
 
 
 class Dataset:
-    """Rows in flat arrays: all ids, where each row begins, and which ids the loss counts as targets.
+    """Token sequences in flat arrays: all ids, where each begins, and which ids the loss counts as targets.
 
-    A row keeps one id more than it has tokens, because its last id is only a target. ids: int32 `[n]`. lengths,
-    trained_counts: int64 `[rows]`, tokens and trained targets of each row. fingerprint: SHA-256 of rows, settings and
-    weights, in hex.
+    A sequence keeps one id more than it has tokens, because its last id is only a target. ids: int32 `[n]`. lengths,
+    trained_counts: int64 `[sequences]`, tokens and trained targets of each sequence. fingerprint: SHA-256 of sequences,
+    settings and weights, in hex.
 
-    An item is what an order is made of: `group` rows that stay together. group: 1, or 2 for preference pairs (row 2i
-    is chosen, row 2i + 1 rejected). items: how many. item_lengths: int64 `[items]`, tokens of all rows of an item.
-    source_of: int16 `[items]`, number of the source an item came from. weights: one for each source.
-    """
+    An item is what an order is made of: `group` sequences that stay together. group: 1, or 2 for preference pairs
+    (sequence 2i is chosen, sequence 2i + 1 rejected). items: how many. item_lengths: int64 `[items]`, tokens of all
+    sequences of an item. source_of: int16 `[items]`, number of the source an item came from. weights: one for each
+    source."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Dataset:
         origin: Origin | None = None,
         checksums: Mapping[str, str] | None = None,
     ) -> None:
-        """ids: int32 `[n]`; offsets: int64 `[rows + 1]`; trained: uint8 `[n]`. settings: enter the fingerprint.
+        """ids: int32 `[n]`; offsets: int64 `[sequences + 1]`; trained: uint8 `[n]`. settings: enter the fingerprint.
 
         source_of: None, if all items are from one source. checksums: SHA-256 of arrays by name, where they are known.
         """
@@ -87,33 +87,33 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> TokenSequence:
         if not 0 <= number < len(self):
-            raise IndexError(f"row {number} of {len(self)}")
+            raise IndexError(f"sequence {number} of {len(self)}")
         start, end = int(self._offsets[number]), int(self._offsets[number + 1])
         ids = self.ids[start:end]
         labels = np.where(self._trained[start + 1 : end], ids[1:], np.int32(IGNORED))
-        return Row(ids[:-1], labels)
+        return TokenSequence(ids[:-1], labels)
 
     def trained_tokens(self, number: int) -> int:
-        """How many targets of a row the loss counts."""
+        """How many targets of a sequence the loss counts."""
         return int(self.trained_counts[number])
 
     def place(self, item: int) -> str:
-        """File and line that an item came from; for a text cut into rows, the text's."""
+        """File and line that an item came from; for a text cut into sequences, the text's."""
         if not 0 <= item < self.items:
             raise IndexError(f"item {item} of {self.items}")
         return self._origin.place(item) if self._origin else f"{self.report.source} (item {item + 1})"
 
     def sequence_of(self, item: int) -> tuple[int, int]:
-        """Which of the sequences of its row an item is, from 1, and how many of them there are."""
+        """Which of the sequences of its sample an item is, from 1, and how many of them there are."""
         if self._origin is None:
             return 1, 1
-        here = (self._origin.file_of[item], self._origin.row_of[item])
+        here = (self._origin.file_of[item], self._origin.sample_of[item])
         first = last = item
-        while first and (self._origin.file_of[first - 1], self._origin.row_of[first - 1]) == here:
+        while first and (self._origin.file_of[first - 1], self._origin.sample_of[first - 1]) == here:
             first -= 1
-        while last + 1 < self.items and (self._origin.file_of[last + 1], self._origin.row_of[last + 1]) == here:
+        while last + 1 < self.items and (self._origin.file_of[last + 1], self._origin.sample_of[last + 1]) == here:
             last += 1
         return item - first + 1, last - first + 1
 
@@ -130,7 +130,7 @@ class Dataset:
 
     @cached_property
     def largest_id(self) -> int:
-        """The largest id in any row."""
+        """The largest id in any sequence."""
         return int(self.ids.max())
 
 
@@ -153,6 +153,6 @@ def copies(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found[by_item], earlier[by_item]
 
 
-def overlap(rows: "Dataset", validation: "Dataset") -> np.ndarray:
+def overlap(training: "Dataset", validation: "Dataset") -> np.ndarray:
     """Validation items that are training items as well, token by token; int64, ascending."""
-    return np.flatnonzero(np.isin(validation.digests, rows.digests))
+    return np.flatnonzero(np.isin(validation.digests, training.digests))

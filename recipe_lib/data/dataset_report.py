@@ -1,4 +1,4 @@
-"""What became of the rows of a dataset, in numbers and in lines for the log."""
+"""What became of the samples of a dataset, in numbers and in lines for the log."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from recipe_lib.errors import DataError
 
 @dataclass
 class DataReport:
-    """Counts of one pass over a dataset. Tokens are targets: what a row's tokens are to predict.
+    """Counts of one pass over a dataset. Tokens are targets: what a sequence's tokens are to predict.
 
-    A pair counts as one row that was read and as two rows of the dataset, a conversation that becomes several sequences
-    as one that was read and as so many of the dataset. parts: the same for each source, where there are several.
+    A pair counts as one sample that was read and as two sequences, a conversation that becomes several sequences as one
+    sample and as so many. parts: the same for each source, where there are several.
     """
 
     source: str
@@ -23,73 +23,68 @@ class DataReport:
     train_on: str | list[str] = "assistant"
     adds_bos: bool = False
     history: str = "auto"
-    rows_read: int = 0
-    rows: int = 0
+    samples_read: int = 0
+    sequences: int = 0
     pairs: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
-    bad_rows: Counter[str] = field(default_factory=Counter)
-    first_bad: dict[str, str] = field(default_factory=dict)  # cause -> the first such row's place and detail
-    truncated_rows: int = 0
-    skipped_long_rows: int = 0
-    emptied_rows: int = 0  # truncated rows whose whole answer was cut off; they are left out
-    long_answer_tokens: int = 0  # trained tokens of rows over the limit, before anything was cut
+    bad_samples: Counter[str] = field(default_factory=Counter)
+    first_bad: dict[str, str] = field(default_factory=dict)  # cause -> the first such sample's place and detail
+    truncated_sequences: int = 0
+    skipped_long_sequences: int = 0
+    emptied_sequences: int = 0  # truncated sequences whose whole answer was cut off; they are left out
+    long_answer_tokens: int = 0  # trained tokens of sequences over the limit, before anything was cut
     lost_answer_tokens: int = 0
     untrained_ends: int = 0  # answers whose beginning is trained and whose end-of-turn token is not
-    texts: int = 0  # documents, which are cut into rows
-    text_tokens: int = 0  # tokens of those rows
-    dropped_pieces: int = 0  # last pieces of documents that do not fill a row
+    texts: int = 0  # documents, which are cut into sequences
+    text_tokens: int = 0  # tokens of those sequences
+    dropped_pieces: int = 0  # last pieces of documents that do not fill a sequence
     dropped_tokens: int = 0
-    apart_rows: int = 0
-    unseen_rows: int = 0  # rows (pairs) with a message of the system or the user that the template does not write
-    split_rows: int = 0  # conversations that became several sequences, and how many; before long ones are cut
+    apart_samples: int = 0
+    unseen_samples: int = 0  # samples with a message of the system or the user that the template does not write
+    split_samples: int = 0  # conversations that became several sequences, and how many; before long ones are cut
     split_sequences: int = 0
     split_tokens: int = 0  # of these sequences, and of the same conversations in one sequence each
     unsplit_tokens: int = 0
     marked_answers: int = 0  # answers of which the template itself says what is trained
-    marks_behind: int = 0  # of them, those where it adds white space behind the end of the turn
+    marks_with_space_after: int = 0  # of them, those where it adds white space after the end of the turn
     marks_differing: int = 0  # those where it says something else than what is generated
     first_mark: str = ""
-    duplicate_rows: int = 0  # the same as an earlier one, token by token; they are trained on all the same
+    duplicate_sequences: int = 0  # the same as an earlier one, token by token; they are trained on all the same
     first_duplicate: str = ""
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
-    def unit(self) -> str:
-        """What the rows of the dataset are, in words."""
-        return "sequences" if self.split_sequences else "rows"
-
-    @property
     def sequences_read(self) -> int:
-        """Rows that were read, those that became several sequences counted so often."""
-        return self.rows_read + self.split_sequences - self.split_rows
+        """Samples that were read, those that became several sequences counted so often."""
+        return self.samples_read + self.split_sequences - self.split_samples
 
     @property
-    def trained_share(self) -> float:
+    def label_token_fraction(self) -> float:
         """Share of the tokens that the loss counts, 0 to 1."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, other: "DataReport") -> None:
-        """Adds the counts of another pass, over rows that come later."""
+        """Adds the counts of another pass, over samples that come later."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if self.template == "none":
             self.template = other.template
         self.first_mark = self.first_mark or other.first_mark
-        self.bad_rows.update(other.bad_rows)
+        self.bad_samples.update(other.bad_samples)
         self.first_bad = other.first_bad | self.first_bad
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         parts = [part.to_json() for part in self.parts]
-        return vars(self) | {"bad_rows": dict(self.bad_rows), "parts": parts}
+        return vars(self) | {"bad_samples": dict(self.bad_samples), "parts": parts}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "DataReport":
         """The report that `to_json` made into values. Raises TypeError or KeyError for anything else."""
         parts = [DataReport.from_json(part) for part in content["parts"]]
-        return DataReport(**dict(content) | {"bad_rows": Counter(content["bad_rows"]), "parts": parts})
+        return DataReport(**dict(content) | {"bad_samples": Counter(content["bad_samples"]), "parts": parts})
 
     def check_share(self) -> None:
         """Raises DataError if, from one of the sources, the loss counts no token or every token."""
@@ -101,16 +96,15 @@ class DataReport:
     def share_fault(self) -> str | None:
         """What is wrong with the share of trained tokens of one source; None: nothing.
 
-        Texts are learned as a whole, and so is everything where `data.train_on` is all. A row's first token is never
-        trained, because nothing stands before it; it is a prompt only if it was meant to be one.
-        """
+        Texts are learned as a whole, and so is everything where `data.train_on` is all. A sequence's first token is
+        never trained, because nothing stands before it; it is a prompt only if it was meant to be one."""
         tokens, trained = self.tokens - self.text_tokens, self.trained_tokens - self.text_tokens
         if self.train_on == "all" or not tokens or (trained and self.prompt_tokens):
             return None
-        found, wanted = ("every token", "prompts beside the answers") if trained else ("no token", "answers")
-        rows = "1 row" if self.rows == 1 else f"{self.rows} {self.unit}"
+        found, wanted = ("every token", "prompts and answers") if trained else ("no token", "answers")
+        sequences = "1 sequence" if self.sequences == 1 else f"{self.sequences} sequences"
         return (
-            f"found that the loss counts {found} of {rows}, expected {wanted}; correct data.format, "
+            f"found that the loss counts {found} of {sequences}, expected {wanted}; correct data.format, "
             "data.columns or data.train_on"
         )
 
@@ -118,12 +112,13 @@ class DataReport:
         """The report as log lines."""
         everything = self.train_on == "all" or self.texts > 0
         what = "all tokens" if everything else "answers incl. end-of-turn"
-        read = f"cut from {self.texts} texts" if self.texts else f"of {self.rows_read}"
-        read = f"from the {self.rows_read} rows" if self.split_sequences else read
-        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} {self.unit}"
+        read = f"cut from {self.texts} texts" if self.texts else f"of {self.samples_read} samples"
+        read = f"from the {self.samples_read} samples" if self.split_sequences else read
+        kind = f"{self.pairs} pairs" if self.pairs else f"{self.sequences} sequences"
         lines = [
             f"data: {kind} {read} read from {self.source} (format {self.format}, template "
-            f"{self.template}), {self.tokens} tokens; label tokens: {what}, {_percent(self.trained_share)}",
+            f"{self.template}), {self.tokens} tokens; label tokens: {what}, "
+            f"{_percent(self.label_token_fraction)}",
             *(f"data: {part.part_line()}" for part in self.parts),
             f"data: {self._bos_line()}",
         ]
@@ -131,17 +126,21 @@ class DataReport:
 
     def part_line(self) -> str:
         """One source among several, in a line."""
-        kind = f"{self.pairs} pairs" if self.pairs else f"{self.rows} {self.unit}"
-        read = f"from the {self.rows_read} rows of" if self.split_sequences else f"of {self.rows_read} from"
+        kind = f"{self.pairs} pairs" if self.pairs else f"{self.sequences} sequences"
+        read = (
+            f"from the {self.samples_read} samples of"
+            if self.split_sequences
+            else f"of {self.samples_read} samples from"
+        )
         return (
             f"{kind} {read} {self.source} (format {self.format}), {self.tokens} tokens, "
-            f"{_percent(self.trained_share)} trained"
+            f"{_percent(self.label_token_fraction)} trained"
         )
 
     def _sequence_lines(self) -> list[str]:
         """What became of conversations of several answers, and who says what an answer is."""
         lines = []
-        if self.split_rows:
+        if self.split_samples:
             why = (
                 "as data.history says"
                 if self.history == "split"
@@ -149,28 +148,32 @@ class DataReport:
             )
             cost = self.split_tokens / max(1, self.unsplit_tokens)
             lines.append(
-                f"data: {self.split_rows} conversations became {self.split_sequences} sequences, {why}: each answer "
-                f"stands behind the prompt that generation is given; {self.split_tokens} tokens in place of "
+                f"data: {self.split_samples} conversations became {self.split_sequences} sequences, {why}: each answer "
+                f"follows the prompt that generation is given; {self.split_tokens} tokens in place of "
                 f"{self.unsplit_tokens} ({cost:.2f} times as many)"
             )
         if self.marked_answers:
             lines.append(
                 f"data: of {self.marked_answers} answers the chat template itself says what is trained "
                 f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for, and in "
-                f"{self.marks_behind} white space behind the end of the turn is trained as well"
+                f"{self.marks_with_space_after} white space after the end of the turn is trained as well"
             )
             lines += [f"data: first that is not: {self.first_mark}"] if self.first_mark else []
         return lines
 
     def _lost_lines(self) -> list[str]:
         lines = []
-        long = self.truncated_rows + self.skipped_long_rows
+        long = self.truncated_sequences + self.skipped_long_sequences
         if long:
             share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
-            done = "truncated" if self.truncated_rows else "left out"
-            empty = f", {self.emptied_rows} of them left out because no answer was left" if self.emptied_rows else ""
+            done = "truncated" if self.truncated_sequences else "left out"
+            empty = (
+                f", {self.emptied_sequences} of them left out because no answer was left"
+                if self.emptied_sequences
+                else ""
+            )
             lines.append(
-                f"data: {long} of {self.sequences_read} {self.unit} ({_percent(long / self.sequences_read)}) exceed "
+                f"data: {long} of {self.sequences_read} sequences ({_percent(long / self.sequences_read)}) exceed "
                 f"{self.max_seq_len} "
                 f"tokens and were {done}{empty}; {_percent(share)} of their answer tokens lost"
             )
@@ -181,39 +184,42 @@ class DataReport:
             )
         if self.dropped_pieces:
             lines.append(
-                f"data: {self.dropped_pieces} last pieces of texts ({self.dropped_tokens} tokens) do not fill a row of "
+                f"data: {self.dropped_pieces} last pieces of texts ({self.dropped_tokens} tokens) do not fill a "
+                "sequence of "
                 f"{self.max_seq_len} tokens and were left out"
             )
         return lines
 
     def _bad_lines(self) -> list[str]:
         lines = []
-        if self.apart_rows:
+        if self.apart_samples:
             lines.append(
-                f"data: in {self.apart_rows} rows an answer's first letters would join the prompt's last token; "
+                f"data: in {self.apart_samples} samples an answer's first letters would join the prompt's last token; "
                 "the answer is encoded on its own there, as it is generated"
             )
-        if self.unseen_rows:
+        if self.unseen_samples:
             lines.append(
-                f"data: in {self.unseen_rows} rows the chat template leaves out a system's or user's message, which "
+                f"data: in {self.unseen_samples} samples the chat template leaves out a system's or user's message, "
+                "which "
                 "the model is never shown; set tokenizer.chat_template to one that writes it"
             )
-        if self.duplicate_rows:
+        if self.duplicate_sequences:
             lines.append(
-                f"data: {self.duplicate_rows} {self.unit} are the same as an earlier one, and are trained on all the "
+                f"data: {self.duplicate_sequences} sequences are the same as an earlier one, and are trained on all "
+                "the "
                 f"same (first: {self.first_duplicate})"
             )
-        bad = sum(self.bad_rows.values())
+        bad = sum(self.bad_samples.values())
         if bad:
-            causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_rows.most_common())
-            lines.append(f"data: {bad} of {self.rows_read} rows are bad and were left out: {causes}")
+            causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
+            lines.append(f"data: {bad} of {self.samples_read} samples are bad and were left out: {causes}")
             lines += [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
         return lines
 
     def _bos_line(self) -> str:
         if self.template == "chat":
             return "the chat template decides whether a sequence begins with BOS"
-        what = "text" if self.texts else "row"
+        what = "text" if self.texts else "sequence"
         return f"each {what} begins with BOS" if self.adds_bos else f"no BOS is put before a {what}"
 
 

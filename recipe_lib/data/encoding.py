@@ -1,4 +1,4 @@
-"""Rows of a file to tokens and labels, a run of rows at a time: what a tokenizing process does."""
+"""Samples of a file to tokens and labels, a run of samples at a time: what a tokenizing process does."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.samples import Completion, Conversation, Document, Preference, RowFault, Sample
-from recipe_lib.data.sources import RowFile
+from recipe_lib.data.samples import Completion, Conversation, Document, Preference, Sample, SampleFault
+from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError, UserError
 
 
 class Task(NamedTuple):
-    """Rows start .. stop (exclusive) of a file; stop None: the file cannot be counted, reading it says why.
+    """Samples start .. stop (exclusive) of a file; stop None: the file cannot be counted, reading it says why.
 
     source, file: their numbers, that of the file among those of all sources."""
 
@@ -29,32 +29,32 @@ class Task(NamedTuple):
 
 @dataclass
 class Chunk:
-    """What a run of rows became. ids int32, trained uint8: of all its rows, one behind the other. lengths: ids of each
-    row. row_of, digests: of each item. fault: why the run stops here; what came before it counts for nothing then."""
+    """What a run of samples became. ids int32, trained uint8: of all its sequences in order. lengths: ids of each.
+    sample_of, digests: of each item. fault: why the run stops here; what came before it counts for nothing then."""
 
     report: DataReport
     ids: array = field(default_factory=lambda: array("i"))
     trained: bytearray = field(default_factory=bytearray)
     lengths: array = field(default_factory=lambda: array("q"))
-    row_of: array = field(default_factory=lambda: array("q"))
+    sample_of: array = field(default_factory=lambda: array("q"))
     digests: array = field(default_factory=lambda: array("Q"))
     fault: UserError | None = None
 
-    def append(self, row: int, *encoded: tuple[Sequence[int], Sequence[bool]]) -> None:
-        """An item of one row, or of several that stay together; row: its number in the file."""
+    def append(self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]]) -> None:
+        """An item of one sequence, or of two that stay together. sample: its number in the file."""
         ids, trained = array("i"), bytearray()
-        for row_ids, row_trained in encoded:
-            ids.extend(row_ids)
-            trained.extend(row_trained)
-            self.lengths.append(len(row_ids))
+        for own_ids, own_trained in encoded:
+            ids.extend(own_ids)
+            trained.extend(own_trained)
+            self.lengths.append(len(own_ids))
         self.ids.extend(ids)
         self.trained.extend(trained)
-        self.row_of.append(row)
+        self.sample_of.append(sample)
         self.digests.append(digest_of(ids.tobytes(), bytes(trained)))
 
 
 class SourceEncoder:
-    """Encodes the rows of one source. section: the section of the config that names its columns, for error lines."""
+    """Encodes the samples of one source. section: the section of the config that names its columns, for error lines."""
 
     def __init__(
         self, cfg: DataConfig, source: SourceConfig, encoder: Encoder, max_seq_len: int, section: str = "data"
@@ -85,32 +85,32 @@ class SourceEncoder:
             history=encoder.history,
         )
 
-    def encode(self, file: RowFile, start: int, stop: int | None) -> Chunk:
-        """Rows start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
+    def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
+        """Samples start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
         chunk = Chunk(self.report())
         try:
-            for number, (place, row) in enumerate(file.read(start, stop), start):
-                chunk.report.rows_read += 1
+            for number, (place, sample) in enumerate(file.read(start, stop), start):
+                chunk.report.samples_read += 1
                 try:
-                    if isinstance(row, RowFault):
-                        raise row
-                    self._add(chunk, number, place, self.read(self._renamed(row, place)))
-                except RowFault as fault:
+                    if isinstance(sample, SampleFault):
+                        raise sample
+                    self._add(chunk, number, place, self.read(self._renamed(sample, place)))
+                except SampleFault as fault:
                     self._bad(chunk.report, place, fault)
         except UserError as error:
             chunk.fault = error
-        chunk.report.rows = len(chunk.lengths)
+        chunk.report.sequences = len(chunk.lengths)
         chunk.report.tokens = len(chunk.ids) - len(chunk.lengths)
         chunk.report.trained_tokens = chunk.trained.count(1)
         return chunk
 
-    def _renamed(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """The row under the names that the format knows. Raises RowFault for a column that is not there."""
-        renamed = dict(row)
+    def _renamed(self, sample: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """The sample under the names that the format knows. Raises SampleFault for a column that is not there."""
+        renamed = dict(sample)
         for name, own in self.columns.items():
-            if own in row:
-                renamed[name] = row[own]
-        missing = [name for name in self.required if self.columns.get(name, name) not in row]
+            if own in sample:
+                renamed[name] = sample[own]
+        missing = [name for name in self.required if self.columns.get(name, name) not in sample]
         if missing:
             if place.endswith(".txt"):
                 raise DataError(
@@ -118,19 +118,19 @@ class SourceEncoder:
                     "set data.format to text to train on the text itself"
                 )
             wanted = ", ".join(self.columns.get(name, name) for name in missing)
-            found = ", ".join(sorted(map(str, row))[:12]) or "none"
+            found = ", ".join(sorted(map(str, sample))[:12]) or "none"
             one = f".{missing[0]}=NAME" if self.section == "data" else f"={{{missing[0]}: NAME}}"
-            raise RowFault(
+            raise SampleFault(
                 f"no column {wanted}",
                 f"found the columns {found}, expected {wanted} (format {self.format}); "
                 f"name yours with {self.section}.columns{one}",
             )
         return renamed
 
-    def _bad(self, report: DataReport, place: str, fault: RowFault) -> None:
+    def _bad(self, report: DataReport, place: str, fault: SampleFault) -> None:
         if self.cfg.on_invalid == "error":
-            raise DataError(f"{place}: {fault}; correct the row, or set data.on_invalid to skip") from None
-        report.bad_rows[fault.cause] += 1
+            raise DataError(f"{place}: {fault}; correct the sample, or set data.on_invalid to skip") from None
+        report.bad_samples[fault.cause] += 1
         report.first_bad.setdefault(fault.cause, f"{place}: {fault}")
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
@@ -141,8 +141,8 @@ class SourceEncoder:
         items = self._items(report, place, sample)
         if isinstance(sample, Conversation | Preference):
             report.template = self.encoder.template
-        report.apart_rows += any(encoded.apart for item in items for encoded in item)
-        report.unseen_rows += any(encoded.left_out for item in items for encoded in item)
+        report.apart_samples += any(encoded.apart for item in items for encoded in item)
+        report.unseen_samples += any(encoded.left_out for item in items for encoded in item)
         for item in items:
             kept = self._shortened(report, place, item)
             if kept:
@@ -154,22 +154,22 @@ class SourceEncoder:
     def _items(
         self, report: DataReport, place: str, sample: Conversation | Completion | Preference
     ) -> list[tuple[Encoded, ...]]:
-        """What a row becomes: a pair, or its sequences one by one."""
+        """What a sample becomes: a pair, or its sequences one by one."""
         if isinstance(sample, Preference):
             return [self.encoder.encode_preference(sample)]
-        row = self.encoder.encode_row(sample)
-        if len(row.sequences) > 1:
-            report.split_rows += 1
-            report.split_sequences += len(row.sequences)
-            report.split_tokens += sum(len(encoded.ids) - 1 for encoded in row.sequences)
-            report.unsplit_tokens += row.whole_tokens - 1
-        if row.marked is not None:
-            report.marked_answers += len(row.marked.answers)
-            report.marks_behind += row.marked.behind
-            report.marks_differing += len(row.marked.differing)
-            if row.marked.differing and not report.first_mark:
-                report.first_mark = f"{place}: {row.marked.differing[0]}"
-        return [(encoded,) for encoded in row.sequences]
+        whole = self.encoder.encode_sample(sample)
+        if len(whole.sequences) > 1:
+            report.split_samples += 1
+            report.split_sequences += len(whole.sequences)
+            report.split_tokens += sum(len(encoded.ids) - 1 for encoded in whole.sequences)
+            report.unsplit_tokens += whole.whole_tokens - 1
+        if whole.marked is not None:
+            report.marked_answers += len(whole.marked.answers)
+            report.marks_with_space_after += whole.marked.space_after
+            report.marks_differing += len(whole.marked.differing)
+            if whole.marked.differing and not report.first_mark:
+                report.first_mark = f"{place}: {whole.marked.differing[0]}"
+        return [(encoded,) for encoded in whole.sequences]
 
     def _prompt_tokens(self, encoded: Encoded) -> int:
         """Tokens outside of the answers, BOS left out."""
@@ -177,36 +177,36 @@ class SourceEncoder:
         first_is_none |= encoded.ids[0] == self.encoder.tokenizer.bos_id
         return encoded.trained.count(False) - first_is_none
 
-    def _shortened(self, report: DataReport, place: str, rows: tuple[Encoded, ...]) -> tuple[Encoded, ...]:
-        """The rows of an item within the limit; none, if nothing is left to learn from it. A pair stays one: each of
-        its answers is cut at the same place, and both are left out where one is lost, or where they become equal."""
+    def _shortened(self, report: DataReport, place: str, sequences: tuple[Encoded, ...]) -> tuple[Encoded, ...]:
+        """The sequences of an item within the limit; none, if nothing is left to learn from it. A pair stays one: each
+        of its answers is cut at the same place, and both are left out where one is lost, or where they become equal."""
         room = self.max_seq_len + 1
-        longest = max(len(encoded.ids) for encoded in rows)
+        longest = max(len(encoded.ids) for encoded in sequences)
         if longest <= room:
-            return rows
+            return sequences
         policy = self.cfg.truncation
         if policy == "error":
             raise DataError(
                 f"{place}: found {longest - 1} tokens, expected at most max_seq_len={self.max_seq_len}; "
                 "raise max_seq_len, or set data.truncation to truncate or drop"
             )
-        cut = tuple(encoded.cut(room) for encoded in rows)
+        cut = tuple(encoded.cut(room) for encoded in sequences)
         lost = any(not any(encoded.trained) for encoded in cut) or (len(cut) == 2 and cut[0].ids == cut[1].ids)
         kept = () if policy == "drop" or lost else cut
-        answers = sum(sum(encoded.trained) for encoded in rows)
-        report.truncated_rows += policy == "truncate"
-        report.skipped_long_rows += policy == "drop"
-        report.emptied_rows += policy == "truncate" and lost
+        answers = sum(sum(encoded.trained) for encoded in sequences)
+        report.truncated_sequences += policy == "truncate"
+        report.skipped_long_sequences += policy == "drop"
+        report.emptied_sequences += policy == "truncate" and lost
         report.long_answer_tokens += answers
         report.lost_answer_tokens += answers - sum(sum(encoded.trained) for encoded in kept)
         return kept
 
     def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
-        """Cuts a text into rows of max_seq_len + 1 ids; the rest is dropped unless there is nothing else."""
+        """Cuts a text into sequences of max_seq_len + 1 ids; the rest is dropped unless there is nothing else."""
         encoder, report = self.encoder, chunk.report
         ids = encoder.tokenizer.encode(text, add_bos=encoder.add_bos)
         if len(ids) < 2:
-            raise RowFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
+            raise SampleFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
         report.texts += 1
         room = self.max_seq_len + 1
         for start in range(0, len(ids), room):

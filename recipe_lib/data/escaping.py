@@ -1,11 +1,12 @@
-"""Special tokens that a row only writes must stay text: a letter of our own inside each keeps it from being found."""
+"""Special tokens that a sample only writes must stay text: a letter of our own inside each keeps it from being
+found."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from recipe_lib.data.samples import RowFault
+from recipe_lib.data.samples import SampleFault
 
 # Unicode's private use areas, which no text should hold.
 PRIVATE_LETTERS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
@@ -18,17 +19,19 @@ def special_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def unused_letters(content: Any, template: str, count: int) -> list[str]:
-    """Letters that neither the content nor the template holds. Raises RowFault: there are none left."""
+    """Letters that neither the content nor the template holds. Raises SampleFault: there are none left."""
     taken = set(template).union(*texts_of(content))
     free = (letter for letter in map(chr, chain(*PRIVATE_LETTERS)) if letter not in taken)
     letters = list(islice(free, count))
     if len(letters) < count:
-        raise RowFault("too many private letters", "found every letter of Unicode's private use areas, expected text")
+        raise SampleFault(
+            "too many private letters", "found every letter of Unicode's private use areas, expected text"
+        )
     return letters
 
 
 def escaped(content: Any, special: re.Pattern[str] | None, find_letter: Callable[[], str]) -> tuple[Any, str | None]:
-    """The content with a letter behind the first character of each special token, and the letter; or the same
+    """The content with a letter after the first character of each special token, and the letter; or the same
     content and None where there is nothing to escape."""
     if special is None or not any(special.search(text) for text in texts_of(content)):
         return content, None

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from os.path import commonprefix
 
 from recipe_lib.data.answers import Answer, AnswerFinder, Renders
-from recipe_lib.data.samples import Message, RowFault, Wanted
+from recipe_lib.data.samples import Message, SampleFault, Wanted
 from recipe_lib.data.spans import Span, check_written
 from recipe_lib.errors import DataError
 
 
 @dataclass(frozen=True)
 class Marked:
-    """answers: with the template's marks for spans. whole: the rendering and all marks in it. behind: how many answers
-    differ from what would be trained without marks by white space behind their end alone. differing: the others, in
-    words."""
+    """answers: with the template's marks for spans. whole: the rendering and all marks in it. space_after: how many
+    answers differ from what would be trained without marks by white space after their end alone. differing: the others,
+    in words."""
 
     answers: list[Answer]
     whole: tuple[str, list[Span]]
-    behind: int
+    space_after: int
     differing: list[str]
 
 
@@ -31,11 +31,11 @@ def marked_answers(
     closing: str,
 ) -> Marked:
     """letters: two that neither the messages nor the template hold. closing: as `TurnEnd` has it, which comes with the
-    last answer of a conversation alone. Raises RowFault: an answer has no mark."""
+    last answer of a conversation alone. Raises SampleFault: an answer has no mark."""
     everything: Wanted = (len(messages), False, ())
     wanted = [everything, *((number + 1, False, ()) for number in numbers)]
     found = dict(zip(wanted, renders(messages, wanted, {"marks": list(letters)}), strict=True))
-    answers, behind, differing = [], 0, []
+    answers, space_after, differing = [], 0, []
     for number in numbers:
         prompt = finder.text((number, True, ()))
         text, spans = _read(found[number + 1, False, ()], letters)
@@ -43,7 +43,7 @@ def marked_answers(
         written = len(text) - (len(closing) if closing.strip() and text.endswith(closing) else 0)
         own = [Span(span.start, min(span.end, written)) for span in spans if span.end > before and span.start < written]
         if not own:
-            raise RowFault(
+            raise SampleFault(
                 "answer without a mark",
                 f"message {number + 1}: found nothing that the chat template marks with generation, expected the "
                 "answer; set tokenizer.chat_template to one that marks every answer, or none",
@@ -53,18 +53,18 @@ def marked_answers(
         answer = Answer(number, text[: own[0].start], marked, tuple(own), "", finder.ends(marked))
         answers.append(answer)
         difference = _difference(answer, finder)
-        behind += difference == ""
+        space_after += difference == ""
         differing += [difference] if difference else []
-    return Marked(answers, _read(found[everything], letters), behind, differing)
+    return Marked(answers, _read(found[everything], letters), space_after, differing)
 
 
 def _difference(marked: Answer, finder: AnswerFinder) -> str | None:
-    """Where the marks are not what is trained without them: in words; empty: only behind the end; None: nowhere."""
+    """Where the marks are not what is trained without them: in words; empty: only after the end; None: nowhere."""
     where = f"message {marked.number + 1}: the template marks"
     texts = [marked.text[span.start : span.end] for span in marked.spans]
     try:
         found = finder.find(marked.number)
-    except (RowFault, DataError) as fault:
+    except (SampleFault, DataError) as fault:
         return f"{where} {_short(texts)}, which is not what generation is asked for ({fault})"
     (span,) = found.spans
     if marked.spans == found.spans and marked.text == found.text:
@@ -82,7 +82,7 @@ def _short(texts: Sequence[str]) -> str:
 def _read(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:
     """A rendering without the letters around marks, and where these are."""
     if isinstance(rendered, DataError):
-        raise RowFault("refused by the chat template", str(rendered))
+        raise SampleFault("refused by the chat template", str(rendered))
     begin, end = letters
     parts: list[str] = []
     spans: list[Span] = []

@@ -8,21 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HTTPError
+
 from recipe_lib.config.local_files import no_datasets
 from recipe_lib.config.schema_data import HUB
 from recipe_lib.data.parquet import without_nulls
-from recipe_lib.data.row_files import ROW_LIMIT, Located, RowFile, as_row, hash_of
+from recipe_lib.data.sample_files import SAMPLE_LIMIT, Located, SampleFile, as_sample, hash_of
 from recipe_lib.errors import DataError
 
 ROWS_AT_ONCE = 256
 NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")  # and no path, which `datasets` would read as well
 
 
-class HubRows(RowFile):
+class HubSamples(SampleFile):
     """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
 
-    def __init__(self, source: str, split: str, row_limit: int = ROW_LIMIT) -> None:
-        super().__init__(source, row_limit)
+    def __init__(self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT) -> None:
+        super().__init__(source, sample_limit)
         self.split = split
         if not NAME.fullmatch(source.removeprefix(HUB)):
             raise DataError(f"data.source: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET")
@@ -32,42 +34,41 @@ class HubRows(RowFile):
             raise DataError(no_datasets(source)) from None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._samples)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As RowFile says; inside a row, a field that holds null is left out."""
-        rows = self._rows
-        stop = len(rows) if stop is None else min(stop, len(rows))
+        """As SampleFile says; inside a sample, a field that holds null is left out."""
+        samples = self._samples
+        stop = len(samples) if stop is None else min(stop, len(samples))
         for first in range(start, stop, ROWS_AT_ONCE):
-            columns = rows[first : min(first + ROWS_AT_ONCE, stop)]
+            columns = samples[first : min(first + ROWS_AT_ONCE, stop)]
             for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
-                row = as_row(without_nulls(dict(zip(columns, values, strict=True))))
-                size = text_size(row)
-                yield self.place_of(number), row if size <= self.row_limit else self.too_large(size)
+                sample = as_sample(without_nulls(dict(zip(columns, values, strict=True))))
+                size = text_size(sample)
+                yield self.place_of(number), sample if size <= self.sample_limit else self.too_large(size)
 
-    def place_of(self, row: int) -> str:
-        """As RowFile says."""
-        return f"{self.place} (row {row + 1})"
+    def place_of(self, sample: int) -> str:
+        """As SampleFile says."""
+        return f"{self.place} (sample {sample + 1})"
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """As RowFile says, of the files that `datasets` keeps the rows in."""
+        """As SampleFile says, of the files that `datasets` keeps the samples in."""
         name = f"{self.place} {self.split}"
-        files = [Path(file["filename"]) for file in self._rows.cache_files]
+        files = [Path(file["filename"]) for file in self._samples.cache_files]
         if files:
             return {"name": name} | hash_of(*files)
         digest, size = hashlib.sha256(), 0
-        for _, row in self.read():
-            line = json.dumps(row, sort_keys=True, default=str).encode()
+        for _, sample in self.read():
+            line = json.dumps(sample, sort_keys=True, default=str).encode()
             digest.update(line)
             size += len(line)
         return {"name": name, "size": size, "sha256": digest.hexdigest()}
 
     @cached_property
-    def _rows(self) -> Any:
+    def _samples(self) -> Any:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
-        from huggingface_hub.errors import HTTPError
 
         name, _, subset = self.place.removeprefix(HUB).partition(":")
         try:

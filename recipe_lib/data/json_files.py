@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from recipe_lib.data.row_files import LocalFile, Located, empty, not_utf8, opened, parse_row
+from recipe_lib.data.sample_files import LocalFile, Located, empty, not_utf8, opened, parse_sample
 from recipe_lib.errors import DataError
 
 READ_BYTES = 2**20  # bytes that are read at a time
@@ -30,26 +30,27 @@ class JsonFile(LocalFile):
         return len(self._index)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As RowFile says."""
+        """As SampleFile says."""
         items = self._index[start:stop]
         with opened(self.path) as file:
-            for row, (first, end, _) in enumerate(items, start=start):
-                if end - first > self.row_limit:
-                    yield self.place_of(row), self.too_large(int(end - first))
+            for sample, (first, end, _) in enumerate(items, start=start):
+                if end - first > self.sample_limit:
+                    yield self.place_of(sample), self.too_large(int(end - first))
                     continue
                 file.seek(int(first))
-                yield self.place_of(row), parse_row(file.read(int(end - first)))
+                yield self.place_of(sample), parse_sample(file.read(int(end - first)))
 
-    def place_of(self, row: int) -> str:
-        """As RowFile says."""
-        line = int(self._index[row, 2])
-        return f"{self.place}:{line} (row {row + 1})" if line else f"{self.place} (row {row + 1})"
+    def place_of(self, sample: int) -> str:
+        """As SampleFile says."""
+        line = int(self._index[sample, 2])
+        return f"{self.place}:{line} (sample {sample + 1})" if line else f"{self.place} (sample {sample + 1})"
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """First byte, byte behind the last one and line (0: the file is the row) of each item, int64 `[rows, 3]`."""
+        """First byte, byte after the last one and line (0: the file is the sample) of each item, int64 `[samples,
+        3]`."""
         with opened(self.path) as file:
-            return np.array(_Scanner(file, self.place, self.row_limit).items(), np.int64).reshape(-1, 3)
+            return np.array(_Scanner(file, self.place, self.sample_limit).items(), np.int64).reshape(-1, 3)
 
 
 class _Scanner:
@@ -58,9 +59,9 @@ class _Scanner:
     `text[at]` is the next letter; `byte`, `line`, `column` say where it is in the file.
     """
 
-    def __init__(self, file: BinaryIO, place: str, row_limit: int) -> None:
-        """row_limit: a value of more letters is passed over, not decoded."""
-        self.file, self.place, self.row_limit = file, place, row_limit
+    def __init__(self, file: BinaryIO, place: str, sample_limit: int) -> None:
+        """sample_limit: a value of more letters is passed over, not decoded."""
+        self.file, self.place, self.sample_limit = file, place, sample_limit
         self.letters = codecs.getincrementaldecoder("utf-8")()
         self.decoder = json.JSONDecoder()
         self.text, self.at, self.ended = "", 0, False
@@ -128,7 +129,7 @@ class _Scanner:
         return array("q", (start, self.byte, 0)) if items is None else items
 
     def next_letter(self) -> str:
-        """Passes over blanks; the letter behind them, or nothing at the end of the file."""
+        """Passes over blanks; the letter after them, or nothing at the end of the file."""
         while True:
             match = _BLANK.match(self.text, self.at)
             self.advance(match.end() if match else self.at)
@@ -145,7 +146,7 @@ class _Scanner:
                 cut = error.msg.startswith("Unterminated") or error.pos >= len(self.text) - UNSURE
                 if self.ended or not cut:
                     raise self.invalid(error.msg, error.pos) from None
-                if len(self.text) - self.at > self.row_limit:
+                if len(self.text) - self.at > self.sample_limit:
                     self.pass_over()
                     return TOO_LONG
             except RecursionError:

@@ -58,7 +58,7 @@ class _Order:
 
     def __iter__(self) -> Iterator[Planned]:
         for step in self.steps:
-            yield self.plan.slots(step), self.plan.row_length(step)
+            yield self.plan.slots(step), self.plan.pack_length(step)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -81,8 +81,8 @@ class _StepMaker(TorchDataset):
         self.settings = (data_rank, data_ranks, batch_size, accumulation, pad_id, multiple)
 
     def __getitem__(self, planned: Planned) -> StepBatches:
-        slots, row_length = planned
-        return make_step(self.dataset, slots, *self.settings, row_length)
+        slots, pack_length = planned
+        return make_step(self.dataset, slots, *self.settings, pack_length)
 
 
 def _made_by_workers(maker: _StepMaker, order: _Order, workers: int) -> Iterator[StepBatches]:

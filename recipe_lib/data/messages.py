@@ -1,16 +1,17 @@
-"""Messages as chat APIs have them, out of the spellings that rows are found in; what cannot be used is a RowFault."""
+"""Messages as chat APIs have them, out of the spellings that samples are found in; what cannot be used is a
+SampleFault."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe_lib.data.samples import Conversation, Message, RowFault
+from recipe_lib.data.samples import Conversation, Message, SampleFault
 
-Row = Mapping[str, Any]
+RawSample = Mapping[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
-# The speakers of sharegpt rows, and of chat APIs.
+# The speakers of sharegpt samples, and of chat APIs.
 SPEAKERS = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "model": "assistant", "chatgpt": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
@@ -19,14 +20,14 @@ SPEAKERS = {
 CALLS = ("function_call", "tool_call")  # an assistant's turn that is a call, or a list of them, as JSON
 
 
-def read_turns(row: Row, name: str, *, where: str = "") -> list[Message]:
+def read_turns(sample: RawSample, name: str, *, where: str = "") -> list[Message]:
     """The messages of a column, each {from, value} or {role, content}. where: the column, if it is another one.
 
-    A call of a tool joins the words of the assistant before it, and calls behind each other become one message
+    A call of a tool joins the words of the assistant before it, and calls after each other become one message
     (unless only one of the two is to be trained).
     """
     messages: list[Message] = []
-    for number, turn in enumerate(list_of(row, name), start=1):
+    for number, turn in enumerate(list_of(sample, name), start=1):
         message = read_turn(turn, f"{where or name}[{number}]")
         calls = message.get("tool_calls")
         before = messages[-1] if messages else {}
@@ -41,7 +42,7 @@ def read_turns(row: Row, name: str, *, where: str = "") -> list[Message]:
 def name_calls(messages: Sequence[Message]) -> list[Message]:
     """The messages with an id for each call that has none, and the answers of tools with the id of their call.
 
-    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt rows have none.
+    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt samples have none.
     An id follows from the call and its place in the conversation.
     """
     named, open_calls = [], []
@@ -58,12 +59,12 @@ def name_calls(messages: Sequence[Message]) -> list[Message]:
     return named
 
 
-def _call_id(number: int, at: int, call: Row) -> str:
+def _call_id(number: int, at: int, call: RawSample) -> str:
     return hashlib.sha256(json.dumps([number, at, call], sort_keys=True).encode()).hexdigest()[:9]
 
 
-def read_turn(turn: Row, where: str) -> Message:
-    """One message in either spelling. where: its place in the row, for faults."""
+def read_turn(turn: RawSample, where: str) -> Message:
+    """One message in either spelling. where: its place in the sample, for faults."""
     if "from" not in turn:
         return read_message(turn, where, SPEAKERS)
     speaker = turn["from"]
@@ -76,25 +77,25 @@ def read_turn(turn: Row, where: str) -> Message:
         }
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         known = "human, gpt, system, tool, function_call or observation"
-        raise RowFault("unknown role", f"{where}: found the from {speaker!r}, expected {known}")
+        raise SampleFault("unknown role", f"{where}: found the from {speaker!r}, expected {known}")
     return kept | {"role": SPEAKERS[speaker], "content": text_of(turn, "value", where=where)}
 
 
-def is_call(turn: Row) -> bool:
+def is_call(turn: RawSample) -> bool:
     """A sharegpt turn that is nothing but the call of a tool."""
     return turn.get("from") in CALLS
 
 
-def read_message(message: Row, where: str, roles: Mapping[str, str] | None = None) -> Message:
-    """One {role, content}; content may be a list of text parts, or null beside tool_calls.
+def read_message(message: RawSample, where: str, roles: Mapping[str, str] | None = None) -> Message:
+    """One {role, content}; content may be a list of text parts, or null next to tool_calls.
 
-    roles: what a role is called in the row -> its name; without it the names of chat APIs.
+    roles: what a role is called in the sample -> its name; without it the names of chat APIs.
     """
     known = roles or {role: role for role in ROLES} | {"developer": "system"}
     role = message.get("role")
     if not isinstance(role, str) or role not in known:
-        hint = "; rows of {from, value} are read by the format sharegpt" if "from" in message else ""
-        raise RowFault("unknown role", f"{where}: found the role {role!r}, expected one of {', '.join(ROLES)}{hint}")
+        hint = "; samples of {from, value} are read by the format sharegpt" if "from" in message else ""
+        raise SampleFault("unknown role", f"{where}: found the role {role!r}, expected one of {', '.join(ROLES)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_part(part, where) for part in content)
@@ -105,12 +106,12 @@ def read_message(message: Row, where: str, roles: Mapping[str, str] | None = Non
     return _kept(message) | {"role": known[role], "content": content}
 
 
-def _kept(message: Row, *others: str) -> dict[str, Any]:
+def _kept(message: RawSample, *others: str) -> dict[str, Any]:
     """What else a message holds; nulls are left out. A `weight` of 0 is `train: false` in other words."""
     kept = {name: value for name, value in message.items() if value is not None and name not in (*others, "weight")}
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise RowFault("weight of a message", f"found the weight {weight!r} of a message, expected 0 or 1")
+        raise SampleFault("weight of a message", f"found the weight {weight!r} of a message, expected 0 or 1")
     return {"train": False} | kept if weight == 0 and weight is not None else kept
 
 
@@ -122,7 +123,7 @@ def _calls(text: str, where: str) -> list[dict[str, Any]]:
         found = None
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise RowFault(
+        raise SampleFault(
             "call that is no JSON",
             f"{where}: found a function_call that is no JSON object, expected "
             '{"name": ..., "arguments": {...}} or a list of them',
@@ -133,35 +134,37 @@ def _calls(text: str, where: str) -> list[dict[str, Any]]:
     ]
 
 
-def read_tools(row: Row) -> list[Row] | None:
+def read_tools(sample: RawSample) -> list[RawSample] | None:
     """The column `tools`: a list of descriptions, or one as JSON text; a bare function is put as chat APIs have it."""
-    tools = row.get("tools")
+    tools = sample.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise RowFault(
+            raise SampleFault(
                 "tools are no list", "tools: found text that is no JSON, expected a list of objects"
             ) from None
     if tools is None or tools == [] or (isinstance(tools, str) and not tools.strip()):
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RowFault("tools are no list", f"tools: found {kind_of(tools)}, expected a list of objects")
+        raise SampleFault("tools are no list", f"tools: found {kind_of(tools)}, expected a list of objects")
     return [{"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool for tool in tools]
 
 
-def conversation(messages: Sequence[Message], tools: Sequence[Row] | None = None) -> Conversation:
-    """Checks the order of the roles and that there is an answer. Raises RowFault."""
+def conversation(messages: Sequence[Message], tools: Sequence[RawSample] | None = None) -> Conversation:
+    """Checks the order of the roles and that there is an answer. Raises SampleFault."""
     check_order(messages)
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise RowFault("no answer", f"found {len(messages)} messages without an answer, expected one of the assistant")
+        raise SampleFault(
+            "no answer", f"found {len(messages)} messages without an answer, expected one of the assistant"
+        )
     check_answers(answers)
     return Conversation(messages, tools)
 
 
 def check_order(messages: Sequence[Message]) -> None:
-    """Raises RowFault for a message that cannot follow the one before it."""
+    """Raises SampleFault for a message that cannot follow the one before it."""
     before = "the start"
     for number, message in enumerate(messages, start=1):
         role = message["role"]
@@ -169,48 +172,48 @@ def check_order(messages: Sequence[Message]) -> None:
         allowed = allowed or {"assistant": ("user", "tool"), "tool": ("assistant", "tool")}[role]
         if before not in allowed:
             after = " or ".join(allowed)
-            raise RowFault(
+            raise SampleFault(
                 "wrong role order", f"message {number}: found {role} after {before}, expected it after {after}"
             )
         before = role
 
 
 def check_answers(answers: Sequence[Message], what: str = "answer") -> None:
-    """Raises RowFault for one with nothing in it to train on."""
+    """Raises SampleFault for one with nothing in it to train on."""
     for message in answers:
         if not message["content"].strip() and not message.get("tool_calls"):
-            raise RowFault("empty answer", f"found an empty {what}, expected text to train on")
+            raise SampleFault("empty answer", f"found an empty {what}, expected text to train on")
 
 
-def text_of(row: Row, name: str, *, may_be_missing: bool = False, where: str = "") -> str:
-    """The text in a column. Raises RowFault: missing, no text, or not encodable as UTF-8."""
-    value = row.get(name)
+def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = "") -> str:
+    """The text in a column. Raises SampleFault: missing, no text, or not encodable as UTF-8."""
+    value = sample.get(name)
     if value is None and may_be_missing:
         return ""
     label = f"{where}.{name}" if where else name
     if not isinstance(value, str):
-        raise RowFault(f"{name} is no text", f"{label}: found {kind_of(value)}, expected text")
+        raise SampleFault(f"{name} is no text", f"{label}: found {kind_of(value)}, expected text")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowFault(
+        raise SampleFault(
             "half a character",
             f"{label}: found half a surrogate pair at character {error.start + 1}, expected whole characters",
         ) from None
     return value
 
 
-def list_of(row: Row, name: str) -> list[Row]:
-    """The list of objects in a column. Raises RowFault."""
-    value = row.get(name)
+def list_of(sample: RawSample, name: str) -> list[RawSample]:
+    """The list of objects in a column. Raises SampleFault."""
+    value = sample.get(name)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RowFault(f"{name} is no list", f"{name}: found {kind_of(value)}, expected a list of objects")
+        raise SampleFault(f"{name} is no list", f"{name}: found {kind_of(value)}, expected a list of objects")
     return value
 
 
 def _text_part(part: Any, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise RowFault("not text", f"{where}: found {kind_of(part)} in content, expected parts of the type text")
+        raise SampleFault("not text", f"{where}: found {kind_of(part)} in content, expected parts of the type text")
     return text_of(part, "text", where=where)
 
 

@@ -2,7 +2,7 @@
 
 The order of an epoch sorts the items by 64-bit numbers drawn from Philox-4x64 with the key (seed, epoch). numpy
 guarantees that stream for all versions and platforms (unlike `Generator.permutation`), so a run can be resumed
-elsewhere. Two equal numbers, one chance in 10^7 for a million rows, keep file order.
+elsewhere. Two equal numbers, one chance in 10^7 for a million sequences, keep file order.
 """
 
 import math
@@ -21,9 +21,9 @@ _EPOCHS_KEPT = 2
 
 
 class Items(Protocol):
-    """What a plan needs to know of a dataset. An item is a row, or a pair of rows that stay together.
+    """What a plan needs to know of a dataset. An item is a sequence, or a pair of sequences that stay together.
 
-    group: rows of an item. item_lengths: int64 `[items]`, tokens. source_of: int `[items]`, the source of each.
+    group: sequences of an item. item_lengths: int64 `[items]`, tokens. source_of: int `[items]`, the source of each.
     weights: how often the items of each source are taken in an epoch.
     """
 
@@ -39,12 +39,12 @@ class Items(Protocol):
 @dataclass(frozen=True)
 class _Epoch:
     """items: in the order they are taken. packs: of places in that order, and the order of the packs; None: no packing.
-    row_length: tokens of the fullest pack."""
+    pack_length: tokens of the fullest pack."""
 
     items: np.ndarray
     packs: Packs | None = None
     pack_order: np.ndarray | None = None
-    row_length: int | None = None
+    pack_length: int | None = None
 
     @property
     def slots(self) -> int:
@@ -57,7 +57,8 @@ class _Epoch:
 
 
 class DataPlan:
-    """Which items each step takes, in so many slots: a slot is a row of a batch, and holds an item or a pack of them.
+    """Which items each step takes, in so many slots: a slot is a sequence of a batch, and holds an item or a pack of
+    them.
 
     The order of an epoch's slots does not depend on how many of them make a step, nor on ranks or workers. Slots left
     over at the end of an epoch are not used in it.
@@ -77,9 +78,8 @@ class DataPlan:
     ) -> None:
         """slots_per_step: batch_size x accumulation x ranks. shuffle false: file order in every epoch.
 
-        packing_capacity: tokens of a row that several items may share; for pairs, a pair's rows have that much each.
-        Raises DataError if an epoch has not one step.
-        """
+        packing_capacity: tokens of a sequence that several items may share; for pairs, a pair's sequences have that
+        much each. Raises DataError if an epoch has not one step."""
         self.slots_per_step = slots_per_step
         self._seed, self._shuffle, self._group = seed, shuffle, dataset.group
         self._capacity = packing_capacity * dataset.group if packing_capacity else None
@@ -128,16 +128,9 @@ class DataPlan:
         epoch, start = self._epoch(number), step * self.slots_per_step
         return [epoch.slot(at) for at in range(start, start + self.slots_per_step)]
 
-    def row_length(self, step: int) -> int | None:
+    def pack_length(self, step: int) -> int | None:
         """Tokens of the fullest pack of the epoch that a step is in; None without packing."""
-        return self._epoch(self.locate(step)[0]).row_length if self._capacity else None
-
-    def packing_efficiency(self, epoch: int = 0) -> float:
-        """Share of an epoch's packed rows that is no padding; 1 without packing, where a batch has its own width."""
-        found = self._epoch(epoch)
-        if found.row_length is None:
-            return 1.0
-        return float(self._lengths[found.items].sum() / (found.slots * found.row_length))
+        return self._epoch(self.locate(step)[0]).pack_length if self._capacity else None
 
     def _slots(self, epoch: int) -> int:
         return self._epoch(epoch).slots
@@ -182,7 +175,7 @@ class DataPlan:
     def _found(self, slots: int) -> str:
         if self._capacity:
             return f"data.packing: found {slots} packs of up to {self._capacity} tokens"
-        kind = "rows" if self._group == 1 else "pairs"
+        kind = "sequences" if self._group == 1 else "pairs"
         return f"data.source: found {slots} usable {kind}" + ("" if self._plain else " an epoch by the weights")
 
 

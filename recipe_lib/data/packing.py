@@ -1,8 +1,7 @@
-"""Packs: items put together into rows of up to `capacity` tokens, by their lengths alone.
+"""Packs: items put together into sequences of up to `capacity` tokens, by their lengths alone.
 
-Best-fit decreasing: the longest item first, each into the fullest row that still has room for it. Rows with the same
-room left are alike, so that items of one length are placed by the hundred and not one by one.
-"""
+Best-fit decreasing: the longest item first, each into the fullest sequence that still has room for it. Sequences with
+the same room left are alike, so that items of one length are placed by the hundred and not one by one."""
 
 from dataclasses import dataclass
 

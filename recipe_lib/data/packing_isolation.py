@@ -1,4 +1,5 @@
-"""The check that documents in one row do not see each other, made with the model, backend and dtype that will train."""
+"""The check that documents in one sequence do not see each other, made with the model, backend and dtype that will
+train."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from recipe_lib.errors import SetupError
 from recipe_lib.ops.attention import document_positions, has_varlen, make_attention_info
 from recipe_lib.ops.device import holds_values
 
-# Two rows of two documents each, not cut at the same place.
+# Two sequences of two documents each, not cut at the same place.
 _LENGTHS = ((24, 40), (40, 24))
 _WIDTH = 64
 # Kernels add up in another order for documents by themselves; what is checked moves logits by far more.
@@ -28,10 +29,10 @@ class Evaluator(Protocol):
 
 
 @torch.no_grad()
-def check_documents_apart(
+def check_packing_isolation(
     model: nn.Module, spec: Any, device: torch.device | str, pipeline: Evaluator | None = None
 ) -> None:
-    """Packs documents into rows, changes some of them, and looks whether the logits of the others move.
+    """Packs documents into sequences, changes some of them, and looks whether the logits of the others move.
 
     model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its weights, sharded or
     not, compiled or not. spec: its shape. pipeline: what runs its stages, if it has any. A collective for a sharded
@@ -55,7 +56,8 @@ def check_documents_apart(
     remedy = "set data.packing to false, and report it with your versions of torch and driver"
     if leak > torch.finfo(dtype).eps / 8:
         raise SetupError(
-            f"data.packing: {where} a document's logits moved by {leak:.2%} when its neighbor in the row was changed, "
+            f"data.packing: {where} a document's logits moved by {leak:.2%} when its neighbor in the sequence was "
+            "changed, "
             f"expected 0%: packed documents see each other; {remedy}"
         )
     largest = _LARGEST_DIFFERENCE.get(dtype, 0.01)
@@ -72,16 +74,16 @@ def _measure(
     """How far logits move with a neighbor, how far they are from those of documents alone (each relative, the largest
     of all ranks), and their dtype."""
     first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)
-    for row, (length, _) in enumerate(_LENGTHS):
-        first[row, :length] = True
+    for sequence, (length, _) in enumerate(_LENGTHS):
+        first[sequence, :length] = True
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, first.shape, generator=generator)
     other = (tokens + 1) % vocab_size
-    documents = [part for row, parts in zip(tokens, _LENGTHS, strict=True) for part in row.split(parts)]
-    rows = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
+    documents = [part for sequence, parts in zip(tokens, _LENGTHS, strict=True) for part in sequence.split(parts)]
+    sequences = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
     logits, *moved = [_logits(model, part, device, pipeline) for part in packed]
-    padded = _logits(model, rows, device, pipeline, packed=False)
+    padded = _logits(model, sequences, device, pipeline, packed=False)
     measured, dtype = torch.zeros(2, device=device), next(model.parameters()).dtype
     if logits is not None and padded is not None:  # None: another rank has the last stage of a pipeline
         changes = zip(moved, (first, ~first), strict=True)
@@ -97,7 +99,7 @@ def _measure(
 def _logits(
     model: nn.Module, tokens: Tensor, device: torch.device, pipeline: Evaluator | None, *, packed: bool = True
 ) -> Any:
-    """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a row, padded behind it."""
+    """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a sequence, padded after it."""
     batch = Batch(tokens, tokens)
     if packed:
         positions, info = document_positions(_LENGTHS, _WIDTH), make_attention_info(_LENGTHS, _WIDTH)

@@ -1,4 +1,4 @@
-"""Parquet files, a batch of rows at a time, through pyarrow (it comes with the extra `datasets`)."""
+"""Parquet files, a batch of samples at a time, through pyarrow (it comes with the extra `datasets`)."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipe_lib.config.local_files import no_pyarrow
-from recipe_lib.data.row_files import ROW_LIMIT, LocalFile, Located, empty, opened
-from recipe_lib.data.samples import RowFault
+from recipe_lib.data.sample_files import SAMPLE_LIMIT, LocalFile, Located, empty, opened
+from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.units import GIB, MIB, format_bytes
 
@@ -19,16 +19,16 @@ ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 512 * MIB  # that a batch may unpack to
 # A file of repeated values unpacks to thousands of times its size. Text is packed to a third or a tenth.
 MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
-MAX_ROW_BYTES = GIB  # that the average row of a group may unpack to
+MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
 ROWS_PER_BYTE = 1000  # of the file
 MAGIC = b"PAR1"  # at both ends of the file
 
 
-class ParquetRows(LocalFile):
-    """A .parquet file; where its rows begin is what its footer says of the row groups."""
+class ParquetFile(LocalFile):
+    """A .parquet file; where its samples begin is what its footer says of the row groups."""
 
-    def __init__(self, path: Path, row_limit: int = ROW_LIMIT) -> None:
-        super().__init__(path, row_limit)
+    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT) -> None:
+        super().__init__(path, sample_limit)
         try:
             import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
@@ -38,7 +38,7 @@ class ParquetRows(LocalFile):
         return int(self._ends[-1])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As RowFile says; inside a row, a field that holds null is left out (see `without_nulls`)."""
+        """As SampleFile says; inside a sample, a field that holds null is left out (see `without_nulls`)."""
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
             return
@@ -51,48 +51,53 @@ class ParquetRows(LocalFile):
                 for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
                     skipped = min(max(start - number, 0), len(batch))
                     number += skipped
-                    for row in self._rows(batch.slice(skipped, stop - number)):
-                        yield self.place_of(number), row
+                    for sample in self._samples(batch.slice(skipped, stop - number)):
+                        yield self.place_of(number), sample
                         number += 1
                     if number >= stop:
                         return
 
-    def _rows(self, batch: Any) -> Iterator[dict[str, Any] | RowFault]:
-        """The rows of a batch, each on its own where one of them may be too large."""
-        if batch.nbytes <= self.row_limit:
+    def _samples(self, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
+        """The samples of a batch, each on its own where one of them may be too large."""
+        if batch.nbytes <= self.sample_limit:
             yield from map(without_nulls, batch.to_pylist())
             return
         for at in range(len(batch)):
-            row = batch.slice(at, 1)
-            yield self.too_large(row.nbytes) if row.nbytes > self.row_limit else without_nulls(row.to_pylist()[0])
+            sample = batch.slice(at, 1)
+            yield (
+                self.too_large(sample.nbytes)
+                if sample.nbytes > self.sample_limit
+                else without_nulls(sample.to_pylist()[0])
+            )
 
     def _rows_at_once(self, group: Any) -> int:
-        """Rows of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's metadata allows on average.
+        """Samples of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's metadata allows on
+        average.
 
-        A value that is kept once, in a dictionary, may be that of every row. Raises DataError for rows that cannot be.
-        """
-        row = 0.0
+        A value that is kept once, in a dictionary, may be that of every sample. Raises DataError for samples that
+        cannot be."""
+        sample = 0.0
         with opened(self.path) as content:
             for index in range(group.num_columns):
                 column = group.column(index)
                 own = column.total_uncompressed_size
                 once = _dictionary_bytes(content, column) if column.has_dictionary_page else 0
-                row += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
-        if row > MAX_ROW_BYTES:
+                sample += max(own, min(once, own) * column.num_values) / max(1, group.num_rows)
+        if sample > MAX_ROW_BYTES:
             raise DataError(
-                f"{self.place}: a row may unpack to {format_bytes(row)}, expected at most "
+                f"{self.place}: a sample may unpack to {format_bytes(sample)}, expected at most "
                 f"{format_bytes(MAX_ROW_BYTES)}; write the file again with smaller row groups, or take it from a "
                 "source you trust"
             )
-        return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(row, 1))))
+        return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample, 1))))
 
-    def place_of(self, row: int) -> str:
-        """As RowFile says."""
-        return f"{self.place} (row {row + 1})"
+    def place_of(self, sample: int) -> str:
+        """As SampleFile says."""
+        return f"{self.place} (sample {sample + 1})"
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """The number of rows up to the end of each row group, int64."""
+        """The number of samples up to the end of each row group, int64."""
         with _parquet(self.path) as file:
             groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
             counts = [group.num_rows for group in groups]
@@ -101,12 +106,13 @@ class ParquetRows(LocalFile):
             raise empty(self.place)
         return np.cumsum(counts, dtype=np.int64)
 
-    def _refuse_bomb(self, rows: int, unpacked: int) -> None:
+    def _refuse_bomb(self, samples: int, unpacked: int) -> None:
         """DataError for a file whose metadata speaks of far more than its bytes can hold."""
         size = os.path.getsize(self.path)
-        if unpacked > max(MOST_UNPACKED, LARGEST_RATIO * size) or rows > ROWS_PER_BYTE * size:
+        if unpacked > max(MOST_UNPACKED, LARGEST_RATIO * size) or samples > ROWS_PER_BYTE * size:
             raise DataError(
-                f"{self.place}: {format_bytes(size)} say that they unpack to {rows} rows of {format_bytes(unpacked)}, "
+                f"{self.place}: {format_bytes(size)} say that they unpack to {samples} samples of "
+                f"{format_bytes(unpacked)}, "
                 f"expected at most {LARGEST_RATIO} times the size; take the file from a source you trust"
             )
 
@@ -149,12 +155,12 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: the Parquet file cannot be read ({said}); write or download it again") from None
 
 
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of an Arrow table, without the nulls inside of its columns.
+def without_nulls(sample: dict[str, Any]) -> dict[str, Any]:
+    """A sample of an Arrow table, without the nulls inside of its columns.
 
     A table gives all objects of a column the same fields, filled up with nulls; a chat template would write them out.
     """
-    return {name: _bare(value) for name, value in row.items()}
+    return {name: _bare(value) for name, value in sample.items()}
 
 
 def _bare(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a dataset row is once it is read, whatever its format; and what a row that cannot be read raises."""
+"""What a dataset sample is once it is read, whatever its format; and what a sample that cannot be read raises."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Text as it stands, without a template; the loss counts the completion and the EOS behind it."""
+    """Text as it stands, without a template; the loss counts the completion and the EOS after it."""
 
     prompt: str
     completion: str
@@ -45,8 +45,8 @@ class Preference:
 Sample = Conversation | Completion | Document | Preference
 
 
-class RowFault(Exception):  # noqa: N818  (an outcome of reading a row, turned into a DataError or a count)
-    """A row that cannot be used. cause: a few words to count by; str(): what was found and expected."""
+class SampleFault(Exception):  # noqa: N818  (an outcome of reading a sample, turned into a DataError or a count)
+    """A sample that cannot be used. cause: a few words to count by; str(): what was found and expected."""
 
     def __init__(self, cause: str, detail: str) -> None:
         self.cause = visible(cause)
@@ -59,7 +59,7 @@ Wanted = tuple[int, bool, tuple[tuple[int, str], ...]]
 
 
 class AnswerEnd(Protocol):
-    """closing: what the template writes behind the end of an answer that comes last, and no model is asked for.
+    """closing: what the template writes after the end of an answer that comes last, and no model is asked for.
     next_turn: the special token of the next turn that ends an answer, where the template ends it with nothing."""
 
     @property

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders of files, hub datasets. Each is a list of RowFiles, read by row number."""
+"""Where samples come from: files, folders of files, hub datasets. Each is a list of SampleFiles, read by number."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,33 +6,32 @@ from pathlib import Path
 from recipe_lib.config.local_files import find_files
 from recipe_lib.config.schema import SourceConfig
 from recipe_lib.config.schema_data import is_hub, resolved_sources
-from recipe_lib.data.hub import HubRows
+from recipe_lib.data.hub import HubSamples
 from recipe_lib.data.json_files import JsonFile
-from recipe_lib.data.parquet import ParquetRows
-from recipe_lib.data.row_files import ROW_LIMIT, JsonLinesFile, Located, RowFile, TextFile
+from recipe_lib.data.parquet import ParquetFile
+from recipe_lib.data.sample_files import SAMPLE_LIMIT, JsonLinesFile, Located, SampleFile, TextFile
 
-__all__ = ["Located", "RowFile", "find_files", "open_sources", "read_rows", "resolved_sources"]
+__all__ = ["Located", "SampleFile", "find_files", "open_sources", "read_samples", "resolved_sources"]
 
-_KINDS: dict[str, Callable[[Path, int], RowFile]] = {
+_KINDS: dict[str, Callable[[Path, int], SampleFile]] = {
     ".json": JsonFile,
     ".jsonl": JsonLinesFile,
-    ".parquet": ParquetRows,
+    ".parquet": ParquetFile,
     ".txt": TextFile,
 }
 
 
-def open_sources(cfg: SourceConfig, row_limit: int = ROW_LIMIT) -> list[RowFile]:
-    """The files of one source (`cfg.source`, `cfg.split`), by name, which is the order of its rows.
+def open_sources(cfg: SourceConfig, sample_limit: int = SAMPLE_LIMIT) -> list[SampleFile]:
+    """The files of one source (`cfg.source`, `cfg.split`), by name, which is the order of its samples.
 
-    row_limit: bytes of a row; a larger one cannot be used. Files are looked up and not read yet. Raises DataError:
-    nothing is there, or a kind that is not read.
-    """
+    sample_limit: bytes of a sample; a larger one cannot be used. Files are looked up and not read yet. Raises
+    DataError: nothing is there, or a kind that is not read."""
     if is_hub(cfg.source):
-        return [HubRows(cfg.source, cfg.split or "train", row_limit)]
-    return [_KINDS[path.suffix](path, row_limit) for path in find_files(cfg.source)]
+        return [HubSamples(cfg.source, cfg.split or "train", sample_limit)]
+    return [_KINDS[path.suffix](path, sample_limit) for path in find_files(cfg.source)]
 
 
-def read_rows(source: str, split: str) -> Iterator[Located]:
-    """All rows of one source, in order. Raises DataError like `open_sources` and `RowFile.read`."""
+def read_samples(source: str, split: str) -> Iterator[Located]:
+    """All samples of one source, in order. Raises DataError like `open_sources` and `SampleFile.read`."""
     for file in open_sources(SourceConfig(source, split=split)):
         yield from file.read()

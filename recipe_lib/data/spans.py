@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.samples import Message, RowFault, Wanted
+from recipe_lib.data.samples import Message, SampleFault, Wanted
 from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits
 from recipe_lib.data.thoughts import under_its_name
 from recipe_lib.errors import DataError
@@ -41,7 +41,7 @@ def check_train_on(train_on: str | Sequence[str]) -> None:
 
 
 def picked(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
-    """Which messages are trained: by role, unless a message says `train` itself. Raises RowFault."""
+    """Which messages are trained: by role, unless a message says `train` itself. Raises SampleFault."""
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
     chosen = [message["role"] in roles for message in messages]
     if train_on == "all":
@@ -52,7 +52,9 @@ def picked(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[b
     for number, message in enumerate(messages):
         own = message.get("train")
         if own is not None and not isinstance(own, bool):
-            raise RowFault("train is no switch", f"message {number + 1}: found train {own!r}, expected true or false")
+            raise SampleFault(
+                "train is no switch", f"message {number + 1}: found train {own!r}, expected true or false"
+            )
         chosen[number] = chosen[number] if own is None else own
     return chosen
 
@@ -67,7 +69,7 @@ def find_others(
     """Where the messages with these numbers, none of them an answer, stand in the rendering of all.
 
     special: finds special tokens (None: there are none). letters: two that neither the messages nor the template hold.
-    Raises RowFault: the template objects, or does not write one of them once and by its text.
+    Raises SampleFault: the template objects, or does not write one of them once and by its text.
     """
     finder = _Finder(renders, messages, numbers, special, letters)
     return [finder.span(number) for number in numbers]
@@ -103,10 +105,10 @@ class _Finder:
         return [alone, (count, False, ((number, first), (number + 1, second)))]
 
     def _text(self, wanted: Wanted) -> str:
-        """A template that objects to a conversation makes the row a bad one, not the run."""
+        """A template that objects to a conversation makes the sample a bad one, not the run."""
         found = self._found[wanted]
         if isinstance(found, DataError):
-            raise RowFault("refused by the chat template", str(found))
+            raise SampleFault("refused by the chat template", str(found))
         return found
 
     def span(self, number: int) -> Span:
@@ -114,13 +116,13 @@ class _Finder:
         whole, count, (first, second) = self._whole, len(self._messages), self._letters
         around = self._text((count, False, ((number, first),))).split(first)
         if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
-            raise RowFault(
+            raise SampleFault(
                 "message not found",
                 f"message {number + 1}: found that the chat template writes it {len(around) - 1} times or differently "
                 f"by its text, expected once; it cannot be trained ({self._messages[number]['role']} in data.train_on)",
             )
         start, end = len(around[0]), len(whole) - len(around[1])
-        while start and whole[start - 1] == " ":  # most tokenizers join a space and the word behind it
+        while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
             start -= 1
         limit = len(whole)
         if number + 1 < count and self._messages[number + 1]["role"] == "assistant":
@@ -135,12 +137,13 @@ class _Finder:
 
 
 def check_written(message: Message, written: str, number: int) -> None:
-    """Raises RowFault if the template leaves out text or a call: the model would learn to say nothing in its place."""
+    """Raises SampleFault if the template leaves out text or a call: the model would learn to say nothing in its
+    place."""
     squeezed = _squeezed(written)
     for key in ("content", *THOUGHT_KEYS):
         text = message.get(key)
         if isinstance(text, str) and _squeezed(text) not in squeezed:
-            raise RowFault(
+            raise SampleFault(
                 "part of an answer left out",
                 f"message {number}: found a {key} that the chat template does not write in full "
                 f"({text.strip()[:24]!r}), expected a template that does; set tokenizer.chat_template to one",
@@ -148,7 +151,7 @@ def check_written(message: Message, written: str, number: int) -> None:
     for call in message.get("tool_calls") or ():
         name = name_of(call)
         if name is None or name not in written:
-            raise RowFault(
+            raise SampleFault(
                 "tool call left out",
                 f"message {number}: found a tool call that the chat template does not write, expected a template that "
                 "knows tool calls; set tokenizer.chat_template to one",
@@ -158,7 +161,7 @@ def check_written(message: Message, written: str, number: int) -> None:
 def left_out(messages: Sequence[Message], whole: str) -> int:
     """How many messages of the system and the user the template does not write: the model is never shown them.
 
-    No fault of a row: there are templates for models that were trained without a system message.
+    No fault of a sample: there are templates for models that were trained without a system message.
     """
     squeezed, count = "", 0
     for message in messages:
@@ -171,14 +174,14 @@ def left_out(messages: Sequence[Message], whole: str) -> int:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str) -> None:
-    """Raises RowFault if the template leaves out a tool: the model would call what it was never shown."""
+    """Raises SampleFault if the template leaves out a tool: the model would call what it was never shown."""
     for number, tool in enumerate(tools or (), start=1):
         name = name_of(tool)
         if name is not None and name not in whole:
-            raise RowFault(
+            raise SampleFault(
                 "tools left out",
                 f"tools[{number}]: found {name!r}, which the chat template does not write, expected a template that "
-                "shows tools; set tokenizer.chat_template to one, or leave the tools out of the rows",
+                "shows tools; set tokenizer.chat_template to one, or leave the tools out of the samples",
             )
 
 
@@ -191,7 +194,7 @@ def name_of(described: Any) -> str | None:
 
 def prepared(message: Message, number: int, habits: Habits) -> dict[str, Any]:
     """The message without `train`, and with thoughts and tool calls as the template reads them: most write arguments as
-    JSON themselves. Raises RowFault for text that is no JSON object."""
+    JSON themselves. Raises SampleFault for text that is no JSON object."""
     changed = under_its_name({key: value for key, value in message.items() if key != "train"}, habits)
     if not message.get("tool_calls"):
         return changed
@@ -214,7 +217,7 @@ def _object(text: str, number: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise RowFault(
+        raise SampleFault(
             "tool call's arguments are no JSON",
             f"message {number}: found the arguments {text[:40]!r} of a tool call, expected a JSON object",
         )

@@ -11,8 +11,7 @@ import numpy as np
 
 from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.encoding import Chunk
-
-BLOCK = 2**22  # bytes read at once
+from recipe_lib.files import sha256_of
 
 
 class ArrayWriter:
@@ -26,7 +25,7 @@ class ArrayWriter:
     def __init__(self, folder: Path | None) -> None:
         """Raises OSError."""
         self._folder, self._ids = folder, 0
-        self.items = self.rows = 0
+        self.items = 0
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
         self._files: dict[str, BinaryIO] = {}
         try:
@@ -49,12 +48,11 @@ class ArrayWriter:
         self._write("ids", np.frombuffer(chunk.ids, dtype=np.int32))
         self._write("trained", np.frombuffer(chunk.trained, dtype=np.uint8))
         self._write("offsets", np.cumsum(lengths) + self._ids)
-        self._write("file_of", np.full(len(chunk.row_of), file))
-        self._write("row_of", np.frombuffer(chunk.row_of, dtype=np.int64))
+        self._write("file_of", np.full(len(chunk.sample_of), file))
+        self._write("sample_of", np.frombuffer(chunk.sample_of, dtype=np.int64))
         self._write("digests", np.frombuffer(chunk.digests, dtype=np.uint64))
         self._ids += int(lengths.sum())
-        self.rows += len(lengths)
-        self.items += len(chunk.row_of)
+        self.items += len(chunk.sample_of)
 
     def sync(self) -> None:
         """Everything is on the disk. Raises OSError."""
@@ -95,10 +93,6 @@ def difference(folder: Path, checksums: Mapping[str, Any]) -> str | None:
     for name in ARRAYS:
         if not (folder / name).is_file():
             return f"{name} is missing"
-        digest = hashlib.sha256()
-        with open(folder / name, "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        if digest.hexdigest() != checksums.get(name):
+        if sha256_of(folder / name) != checksums.get(name):
             return f"{name} has other content than was written"
     return None

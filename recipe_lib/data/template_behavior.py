@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.data.samples import Message, Wanted
 from recipe_lib.errors import DataError
 
-# Where rows have the thought of an answer apart from its words.
+# Where samples have the thought of an answer apart from its words.
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
@@ -69,7 +69,7 @@ def _call(letter: str, text: bool) -> dict[str, Any]:
 
 
 def _reads(render: Render, key: str, letter: str, text: bool) -> bool:
-    """Whether a thought in this field is written, behind a question or before a tool call."""
+    """Whether a thought in this field is written, after a question or before a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _call("c", text))
     found = [render([_ASK, answer | {key: letter}], [(2, False, ())], [_TOOL])[0] for answer in answers]
     return any(letter in _text(one) for one in found)

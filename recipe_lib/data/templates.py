@@ -1,6 +1,6 @@
 """Turns a sample into ids and says which of them the loss counts.
 
-An answer is trained from the first token behind the prompt that generation would be given, up to and including the
+An answer is trained from the first token after the prompt that generation would be given, up to and including the
 token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it becomes ids.
 """
 
@@ -10,11 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from recipe_lib.data import spans
-from recipe_lib.data.answers import AnswerFinder, Writing
+from recipe_lib.data.answers import AnswerFinder, Writing, in_whole, shared_out
 from recipe_lib.data.escaping import escaped, special_pattern, unused_letters
 from recipe_lib.data.generation_tags import Marked, marked_answers
-from recipe_lib.data.history import in_whole, shared_out
-from recipe_lib.data.samples import Completion, Conversation, Message, Preference, RowFault, TextTokenizer, Wanted
+from recipe_lib.data.samples import Completion, Conversation, Message, Preference, SampleFault, TextTokenizer, Wanted
 from recipe_lib.data.spans import Span
 from recipe_lib.data.template_behavior import Habits, learn_habits
 from recipe_lib.data.thoughts import with_tags
@@ -49,8 +48,8 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class EncodedRow:
-    """A row's sequences. whole_tokens: ids of the whole conversation in one, where it became several. marked: how it
+class EncodedSample:
+    """A sample's sequences. whole_tokens: ids of the whole conversation in one, where it became several. marked: how it
     differs from the template's own marks, if the template has any and they were used."""
 
     sequences: Sequence[Encoded]
@@ -88,22 +87,23 @@ class Encoder:
         self._special = special_pattern(tokenizer.special_texts)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
-        """The one sequence of a sample. Raises RowFault for a sample that does not fit the template, or that becomes
+        """The one sequence of a sample. Raises SampleFault for a sample that does not fit the template, or that becomes
         several."""
-        return _only(self.encode_row(sample))
+        return _only(self.encode_sample(sample))
 
-    def encode_row(self, sample: Conversation | Completion) -> EncodedRow:
-        """Ids and trained targets of a sample's sequences. Raises RowFault for one that does not fit the template."""
+    def encode_sample(self, sample: Conversation | Completion) -> EncodedSample:
+        """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not fit the
+        template."""
         if isinstance(sample, Conversation):
             return self._conversation(sample.messages, sample.tools, spans.picked(sample.messages, self.train_on))
         (prompt, completion), literal = self._escape([sample.prompt, sample.completion])
         whole = prompt + completion + self._eos()
         found = [Span(0 if self.train_on == "all" else len(prompt), len(whole))]
-        return EncodedRow([self._mark(whole, found, literal, self.add_bos)])
+        return EncodedSample([self._mark(whole, found, literal, self.add_bos)])
 
     def encode_preference(self, sample: Preference) -> tuple[Encoded, Encoded]:
         """The prompt with the chosen answer, and with the rejected one; only the answers are trained, whatever
-        `train_on` says. Raises RowFault."""
+        `train_on` says. Raises SampleFault."""
         both = []
         for answer in (sample.chosen, sample.rejected):
             ours = [message["role"] == "assistant" and message.get("train") is not False for message in answer]
@@ -111,7 +111,9 @@ class Encoder:
             both.append(_only(self._conversation([*sample.prompt, *answer], sample.tools, mask, only=True)))
         chosen, rejected = both
         if chosen.ids == rejected.ids:
-            raise RowFault("nothing to prefer", "found the same chosen and rejected answer, expected two that differ")
+            raise SampleFault(
+                "nothing to prefer", "found the same chosen and rejected answer, expected two that differ"
+            )
         return chosen, rejected
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -125,10 +127,10 @@ class Encoder:
 
     def _conversation(
         self, messages: Sequence[Message], tools: Tools, picked: Sequence[bool], only: bool = False
-    ) -> EncodedRow:
+    ) -> EncodedSample:
         """only: the loss counts nothing but the picked messages, `train_on: all` or not."""
         if not any(picked):
-            raise RowFault(
+            raise SampleFault(
                 "no trained message",
                 f"found none of {len(messages)} messages to be trained, expected one that data.train_on names or that "
                 "says `train: true`",
@@ -139,11 +141,13 @@ class Encoder:
             (messages, tools), literal = self._escape(self._prepared(messages, tools))
             return self._shared_out(messages, tools, numbers, literal, inside)
         except RecursionError:
-            raise RowFault("nested too deep", "found lists or objects nested too deep, expected plainer ones") from None
+            raise SampleFault(
+                "nested too deep", "found lists or objects nested too deep, expected plainer ones"
+            ) from None
 
     def _shared_out(
         self, messages: Sequence[Message], tools: Tools, numbers: Sequence[int], literal: str | None, inside: bool
-    ) -> EncodedRow:
+    ) -> EncodedSample:
         """The messages with these numbers in as few sequences as the template allows; inside false: everything but
         them, in one."""
 
@@ -175,7 +179,7 @@ class Encoder:
         unseen, add_bos = spans.left_out(messages, finder.whole), self.add_bos and self.template == "plain"
         encoded = [self._mark(text, one, literal, add_bos, inside) for text, one in zip(texts, at, strict=True)]
         ends = [sum(not answer.ends for answer in one.answers) for one in sequences] or [0]
-        return EncodedRow(
+        return EncodedSample(
             [replace(one, left_out=unseen, untrained_ends=count) for one, count in zip(encoded, ends, strict=True)],
             len(self.tokenizer.encode_pieces([finder.whole], literal=literal)[0]) if len(encoded) > 1 else 0,
             marked,
@@ -280,7 +284,7 @@ class Encoder:
         trained[:1] = [False] * len(trained[:1])  # nothing stands before the first token to predict it from
         last = max((at for at, is_trained in enumerate(trained) if is_trained), default=-1)
         if last < 0:
-            raise RowFault("no trained token", "found no token that the loss would count, expected an answer")
+            raise SampleFault("no trained token", "found no token that the loss would count, expected an answer")
         ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
         answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, last + 1),)
         return Encoded(ids[: last + 1], trained[: last + 1], apart, answers)
@@ -316,18 +320,19 @@ class Encoder:
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def _only(row: EncodedRow) -> Encoded:
-    if len(row.sequences) > 1:
-        raise RowFault(
+def _only(sample: EncodedSample) -> Encoded:
+    if len(sample.sequences) > 1:
+        raise SampleFault(
             "several sequences",
-            f"found {len(row.sequences)} answers that the chat template writes in as many ways, expected one sequence; "
+            f"found {len(sample.sequences)} answers that the chat template writes in as many ways, expected one "
+            "sequence; "
             "set tokenizer.chat_template to one that does not write earlier answers anew",
         )
-    return row.sequences[0]
+    return sample.sequences[0]
 
 
 def render_plain(messages: Sequence[Message], add_generation_prompt: bool, eos: str) -> str:
-    """The built-in template: `User:` and `Assistant:` on lines of their own, EOS behind each answer."""
+    """The built-in template: `User:` and `Assistant:` on separate lines, EOS after each answer."""
     parts = []
     for message in messages:
         role, content = message["role"], message["content"]

@@ -39,7 +39,7 @@ def under_its_name(message: dict[str, Any], habits: Habits) -> dict[str, Any]:
 def with_tags(message: Message, letter: str) -> Message:
     """The message with the tags of its thought as they were, where `letter` was written into them: they are no words.
 
-    Some tokenizers have the tags as special tokens, and those that a row only writes are kept from being found.
+    Some tokenizers have the tags as special tokens, and those that a sample only writes are kept from being found.
     """
     content, begin, end = message.get("content"), f"<{letter}think>", f"<{letter}/think>"
     if message["role"] != "assistant" or not isinstance(content, str) or not content.lstrip().startswith(begin):
@@ -47,10 +47,10 @@ def with_tags(message: Message, letter: str) -> Message:
     return {**message, "content": content.replace(begin, "<think>", 1).replace(end, "</think>", 1)}
 
 
-def behind_opening(
+def after_opening(
     alone: str, begin: str, message: Message, habits: Habits, letter: str, render: Callable[[Message], str]
 ) -> str:
-    """What a model must write behind a prompt that has begun a thought: the thought, its end, and the answer.
+    """What a model must write after a prompt that has begun a thought: the thought, its end, and the answer.
 
     alone: the rendering in which the answer comes last and its thought is missing or written in another way. begin: the
     prompt without the beginning of a thought, which `alone` goes on from. render: the rendering up to this message,

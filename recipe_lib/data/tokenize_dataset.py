@@ -12,20 +12,19 @@ import numpy as np
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources
-from recipe_lib.data.cache import cache_root, load_or_make, make_in_memory
-from recipe_lib.data.cache_key import cache_key
+from recipe_lib.data.cache import cache_key, cache_root, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
 from recipe_lib.data.samples import TextTokenizer
-from recipe_lib.data.sources import RowFile, open_sources
+from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.data.store import ArrayWriter
 from recipe_lib.data.templates import Encoder
 from recipe_lib.data.workers import WorkProgress, in_order, worker_count
 from recipe_lib.errors import DataError
 from recipe_lib.units import MIB
 
-ROWS_PER_TASK = 256
+SAMPLES_PER_TASK = 256
 BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
 
 PreparedData = dict[str, Dataset]  # what `prepare_data` has made, by what it was made of
@@ -44,9 +43,8 @@ def build_dataset(
     """All samples of all sources, tokenized; out of the cache if they are there, or as `prepare_data` has made them.
 
     source, format: in place of those in `cfg` (for validation; then `max_samples` holds, not `cfg.max_samples`).
-    Raises DataError: nothing there, a bad or too long row where those are errors, no row that trains anything, or a
-    source of which no token or every token is trained.
-    """
+    Raises DataError: nothing there, a bad or too long sample where those are errors, no sample that trains anything, or
+    a source of which no token or every token is trained."""
     build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_samples))
     found = (prepared or {}).get(build.name)
     return build.dataset() if found is None else found
@@ -99,7 +97,7 @@ def _sources(
         return {"data": SourceConfig(source, 1.0, format or cfg.format, cfg.split, dict(cfg.columns), max_samples)}
     sources = resolved_sources(cfg)
     if not sources:
-        raise DataError("data.source: is not set; set it to a file or folder of rows, or to hub:OWNER/NAME")
+        raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")
     if not cfg.sources:
         return {"data": sources[0]}
     return {f"data.sources[{number}]": filled for number, filled in enumerate(sources)}
@@ -119,7 +117,7 @@ class _Build:
             SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
         ]
         opened = [open_sources(source, int(cfg.max_sample_mib * MIB)) for source in self.sources]
-        self.files: list[RowFile] = [file for files in opened for file in files]
+        self.files: list[SampleFile] = [file for files in opened for file in files]
         self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
         wanted = {section: asdict(source) for section, source in sources.items()}
         states = [_state(file) for file in self.files]
@@ -145,12 +143,12 @@ class _Build:
             group=2 if report.pairs else 1,
             source_of=np.array(self.source_of_file, dtype=np.int16)[arrays["file_of"]],
             weights=[source.weight for source in self.sources],
-            origin=Origin(self.files, arrays["file_of"], arrays["row_of"], arrays["digests"]),
+            origin=Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"]),
             checksums=stored.checksums,
         )
 
     def _decides(self) -> dict[str, Any]:
-        """The settings that decide what the rows become."""
+        """The settings that decide what the samples become."""
         cfg = self.cfg
         return {
             "formats": [encoder.format for encoder in self.encoders],
@@ -165,17 +163,17 @@ class _Build:
         }
 
     def read_with(self) -> dict[str, Any]:
-        """What the cache's files depend on: also what decides which rows can be read, and is not said of those."""
+        """What the cache's files depend on: also what decides which samples can be read, and is not said of those."""
         return self._decides() | {"max_sample_mib": self.cfg.max_sample_mib, "history": self.cfg.history}
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
-        """Tokenizes everything. Raises DataError: of several faults the first in the order of the rows."""
+        """Tokenizes everything. Raises DataError: of several faults the first in the order of the samples."""
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
-        rows = sum((task.stop or 0) - task.start for task in tasks)
+        samples = sum((task.stop or 0) - task.start for task in tasks)
         workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
-            WorkProgress("data: tokenizing", rows, "rows") as progress,
+            WorkProgress("data: tokenizing", samples, "samples") as progress,
             closing(in_order(self._encode, tasks, workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):
@@ -183,21 +181,21 @@ class _Build:
                     raise chunk.fault
                 reports[task.source].add(chunk.report)
                 writer.append(chunk, task.file)
-                progress.advance(chunk.report.rows_read)
+                progress.advance(chunk.report.samples_read)
         for part in reports:
-            if not part.rows:
+            if not part.sequences:
                 raise DataError(_nothing_left(part))
         report = self._summed(reports)
         if report.pairs not in (0, writer.items):
             raise DataError(
-                f"{report.source}: found {report.pairs} preference pairs among {writer.items} rows, expected pairs "
+                f"{report.source}: found {report.pairs} preference pairs among {writer.items} items, expected pairs "
                 "alone or none; give all sources the same kind of format"
             )
         self._count_copies(report, writer)
         return report
 
     def _tasks(self) -> list[Task]:
-        """All rows in order, in pieces that are the same for any number of workers."""
+        """All samples in order, in pieces that are the same for any number of workers."""
         tasks: list[Task] = []
         left = [source.max_samples for source in self.sources]
         for number, file in enumerate(self.files):
@@ -206,12 +204,12 @@ class _Build:
             if room == 0:
                 continue
             try:
-                rows = len(file) if room is None else min(len(file), room)
-            except DataError:  # its place among the faults is behind those of the rows before it
+                samples = len(file) if room is None else min(len(file), room)
+            except DataError:  # its place among the faults comes after those of the samples before it
                 return [*tasks, Task(source, number, 0, None)]
-            left[source] = None if room is None else room - rows
-            starts = range(0, rows, ROWS_PER_TASK)
-            tasks += [Task(source, number, start, min(start + ROWS_PER_TASK, rows)) for start in starts]
+            left[source] = None if room is None else room - samples
+            starts = range(0, samples, SAMPLES_PER_TASK)
+            tasks += [Task(source, number, start, min(start + SAMPLES_PER_TASK, samples)) for start in starts]
         return tasks
 
     def _encode(self, task: Task) -> Chunk:
@@ -232,27 +230,27 @@ class _Build:
         writer.sync()
         arrays = writer.arrays()
         found, earlier = copies(arrays["digests"])
-        report.duplicate_rows = len(found)
+        report.duplicate_sequences = len(found)
         if len(found):
-            origin = Origin(self.files, arrays["file_of"], arrays["row_of"], arrays["digests"])
+            origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
             report.first_duplicate = f"{origin.place(int(found[0]))}, the same as {origin.place(int(earlier[0]))}"
 
 
 def _nothing_left(report: DataReport) -> str:
-    if not report.rows_read:
-        return f"{report.source}: found no rows, expected at least one"
+    if not report.samples_read:
+        return f"{report.source}: found no samples, expected at least one"
     reasons, limit = [], f"max_seq_len={report.max_seq_len}"
-    if report.bad_rows:
-        reasons.append(f"{sum(report.bad_rows.values())} bad ({next(iter(report.first_bad.values()))})")
-    if report.emptied_rows:
-        reasons.append(f"{report.emptied_rows} with the whole answer behind {limit}")
-    if report.skipped_long_rows:
-        reasons.append(f"{report.skipped_long_rows} longer than {limit}")
-    remedy = "raise max_seq_len" if report.emptied_rows or report.skipped_long_rows else "correct the rows"
-    return f"{report.source}: found no row to train on among {report.rows_read}: {', '.join(reasons)}; {remedy}"
+    if report.bad_samples:
+        reasons.append(f"{sum(report.bad_samples.values())} bad ({next(iter(report.first_bad.values()))})")
+    if report.emptied_sequences:
+        reasons.append(f"{report.emptied_sequences} with the whole answer after {limit}")
+    if report.skipped_long_sequences:
+        reasons.append(f"{report.skipped_long_sequences} longer than {limit}")
+    remedy = "raise max_seq_len" if report.emptied_sequences or report.skipped_long_sequences else "correct the samples"
+    return f"{report.source}: found no sample to train on among {report.samples_read}: {', '.join(reasons)}; {remedy}"
 
 
-def _state(file: RowFile) -> list[Any]:
+def _state(file: SampleFile) -> list[Any]:
     """What changes when a local file is written again."""
     try:
         found = os.stat(file.place)
@@ -261,7 +259,7 @@ def _state(file: RowFile) -> list[Any]:
     return [file.place, found.st_size, found.st_mtime_ns, found.st_ino]
 
 
-def _size(file: RowFile) -> int:
+def _size(file: SampleFile) -> int:
     """Bytes of a local file; of a hub dataset, enough for several workers."""
     path = Path(file.place)
     return path.stat().st_size if path.is_file() else 2**40

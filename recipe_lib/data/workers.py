@@ -16,6 +16,8 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipe_lib.errors import SetupError
 from recipe_lib.logs import get_logger
@@ -108,7 +110,7 @@ def _device_in_use() -> bool:
 class WorkProgress:
     """Shows how far work has come: a bar on a terminal, else a line now and then; only on rank 0, if it takes long.
 
-    with WorkProgress("data: tokenizing", total, "rows") as progress:
+    with WorkProgress("data: tokenizing", total, "samples") as progress:
         progress.advance(100)
     """
 
@@ -143,9 +145,6 @@ class WorkProgress:
 
     def _show_bar(self, speed: str) -> None:
         if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.add_task(self._what, total=self._total)

@@ -168,7 +168,7 @@ def foreign_inputs(
 
     Rows are padded on the right, so that causality alone hides the padding. Documents are kept apart by a mask
     `[b, 1, s, s]` of `dtype`; in a model with windows by the positions alone, of which transformers makes masks that
-    keep the windows. What does not come of it is noticed by `check_documents_apart`.
+    keep the windows. What does not come of it is noticed by `check_packing_isolation`.
     """
     inputs: dict[str, Any] = {"input_ids": tokens}
     if "use_cache" in accepted:

@@ -1,11 +1,10 @@
 """Runs a model that nobody wrote a tensor-parallel plan for by one that was inferred: the exchanges that it names.
 
 A plan says at which call of a torch function, in which module's forward, ranks exchange what they have
-(`recipe_lib.foreign.tensor_plan.plan.Boundary`). While a module's forward runs, a torch function mode counts its calls
-as the inference did, gives functions this rank's part of parameters (DTensors under FSDP and before it), and exchanges
-where the plan says so. What hooks of modules do in between (FSDP gathers parameters) is not counted. A layer that is
-checkpointed runs forward again in backward, perhaps in another thread: the outermost forward of a thread enters the
-mode.
+(`sharding_plan.Boundary`). While a module's forward runs, a torch function mode counts its calls as the inference did,
+gives functions this rank's part of parameters (DTensors under FSDP and before it), and exchanges where the plan says
+so. What hooks of modules do in between (FSDP gathers parameters) is not counted. A layer that is checkpointed runs
+forward again in backward, perhaps in another thread: the outermost forward of a thread enters the mode.
 """
 
 import threading
@@ -21,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from recipe_lib.foreign.tensor_plan.calls import tensors_in
 from recipe_lib.foreign.tensor_plan.exchanges import Exchanges, Total, rewritten
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce
 
 
-class _Frame:
+class _RunningForward:
     """A forward that runs: of which module, how many calls it has made, and at how many boundaries it was."""
 
     def __init__(self, path: str) -> None:
@@ -37,7 +36,7 @@ class _Running(threading.local):
     """Of one thread. frames: the forwards that run, None for what happens around one. entered: see `Exchanges`."""
 
     def __init__(self) -> None:
-        self.frames: list[_Frame | None] = []
+        self.frames: list[_RunningForward | None] = []
         self.entered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
@@ -78,7 +77,7 @@ class _Execution(TorchFunctionMode):
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            running, frame = self.running, _Frame(path)
+            running, frame = self.running, _RunningForward(path)
             outermost = not running.frames
             running.frames.append(frame)
             try:

@@ -24,9 +24,9 @@ from recipe_lib.data.cache import cache_root
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.adapters import add_adapters
 from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradients import gradient_failures
+from recipe_lib.foreign.tensor_plan.gradient_proof import gradient_failures
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.foreign.tensor_plan.summary import pattern_of
 from recipe_lib.foreign.tensor_plan.transformers_models import randomize
 from recipe_lib.foreign.transformers_config import TRANSFORMERS

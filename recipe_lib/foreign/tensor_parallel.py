@@ -21,7 +21,7 @@ from recipe_lib.foreign.find_modules import embedding_and_head
 from recipe_lib.foreign.plan_executor import run_by_plan, total_over
 from recipe_lib.foreign.plan_proof import plan_of_model, prove
 from recipe_lib.foreign.tensor_plan.exchanges import Enter
-from recipe_lib.foreign.tensor_plan.plan import ParameterPlan, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.sharding_plan import ParameterPlan, TensorPlan, bounds
 from recipe_lib.logs import get_logger
 from recipe_lib.models.linear_head import LogitsAfter
 from recipe_lib.ops.device import holds_values

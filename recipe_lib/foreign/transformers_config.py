@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from recipe_lib.config.local_files import check_transformers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
@@ -20,7 +22,6 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     Raises SetupError if transformers is not installed, CheckpointError for a model_type that it does not have.
     """
     require_transformers()
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     kind = config.get("model_type")
@@ -51,7 +52,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
 def looks_ahead(made: Any) -> bool:
     """Whether a config is of an encoder, which transformers has a language model's head for too.
 
-    made: that of a built model: decoders of encoder-decoders are told so in their constructors.
+    made: that of a built model: decoders of encoder-decoders are configured so in their constructors.
     """
     if made.model_type in _ENCODERS or getattr(made, "causal", None) is False:
         return True

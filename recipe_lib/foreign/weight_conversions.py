@@ -22,7 +22,7 @@ from recipe_lib.models.external import WeightEntry, WrittenLayout
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
 
 
-class Conversion:
+class TensorConversion:
     """Tensors that one of transformers' operations makes of others.
 
     first: the name that it is known by. sources: pattern of the converter -> names of the tensors that it takes, in
@@ -61,7 +61,7 @@ class Conversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
-        """(first row, row behind the last or None: all, tensors to take) of parts that can be made by themselves.
+        """(first row, row after the last or None: all, tensors to take) of parts that can be made by themselves.
 
         Experts that are stacked, one by one; else everything at once.
         """
@@ -115,7 +115,7 @@ class Reading:
     """Which tensors of a file make a model's parameters: by another name alone, or by a conversion; name -> either."""
 
     renamed: Mapping[str, str]
-    made: Mapping[str, Conversion]
+    made: Mapping[str, TensorConversion]
 
 
 @lru_cache(maxsize=4)
@@ -133,7 +133,7 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     own = module.state_dict()
     renamed: dict[str, str] = {}
-    made: dict[str, Conversion] = {}
+    made: dict[str, TensorConversion] = {}
     for name in sorted(file_names, key=loading.dot_natural_key):
         found, pattern = loading.rename_source_key(name, renamings, converters, module.base_model_prefix, own)
         if found not in own and name in own:
@@ -145,7 +145,7 @@ def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
         if pattern is None:
             renamed.setdefault(found, name)
         else:
-            conversion = made.setdefault(found, Conversion(found, by_pattern[pattern], module, module.config))
+            conversion = made.setdefault(found, TensorConversion(found, by_pattern[pattern], module, module.config))
             conversion.sources.setdefault(pattern, []).append(name)
     for conversion in list(made.values()):  # one may make several parameters
         made |= {name: conversion for name in conversion.makes() if name in own}
@@ -171,16 +171,16 @@ def writing(source: ModuleSource) -> WrittenLayout | None:
         renamings, converters = _kinds(back)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         renamed: dict[str, str] = {}
-        groups: dict[str, Conversion] = {}
+        groups: dict[str, TensorConversion] = {}
         for name in sorted(held.shapes, key=loading.dot_natural_key):
             found, pattern = loading.apply_converters(name, converters)
             if pattern is None:
                 renamed[loading.apply_renamings(name, renamings)] = name
             else:
-                group = groups.setdefault(found, Conversion(found, by_pattern[pattern], module, module.config))
+                group = groups.setdefault(found, TensorConversion(found, by_pattern[pattern], module, module.config))
                 group.sources.setdefault(pattern, []).append(name)
         shapes = {name: held.shapes[own] for name, own in renamed.items()}
-        made: dict[str, Conversion] = {}
+        made: dict[str, TensorConversion] = {}
         for group in groups.values():
             found_shapes = group.shapes(held.shapes.__getitem__)
             if found_shapes is None:

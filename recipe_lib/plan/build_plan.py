@@ -14,6 +14,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
@@ -24,7 +25,6 @@ from recipe_lib.plan.result import (
     Plan,
     TimePlan,
 )
-from recipe_lib.plan.stages import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
 from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,

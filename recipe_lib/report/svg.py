@@ -52,7 +52,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _CurvePoint:
     """One or several neighboring points, drawn as one: their mean, and the range they cover."""
 
     step: int
@@ -62,7 +62,7 @@ class _Mark:
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _PlotArea:
     """From numbers to places in the picture."""
 
     left: float
@@ -110,20 +110,20 @@ def draw_chart(title: str, unit: str, curves: list[Curve], *, from_zero: bool) -
     return as_text(picture)
 
 
-def _marks(points: list[tuple[int, float | None]], group: int) -> list[list[_Mark]]:
+def _marks(points: list[tuple[int, float | None]], group: int) -> list[list[_CurvePoint]]:
     """Runs of marks, one mark for every `group` points; where a whole group holds no number the curve breaks."""
-    runs: list[list[_Mark]] = [[]]
+    runs: list[list[_CurvePoint]] = [[]]
     for start in range(0, len(points), group):
         part = points[start : start + group]
         numbers = [value for _, value in part if value is not None]
         if numbers:
-            runs[-1].append(_Mark(part[-1][0], sum(numbers) / len(numbers), min(numbers), max(numbers)))
+            runs[-1].append(_CurvePoint(part[-1][0], sum(numbers) / len(numbers), min(numbers), max(numbers)))
         else:
             runs.append([])
     return [run for run in runs if run]
 
 
-def _frame(curves: list[Curve], from_zero: bool) -> _Frame:
+def _frame(curves: list[Curve], from_zero: bool) -> _PlotArea:
     steps = [step for curve in curves for step, _ in curve.points]
     values = [value for curve in curves for _, value in curve.points if value is not None]
     low, high = min(values), max(values)
@@ -132,10 +132,12 @@ def _frame(curves: list[Curve], from_zero: bool) -> _Frame:
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low = low if from_zero and low == 0 else low - margin
     left, right = min(steps), max(steps)
-    return _Frame(left, right if right > left else left + 1, low, high + margin)
+    return _PlotArea(left, right if right > left else left + 1, low, high + margin)
 
 
-def _draw_curve(picture: Element, frame: _Frame, runs: list[list[_Mark]], number: int, *, with_band: bool) -> None:
+def _draw_curve(
+    picture: Element, frame: _PlotArea, runs: list[list[_CurvePoint]], number: int, *, with_band: bool
+) -> None:
     """The band and the line, broken between runs; a mark that stands alone, and the last one, as dots."""
     for run in runs:
         if with_band:

@@ -1,4 +1,4 @@
-"""Special and added tokens, gathered from the JSON files that stand beside a tokenizer."""
+"""Special and added tokens, gathered from the JSON files next to a tokenizer."""
 
 import os
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token beside the vocabulary. special: text never turns into it unless asked to. lstrip, rstrip: it
+    """A token added to the vocabulary. special: text never turns into it unless asked to. lstrip, rstrip: it
     swallows the white space before or after it."""
 
     content: str

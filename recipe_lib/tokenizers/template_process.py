@@ -28,7 +28,12 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-# The clock stands still, or the same rows would be other tokens tomorrow and a run could not be resumed. It shows the
+try:
+    import resource
+except ImportError:  # a system without limits still has the sandbox and the time limit
+    resource = None  # type: ignore[assignment]
+
+# The clock is frozen, or the same samples would be other tokens tomorrow and a run could not be resumed. It shows the
 # date that Llama 3's templates fall back to where there is no clock.
 DATE = datetime.datetime(2024, 7, 26)
 
@@ -162,9 +167,7 @@ def _warm_up() -> None:
 
 def _limit_process() -> None:
     """No new file, no growing file, no core, bounded memory; for good."""
-    try:
-        import resource
-    except ImportError:  # a system without limits still has the sandbox and the time limit
+    if resource is None:
         return
     limits = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 0}
     for name, limit in limits.items():

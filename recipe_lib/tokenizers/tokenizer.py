@@ -19,13 +19,13 @@ class Tokenizer:
     """Text to ids and back.
 
     vocab_size: one more than the largest id. bos_id, eos_id, pad_id: None where the tokenizer has none.
-    add_bos_by_default: the tokenizer begins a text with BOS unless told otherwise. place: its file, for error lines.
+    add_bos_by_default: the tokenizer begins a text with BOS by default. place: its file, for error lines.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
         self._vocabulary = vocabulary
-        # A row is encoded whole and in pieces, and templates repeat themselves: most texts come again at once.
+        # A sample is encoded whole and in pieces, and templates repeat themselves: most texts come again at once.
         self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
         self._added = settings.listed | {token.content: token for token in vocabulary.added} | settings.added
         self._by_id = {token.id: token for token in self._added.values()}
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: the configured ones, EOS, and what the chat template puts behind an answer."""
+        """Ids that end an answer: the configured ones, EOS, and what the chat template puts after an answer."""
         end = self.turn_end.token or self.turn_end.next_turn
         return self._known_stops | ({self._added[end].id} if end else set())
 

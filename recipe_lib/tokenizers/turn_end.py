@@ -14,7 +14,7 @@ _ANSWER = "\ue123"  # a letter that no template writes
 @dataclass(frozen=True)
 class TurnEnd:
     """token: the special token that ends an answer, the last one where there are several (Command R7B); empty: the
-    template writes none there. closing: what it writes behind that where an answer comes last (a line end, Phi-3's
+    template writes none there. closing: what it writes after that where an answer comes last (a line end, Phi-3's
     EOS); no model is asked for it. next_turn: the special token that begins the user's next turn, if that alone says
     that the answer is over (GLM-4.5)."""
 
@@ -41,8 +41,8 @@ def find_turn_end(
     first = next((at for at, (_, is_special) in enumerate(shared) if is_special), None)
     if first is not None:
         run = [text for text, _ in takewhile(lambda piece: piece[1], shared[first:])]
-        behind = "".join(text for text, _ in alone[first + len(run) :])
-        if behind.strip():  # some begin the next turn without being asked: what the model stops at is no part of that
+        after = "".join(text for text, _ in alone[first + len(run) :])
+        if after.strip():  # some begin the next turn without being asked: what the model stops at is no part of that
             run = run[: max((at for at, text in enumerate(run) if text in stops), default=0) + 1]
         return TurnEnd(run[-1], "".join(text for text, _ in alone[first + len(run) :]))
     special = [text for text, is_special in alone if is_special]
@@ -53,7 +53,7 @@ def find_turn_end(
 
 
 def _pieces(split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str) -> list[tuple[str, bool]]:
-    """What stands behind the answer, as (text, whether it is a special token)."""
+    """What follows the answer, as (text, whether it is a special token)."""
     found: list[tuple[str, bool]] = []
     for text, token in split(rendered[rendered.rindex(_ANSWER) + 1 :]):
         found += [(text, False)] if text else []

@@ -13,6 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+import tiktoken
+import tokenizers
+from sentencepiece import SentencePieceProcessor
+
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
@@ -46,7 +50,7 @@ class Vocabulary(Protocol):
         """The id of a token as the file spells it; None: there is none."""
 
     def begins_with(self, bos_id: int) -> bool:
-        """Whether this kind of tokenizer puts BOS before a text unless told otherwise."""
+        """Whether this kind of tokenizer puts BOS before a text by default."""
 
 
 class SentencePieceVocabulary:
@@ -64,8 +68,6 @@ class SentencePieceVocabulary:
 
         special: strings that ordinary text must not turn into one token, even where the model would.
         """
-        from sentencepiece import SentencePieceProcessor
-
         try:
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
@@ -134,8 +136,6 @@ class TiktokenVocabulary:
 
     def __init__(self, path: Path, content: bytes) -> None:
         """path: named in errors."""
-        import tiktoken
-
         ranks = _read_ranks(path, content)
         self.size = len(ranks)
         self._ids = ranks
@@ -171,8 +171,6 @@ class JsonVocabulary:
 
     def __init__(self, path: Path, file: bytes) -> None:
         """path: named in errors. file: what it holds."""
-        import tokenizers
-
         self._path = path
         text = file.decode("utf-8", errors="replace")
         try:
@@ -226,8 +224,6 @@ class JsonVocabulary:
 
     def _variant(self, content: dict[str, Any], keep_always: bool) -> Any:
         """The same tokenizer without the space that it puts before a text; `keep_always`: only where it is put once."""
-        import tokenizers
-
         parts = {name: content.get(name) for name in ("normalizer", "pre_tokenizer")}
         changed = content | json.loads(json.dumps(parts))
         if not _drop_prefix(changed, keep_always):

@@ -59,10 +59,10 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
 def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "DataPlan") -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
     global_rows = cfg.batch_size * accumulation * world.data_ranks
-    share = rows.report.trained_share
+    share = rows.report.label_token_fraction
     per_row = rows.report.tokens / max(1, rows.items)
     step_tokens = rows.report.tokens / plan.steps(0) if cfg.data.packing else per_row * global_rows
-    unit = "packs" if cfg.data.packing else "sequences" if rows.group == 1 else "pairs"
+    unit = "packed sequences" if cfg.data.packing else "sequences" if rows.group == 1 else "pairs"
     longest = cfg.max_seq_len * rows.group
     return [
         f"global batch: {global_rows} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
@@ -85,7 +85,7 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
         for stage, of in pipeline.layers.items()
     )
     return [
-        f"pipeline: {count} micro-batches of {rows} sequence{'s' if rows > 1 else ''} through {stages} stages, "
+        f"pipeline: {count} micro-batches of {rows} row{'s' if rows > 1 else ''} through {stages} stages, "
         f"{cfg.parallel.pipeline_schedule}; here {here}"
     ]
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.adapters import is_adapter
-from recipe_lib.config.schema import DpoConfig
+from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.cross_entropy import IGNORED
@@ -113,7 +113,7 @@ def check_pairs(rows: Dataset, validation_rows: Dataset | None) -> None:
     for key, found in (("data.format", rows), ("validation.format", validation_rows)):
         if found is not None and found.group != 2:
             raise ConfigError(
-                f"{key}: found {found.report.format}, whose rows hold one answer, expected pairs of a chosen and a "
+                f"{key}: found {found.report.format}, whose samples hold one answer, expected pairs of a chosen and a "
                 "rejected one; set data.format=preference, or train with lora_finetune_distributed"
             )
 

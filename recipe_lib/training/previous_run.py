@@ -31,7 +31,7 @@ from recipe_lib.checkpoint.weights_out import SETTINGS_FILES, TOKENIZER_FILES
 from recipe_lib.config.local_files import ADAPTER_FOLDER, EARLIER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.logs import get_logger
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE
-from recipe_lib.training.report import REPORT_FILE
+from recipe_lib.training.report_page import REPORT_FILE
 
 TRACKERS_FOLDER = "trackers"
 CONFIG_FILE = "config.yaml"

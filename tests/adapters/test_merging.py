@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from recipe_lib import files
 from recipe_lib.adapters import merging
 from recipe_lib.adapters.merging import Update, merge_rows
-from recipe_lib.checkpoint.adapters import export_adapter, merge_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
@@ -142,7 +143,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         merge(other, tmp_path / "adapter", tmp_path / "model")
     assert str(error.value) == (
-        f"{tmp_path / 'adapter'}: was trained beside other weights than those of {other}; take its own base, {folder}"
+        f"{tmp_path / 'adapter'}: was trained on other weights than those of {other}; take its own base, {folder}"
     )
     assert not (tmp_path / "model").exists()
 

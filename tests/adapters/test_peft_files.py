@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from recipe_lib.adapters.peft_names import PREFIX, file_modules
 from recipe_lib.checkpoint.adapter_config import AdapterConfig
-from recipe_lib.checkpoint.adapters import check_adapter, export_adapter, load_adapter
+from recipe_lib.checkpoint.adapter_files import check_adapter
+from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.models import read_config, spec_from_config

@@ -142,7 +142,7 @@ def test_another_base_is_refused_by_all_ranks(state: Path) -> None:
         return "loaded"
 
     line = (
-        f"{state}: was saved beside other frozen weights than this run has loaded; resume with the run's own model, "
+        f"{state}: was saved with other frozen weights than this run has loaded; resume with the run's own model, "
         "dtype and lora.quantize_base"
     )
     assert work() == line

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from recipe_lib import files
 from recipe_lib.checkpoint import ownership as holders
 from recipe_lib.checkpoint import tensor_files, weights_out
-from recipe_lib.checkpoint.adapters import export_adapter, load_adapter
+from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.huggingface import check_room, export_model, load_weights
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError

@@ -237,8 +237,8 @@ def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(StorageError) as beside:
             weights_out.check_room(model, tmp_path / "old" / "model", world)
         assert (
-            f"the model at the end of the run, beside the one in {tmp_path / 'old' / 'model'} that stays until then, "
-            "needs " in str(beside.value)
+            f"the model at the end of the run, in addition to the one in {tmp_path / 'old' / 'model'} that stays "
+            "until then, needs " in str(beside.value)
         )
         monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         (tmp_path / "old" / ".model.0123abcd.tmp").mkdir()  # of a killed run: it is removed before there is a new one

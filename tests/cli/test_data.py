@@ -83,7 +83,7 @@ def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert code == 0
     assert "in 3 documents" in out and "-- document 3 of 3: " in out and "── pack 2" not in out
     code, out, _ = tune(capsys, *words, "--json")
-    documents = json.loads(out)["rows"][0]
+    documents = json.loads(out)["sequences"][0]
     said = ["".join(piece["text"] for piece in row["pieces"] if piece["trained"]) for row in documents]
     assert sorted(text[:3] for text in said) == ["fiv", "sev", "six"]
     assert [row["trained"] > 0 for row in documents] == [True] * 3
@@ -107,7 +107,7 @@ def test_pairs_are_told_apart_and_packed_in_twos(capsys: pytest.CaptureFixture[s
 def test_check_of_good_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     code, out, err = tune(capsys, "check", *arguments(write(tmp_path / "rows.jsonl", ROWS)))
     assert (code, err) == (0, "")
-    assert "faults: none" in out and "data: 3 rows of 3 read" in out
+    assert "faults: none" in out and "data: 3 sequences of 3 samples read" in out
     assert "#" in out
 
 
@@ -127,7 +127,7 @@ def test_check_finds_every_fault(capsys: pytest.CaptureFixture[str], tmp_path: P
     words = planted(tmp_path)
     code, out, err = tune(capsys, "check", *words)
     assert code == 2
-    for name in ("bad-rows", "duplicates", "overlap", "truncation", "no-answer-left"):
+    for name in ("bad-samples", "duplicates", "overlap", "truncation", "no-answer-left"):
         assert f"error: {name}: " in err, name
     assert f"{tmp_path}/train.jsonl:6" in err  # the bad row
     assert f"{tmp_path}/train.jsonl:4" in err  # the copy
@@ -136,20 +136,25 @@ def test_check_finds_every_fault(capsys: pytest.CaptureFixture[str], tmp_path: P
     code, out, _ = tune(capsys, "check", *words, "--json")
     found = json.loads(out)
     assert code == 2
-    assert (found["rows_read"], found["bad_rows"], found["duplicate_rows"], found["overlapping_rows"]) == (7, 1, 1, 1)
-    assert found["truncated_rows"] == 2 and found["rows_without_answer_left"] == 1
+    assert (
+        found["samples_read"],
+        found["bad_samples"],
+        found["duplicate_sequences"],
+        found["overlapping_sequences"],
+    ) == (7, 1, 1, 1)
+    assert found["truncated_sequences"] == 2 and found["sequences_without_answer_left"] == 1
     assert found["lost_answer_tokens"] > 0
-    assert sum(count for *_, count in found["histogram"]) == found["rows"] == 5
+    assert sum(count for *_, count in found["histogram"]) == found["sequences"] == 5
     assert 0 < found["packing_efficiency"] <= 1
 
 
 def test_faults_can_be_allowed(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     words = planted(tmp_path)
-    names = ("bad-rows", "duplicates", "overlap", "truncation", "no-answer-left", "untrained-ends")
+    names = ("bad-samples", "duplicates", "overlap", "truncation", "no-answer-left", "untrained-ends")
     allowed = [word for name in names for word in ("--allow", name)]
     code, out, err = tune(capsys, "check", *words, *allowed)
     assert (code, err) == (0, "")
-    assert "faults: bad-rows, truncation, no-answer-left, untrained-ends, duplicates, overlap" in out
+    assert "faults: bad-samples, truncation, no-answer-left, untrained-ends, duplicates, overlap" in out
 
 
 def test_check_finds_embeddings_that_were_never_trained(
@@ -172,12 +177,12 @@ def test_check_finds_embeddings_that_were_never_trained(
     save_file(tensors, folder / "model.safetensors")
     code, out, err = tune(capsys, "check", *words)
     assert (code, err) == (0, ""), err
-    assert "every one that the data uses has a trained embedding" in out
+    assert "every one that the samples use has a trained embedding" in out
     tensors["model.embed_tokens.weight"][config["eos_token_id"]] = 0  # which ends each answer
     save_file(tensors, folder / "model.safetensors")
     code, _, err = tune(capsys, "check", *words)
     assert code == 2
-    assert err.startswith("error: untrained-tokens: the rows use ")
+    assert err.startswith("error: untrained-tokens: the sequences use ")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from recipe_lib.cli import doctor, doctor_findings, doctor_probes
 from recipe_lib.cli.doctor_findings import advice, findings
 from recipe_lib.cli.doctor_report import report
 from recipe_lib.cli.main import main
-from recipe_lib.plan.timing import calibrate, links
+from recipe_lib.plan.timing import calibration, links
 from recipe_lib.units import GIB, MIB
 from tests.cli.commands import ROOT
 from tests.cli.machines import gpu, healthy, put, ways
@@ -146,7 +146,7 @@ def test_what_hangs_is_tried_without_peer_access(monkeypatch: pytest.MonkeyPatch
     assert not told["healthy"]
     assert [each["name"] for each in told["findings"]] == ["peer-copies-wrong", "collectives-hang"]
     assert told["findings"][1]["remedy"] == ("with NCCL_P2P_DISABLE=1 they are right: set it for every run")
-    read = calibrate.read_calibration(path, doctor_findings.find_hardware("rtx4090"))
+    read = calibration.read_calibration(path, doctor_findings.find_hardware("rtx4090"))
     assert read.links and read.links.points["all_gather"][-1] == (2**19, 1e-5 + 2**20 / 1e10)
     assert read.matmul["fp8"][0][1] == 2.7e14 and read.copy_to_host == 2.5e10
     assert main(["doctor", "--nproc_per_node", "3"]) == 2

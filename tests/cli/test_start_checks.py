@@ -253,6 +253,6 @@ def test_a_plan_has_the_faults_that_rows_have(folder: Path, monkeypatch: pytest.
     assert code == 2 and f"{folder}/own.jsonl:1" in err and "answer" in err
     (folder / "empty.jsonl").write_text("", encoding="utf-8")
     code, out, err = planned(folder, few, f"validation.source={folder}/empty.jsonl")
-    assert code == 2 and "empty.jsonl: the file is empty, expected rows" in err
+    assert code == 2 and "empty.jsonl: the file is empty, expected samples" in err
     code, out, err = planned(folder, f"data.source={folder}/none.jsonl")
     assert code == 0 and "the dataset is not available" in " ".join(out.split())

@@ -36,7 +36,7 @@ def test_each_is_refused_alone(write, entry):
     named, _, line = caught.value.faults[0].partition(": ")
     assert named in (place, f"{path}:2, command line", f"{path}:1, command line")
     assert line.startswith(f"{', '.join(entry.keys)}: ")
-    assert entry.told is not None or line == f"{', '.join(entry.keys)}: {entry.reason}; {entry.remedy}"
+    assert entry.found is not None or line == f"{', '.join(entry.keys)}: {entry.reason}; {entry.remedy}"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,9 @@ def test_a_format_of_a_plugin_may_give_pairs(load):
 
 
 def test_formats_of_sources_are_judged_one_by_one(faults):
-    line = "command line: dpo.loss, data.format: the loss compares a chosen with a rejected answer, which rows of this "
+    line = (
+        "command line: dpo.loss, data.format: the loss compares a chosen with a rejected answer, which samples of this "
+    )
     found = faults("", "~data.source", "data.sources=[{source: a, format: preference}, {source: b}]",
                    schema=DpoFinetuneConfig)  # fmt: skip
     assert found == [line.replace("command line", "c.yaml") + "format do not have; set data.format to preference"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.registry import registered
-from recipe_lib.data.samples import Preference, RowFault, Sample
+from recipe_lib.data.samples import Preference, Sample, SampleFault
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.tokenizers import load_tokenizer
 
@@ -175,9 +175,9 @@ def outcome(encoder: Encoder, column: str) -> list[str] | str:
     try:
         if column == "preference":
             return [text for encoded in encoder.encode_preference(PAIR) for text in trained_texts(encoder, encoded)]
-        found = [trained_texts(encoder, encoded) for encoded in encoder.encode_row(sample_of(column)).sequences]
+        found = [trained_texts(encoder, encoded) for encoded in encoder.encode_sample(sample_of(column)).sequences]
         return [text for number, texts in enumerate(found) for text in (["|"] if number else []) + texts]
-    except RowFault as fault:
+    except SampleFault as fault:
         return f"refused: {fault.cause}"
 
 

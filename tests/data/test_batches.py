@@ -134,7 +134,7 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
     plan = DataPlan(rows, seed=1, slots_per_step=4, shuffle=True, packing_capacity=40)
     slots = plan.slots(2)
     steps = [
-        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.row_length(2)) for rank in range(ranks)
+        make_step(rows, slots, rank, ranks, size, accumulation, PAD, 8, plan.pack_length(2)) for rank in range(ranks)
     ]
     found = [document for step in steps for batch in step.micro_batches for document in documents(batch)]
     expected = [
@@ -153,7 +153,7 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
 
 def test_a_pack_of_one_is_packed_like_the_others():
     rows = made_dataset(4)
-    (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, row_length=20).micro_batches
+    (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, pack_length=20).micro_batches
     assert batch.tokens.shape == (2, 20) and batch.attention is not None
     (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD).micro_batches
     assert batch.attention is None and batch.positions is None and batch.segments is None
@@ -184,7 +184,7 @@ def test_the_loss_of_packed_rows_is_that_of_the_rows(decoder):
     rows = made_dataset(24)
     plan = DataPlan(rows, seed=0, slots_per_step=4, shuffle=True, packing_capacity=50)
     slots = plan.slots(0)
-    packed = make_step(rows, slots, 0, 1, 2, 2, PAD, 16, plan.row_length(0))
+    packed = make_step(rows, slots, 0, 1, 2, 2, PAD, 16, plan.pack_length(0))
     items = np.concatenate(slots)
     alone = make_step(rows, items, 0, 1, len(items), 1, PAD)
     losses, gradients = [], []
@@ -205,7 +205,7 @@ def test_pairs_stay_together_and_their_tokens_know_their_row(packing):
     for step in range(plan.steps(0)):
         slots = plan.slots(step)
         for rank in range(2):
-            made = make_step(pairs, slots, rank, 2, 2, 1, PAD, 4, plan.row_length(step))
+            made = make_step(pairs, slots, rank, 2, 2, 1, PAD, 4, plan.pack_length(step))
             assert made.items == sum(map(len, slots))
             (batch,) = made.micro_batches
             assert batch.tokens.shape[0] == (2 if packing else 4)

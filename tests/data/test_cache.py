@@ -144,7 +144,7 @@ def test_a_format_or_tokenizer_without_a_file_is_not_kept(chatml, root, rows_fil
     assert not root.exists()
 
 
-@pytest.mark.parametrize("name", ["ids", "trained", "offsets", "file_of", "row_of", "digests", "manifest.json"])
+@pytest.mark.parametrize("name", ["ids", "trained", "offsets", "file_of", "sample_of", "digests", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "empty"])
 def test_a_damaged_cache_is_made_anew(chatml, root, rows_file, said, name, damage):
     source = rows_file(*ROWS)
@@ -184,7 +184,9 @@ def test_somebody_elses_folder_is_left_alone(chatml, root, rows_file, said):
     (folder / "thesis.txt").write_text("years of work")
     assert len(build(chatml, root, source)) == 4
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
-    line = f"warning: data.cache_dir: tokenized rows cannot be kept in {root} (Directory not empty); they are kept in "
+    line = (
+        f"warning: data.cache_dir: tokenized samples cannot be kept in {root} (Directory not empty); they are kept in "
+    )
     assert said[-1] == f"{line}memory"
 
 
@@ -192,7 +194,9 @@ def test_a_folder_that_cannot_be_made(chatml, root, rows_file, said):
     root.write_text("a file")
     assert len(build(chatml, root, rows_file(*ROWS))) == 4
     (line,) = said
-    assert line.startswith(f"warning: data.cache_dir: tokenized rows cannot be kept in {root} (") and "memory" in line
+    assert (
+        line.startswith(f"warning: data.cache_dir: tokenized samples cannot be kept in {root} (") and "memory" in line
+    )
     assert root.read_text() == "a file"
 
 

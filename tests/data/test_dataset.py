@@ -49,9 +49,10 @@ def test_report_of_clean_rows(chatml, rows_file):
     dataset = build(source, chatml)
     share = 100 * dataset.trained_counts.sum() / dataset.lengths.sum()
     assert dataset.report.lines() == [
-        f"data: 2 rows of 2 read from {source} (format prompt_completion, template none), {dataset.lengths.sum()} "
+        f"data: 2 sequences of 2 samples read from {source} (format prompt_completion, template none), "
+        f"{dataset.lengths.sum()} "
         f"tokens; label tokens: answers incl. end-of-turn, {share:.1f} %",
-        "data: no BOS is put before a row",
+        "data: no BOS is put before a sequence",
     ]
 
 
@@ -63,7 +64,7 @@ def test_report_says_which_template_and_bos(chatml, plain, rows_file):
     )
     lines = build(source, plain, format="alpaca", train_on="all").report.lines()
     assert "template plain" in lines[0] and "label tokens: all tokens, 100.0 %" in lines[0]
-    assert lines[1] == "data: each row begins with BOS"
+    assert lines[1] == "data: each sequence begins with BOS"
     assert "no BOS" in build(source, plain, format="alpaca", add_bos=False).report.lines()[1]
 
 
@@ -74,12 +75,13 @@ def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
     dataset = build(source, chatml, max_seq_len=8)
     report = dataset.report
     assert dataset.lengths.max() == 8 and len(dataset) == 3
-    assert (report.truncated_rows, report.emptied_rows, report.skipped_long_rows) == (2, 1, 0)
+    assert (report.truncated_sequences, report.emptied_sequences, report.skipped_long_sequences) == (2, 1, 0)
     kept = 8 - len(chatml.encode("a")) + 1
     lost = answer - kept + 2  # and the row whose answer is gone
     assert report.lost_answer_tokens == lost and report.long_answer_tokens == answer + 2
     assert report.lines()[2] == (
-        "data: 2 of 4 rows (50.0 %) exceed 8 tokens and were truncated, 1 of them left out because no answer was left; "
+        "data: 2 of 4 sequences (50.0 %) exceed 8 tokens and were truncated, 1 of them left out because no answer was "
+        "left; "
         f"{100 * lost / (answer + 2):.1f} % of their answer tokens lost"
     )
     assert (dataset[1].labels != -100).sum() == kept == dataset.trained_tokens(1)
@@ -88,8 +90,8 @@ def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
 def test_long_rows_can_be_skipped_or_refused(chatml, rows_file):
     source = rows_file(PAIR, {"prompt": "a", "completion": "b " * 9}, PAIR)
     dataset = build(source, chatml, max_seq_len=8, truncation="drop")
-    assert len(dataset) == 2 and dataset.report.skipped_long_rows == 1
-    line = "data: 1 of 3 rows (33.3 %) exceed 8 tokens and were left out; 100.0 % of their answer tokens lost"
+    assert len(dataset) == 2 and dataset.report.skipped_long_sequences == 1
+    line = "data: 1 of 3 sequences (33.3 %) exceed 8 tokens and were left out; 100.0 % of their answer tokens lost"
     assert line in dataset.report.lines()
     number = len(build(source, chatml, max_seq_len=99)[1].tokens)
     expected = rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len, or set "
@@ -102,7 +104,7 @@ def test_a_row_of_exactly_the_limit_is_kept_whole(chatml, rows_file, length):
     source = rows_file({"prompt": "a", "completion": "b " * 9})
     whole = build(source, chatml, max_seq_len=99)
     cut = build(source, chatml, max_seq_len=int(whole.lengths[0]) - length)
-    assert cut.report.truncated_rows == length
+    assert cut.report.truncated_sequences == length
     assert cut.lengths[0] == whole.lengths[0] - length
 
 
@@ -117,14 +119,14 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
     with open(source, "ab") as file:
         file.write(b'{"prompt": "\xff"}\n{oops}\n')
     refused(
-        r"rows.jsonl:2: prompt: found a number, expected text; correct the row, or set data.on_invalid to skip$",
+        r"rows.jsonl:2: prompt: found a number, expected text; correct the sample, or set data.on_invalid to skip$",
         source,
         chatml,
     )
     dataset = build(source, chatml, on_invalid="skip")
-    assert len(dataset) == 2 and dataset.report.rows_read == 7
+    assert len(dataset) == 2 and dataset.report.samples_read == 7
     assert dataset.report.lines()[2:] == [
-        "data: 5 of 7 rows are bad and were left out: "
+        "data: 5 of 7 samples are bad and were left out: "
         "prompt is no text 2, no column completion 1, not UTF-8 1, invalid JSON 1",
         f"data: first with prompt is no text: {source}:2: prompt: found a number, expected text",
         f"data: first with no column completion: {source}:4: found the columns prompt, expected completion "
@@ -158,14 +160,14 @@ def test_max_rows_reads_no_further(chatml, rows_file):
 
 def test_nothing_to_train_on(chatml, rows_file, tmp_path):
     (tmp_path / "a.json").write_text("[]")
-    refused(r"a.json: found no rows, expected at least one", tmp_path / "a.json", chatml)
+    refused(r"a.json: found no samples, expected at least one", tmp_path / "a.json", chatml)
     source = rows_file({"prompt": 1}, {"prompt": "c " * 9, "completion": "d"})
     line = (
-        r"found no row to train on among 2: 1 bad \(.*rows.jsonl:1: found the columns prompt.*\), 1 with the whole "
-        r"answer behind max_seq_len=4; raise max_seq_len$"
+        r"found no sample to train on among 2: 1 bad \(.*rows.jsonl:1: found the columns prompt.*\), 1 with the whole "
+        r"answer after max_seq_len=4; raise max_seq_len$"
     )
     refused(line, source, chatml, max_seq_len=4, on_invalid="skip")
-    refused(r"among 1: 1 bad \(.*\); correct the rows$", rows_file({"prompt": 1}), chatml, on_invalid="skip")
+    refused(r"among 1: 1 bad \(.*\); correct the samples$", rows_file({"prompt": 1}), chatml, on_invalid="skip")
     source = rows_file({"prompt": 1}, {"prompt": "c " * 9, "completion": "d"})
     refused(r"1 longer than max_seq_len=4", source, chatml, max_seq_len=4, on_invalid="skip", truncation="drop")
     with pytest.raises(DataError, match="data.source: is not set; set it to a file or folder"):
@@ -187,8 +189,8 @@ def test_text_is_cut_in_file_order(plain, tmp_path):
     assert len(dataset) == whole + 1 and dataset[whole].tokens.tolist() == short[:-1]
     report = dataset.report
     assert (report.dropped_pieces, report.dropped_tokens) == (1, len(ids) % 11)
-    assert f"data: {len(dataset)} rows cut from 2 texts read from" in report.lines()[0]
-    assert f"1 last pieces of texts ({len(ids) % 11} tokens) do not fill a row of 10 tokens" in report.lines()[2]
+    assert f"data: {len(dataset)} sequences cut from 2 texts read from" in report.lines()[0]
+    assert f"1 last pieces of texts ({len(ids) % 11} tokens) do not fill a sequence of 10 tokens" in report.lines()[2]
     assert "label tokens: all tokens, 100.0 %" in report.lines()[0]
     assert dataset.report.trained_tokens == dataset.trained_counts.sum() == dataset.lengths.sum()
     without = build(tmp_path, plain, max_seq_len=10, format="text", add_bos=False)
@@ -259,7 +261,8 @@ def test_rows_longer_than_the_model_are_warned_of(plain, tmp_path, caplog, monke
     warn_of_positions(10, dataset, None)
     assert not caplog.records
     warn_of_positions(9, dataset, None)
-    assert f"warning: {len(dataset)} of {len(dataset)} rows of {tmp_path} are longer than the 9 tokens" in caplog.text
+    count = len(dataset)
+    assert f"warning: {count} of {count} sequences of {tmp_path} are longer than the 9 tokens" in caplog.text
 
 
 def test_vocabulary_and_model(chatml, rows_file, tmp_path):

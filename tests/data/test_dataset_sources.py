@@ -60,12 +60,15 @@ def test_several_sources_follow_each_other(chatml, rows_file):
         dataset.place(6)
     lines = dataset.report.lines()
     assert (
-        f"data: 6 rows of 6 read from {first}, {second}, {third} (format prompt_completion, messages, temp" in lines[0]
+        f"data: 6 sequences of 6 samples read from {first}, {second}, {third} (format prompt_completion, messages, temp"
+        in lines[0]
     )
     tokens, trained = dataset.lengths[3:5].sum(), dataset.trained_counts[3:5].sum()
     share = f"{100 * trained / tokens:.1f} %"
-    assert lines[2] == f"data: 2 rows of 2 from {second} (format messages), {tokens} tokens, {share} trained"
-    assert dataset.report.rows_read == sum(part.rows_read for part in dataset.report.parts) == 6
+    assert (
+        lines[2] == f"data: 2 sequences of 2 samples from {second} (format messages), {tokens} tokens, {share} trained"
+    )
+    assert dataset.report.samples_read == sum(part.samples_read for part in dataset.report.parts) == 6
 
 
 def test_weights_and_sources_enter_the_fingerprint(chatml, rows_file):
@@ -84,7 +87,7 @@ def test_weights_and_sources_enter_the_fingerprint(chatml, rows_file):
 def test_a_source_without_usable_rows_is_refused_by_name(chatml, rows_file):
     good, bad = rows_file(*PAIRS, name="a.jsonl"), rows_file({"prompt": 1, "completion": "b"}, name="b.jsonl")
     sources = [SourceConfig(good), SourceConfig(bad)]
-    refused(r"b.jsonl: found no row to train on among 1: 1 bad", chatml, format="prompt_completion", sources=sources,
+    refused(r"b.jsonl: found no sample to train on among 1: 1 bad", chatml, format="prompt_completion", sources=sources,
             on_invalid="skip")  # fmt: skip
     refused(
         r"data.sources\[1\].columns.promt: the format prompt_completion has no such column.*did you mean prompt",
@@ -105,7 +108,9 @@ def test_pairs_are_two_rows_that_stay_together(chatml, rows_file):
         assert answers(dataset, chatml, 2 * item + 1) == f"{row['rejected']}<|im_end|>"
         assert dataset.place(item) == f"{source}:{item + 1}"
     assert dataset.source_of.tolist() == [0, 0]
-    assert f"data: 2 pairs of 2 read from {source} (format preference, template chat)" in dataset.report.lines()[0]
+    assert (
+        f"data: 2 pairs of 2 samples read from {source} (format preference, template chat)" in dataset.report.lines()[0]
+    )
 
 
 def test_a_long_pair_stays_a_pair_or_goes(chatml, rows_file):
@@ -121,13 +126,13 @@ def test_a_long_pair_stays_a_pair_or_goes(chatml, rows_file):
     assert [cut.place(item)[-2:] for item in range(cut.items)] == [":1", ":4"] and len(cut) == 4
     assert cut.lengths[0] == whole.lengths[0] and cut.lengths[1] == limit
     assert cut[1].tokens.tolist() == whole[1].tokens[:limit].tolist()
-    assert (report.truncated_rows, report.emptied_rows, report.untrained_ends) == (3, 2, 1)
+    assert (report.truncated_sequences, report.emptied_sequences, report.untrained_ends) == (3, 2, 1)
     kept = cut.trained_counts[:2].sum()
     assert report.long_answer_tokens == whole.trained_counts[:6].sum()
     assert report.lost_answer_tokens == report.long_answer_tokens - kept
     skipped = build(chatml, limit, source=source, format="preference", truncation="drop")
     assert [skipped.place(item)[-2:] for item in range(skipped.items)] == [":4"]
-    assert skipped.report.skipped_long_rows == 3
+    assert skipped.report.skipped_long_sequences == 3
     refused(rf":1: found {whole.lengths[1]} tokens, exp", chatml, limit, source=source, format="preference",
             truncation="error")  # fmt: skip
 
@@ -136,18 +141,18 @@ def test_pairs_and_rows_do_not_mix(chatml, rows_file):
     first = rows_file(preference("a user", "yes", "no"), name="a.jsonl")
     second = rows_file(*PAIRS, name="b.jsonl")
     sources = [SourceConfig(first, format="preference"), SourceConfig(second, format="prompt_completion")]
-    refused("found 1 preference pairs among 5 rows, expected pairs alone or none", chatml, sources=sources)
+    refused("found 1 preference pairs among 5 items, expected pairs alone or none", chatml, sources=sources)
 
 
 def test_every_token_trained_stops_the_run(chatml, plain, rows_file):
     source = rows_file(*({"prompt": "", "completion": word} for word in ("the cat", "the dog")))
     line = (
-        r"rows.jsonl: found that the loss counts every token of 2 rows, expected prompts beside the answers; correct "
+        r"rows.jsonl: found that the loss counts every token of 2 sequences, expected prompts and answers; correct "
         r"data.format, data.columns or data.train_on, or set data.check_label_mask to false if it is meant$"
     )
     refused(line, chatml, source=source, format="prompt_completion")
     refused(line, plain, source=source, format="prompt_completion")  # a BOS in front is no prompt
-    share = build(plain, source=source, format="prompt_completion", check_label_mask=False).report.trained_share
+    share = build(plain, source=source, format="prompt_completion", check_label_mask=False).report.label_token_fraction
     assert share == 1.0
     assert len(build(chatml, source=source, format="prompt_completion", train_on="all")) == 2
     text = rows_file({"text": "the cat"}, name="text.jsonl")
@@ -160,7 +165,7 @@ def test_one_source_of_several_is_enough_to_stop(chatml, rows_file):
     text = rows_file({"text": "the cat sat"}, name="text.jsonl")
     sources = [SourceConfig(good), SourceConfig(text, format="text"), SourceConfig(bare)]
     refused(
-        "bare.jsonl: found that the loss counts every token of 1 row",
+        "bare.jsonl: found that the loss counts every token of 1 sequence",
         chatml,
         format="prompt_completion",
         sources=sources,
@@ -169,8 +174,8 @@ def test_one_source_of_several_is_enough_to_stop(chatml, rows_file):
 
 
 def test_no_token_trained_is_a_fault_too():
-    report = DataReport("rows.jsonl", "messages", 8, rows=3, tokens=12, prompt_tokens=15)
-    with pytest.raises(DataError, match="rows.jsonl: found that the loss counts no token of 3 rows, expected answers"):
+    report = DataReport("rows.jsonl", "messages", 8, sequences=3, tokens=12, prompt_tokens=15)
+    with pytest.raises(DataError, match="rows.jsonl: found that the loss counts no token of 3 sequences, expected"):
         report.check_share()
     report.trained_tokens = 1
     report.check_share()
@@ -195,9 +200,9 @@ def test_copies_are_counted_and_the_first_is_named(chatml, rows_file):
     first = rows_file(*PAIRS, name="a.jsonl")
     second = rows_file(PAIRS[3], chat("no", "no") | {"prompt": "the", "completion": " the"}, PAIRS[0], name="b.jsonl")
     dataset = build(chatml, format="prompt_completion", sources=[SourceConfig(first), SourceConfig(second)])
-    assert dataset.report.duplicate_rows == 2
+    assert dataset.report.duplicate_sequences == 2
     line = (
-        "data: 2 rows are the same as an earlier one, and are trained on all the same "
+        "data: 2 sequences are the same as an earlier one, and are trained on all the same "
         f"(first: {second}:1, the same as {first}:4)"
     )
     assert line in dataset.report.lines()
@@ -211,7 +216,7 @@ def test_the_same_tokens_with_another_mask_are_no_copy(chatml, rows_file):
         source=rows_file({"prompt": "the cat", "completion": " sat"}, {"prompt": "the", "completion": " cat sat"}),
         format="prompt_completion",
     )
-    assert dataset[0].tokens.tolist() == dataset[1].tokens.tolist() and dataset.report.duplicate_rows == 0
+    assert dataset[0].tokens.tolist() == dataset[1].tokens.tolist() and dataset.report.duplicate_sequences == 0
 
 
 def test_a_dataset_of_arrays_alone(chatml, rows_file):

@@ -22,7 +22,7 @@ PARENT = os.getpid()
 
 @pytest.fixture(autouse=True)
 def many_small_tasks(monkeypatch):
-    monkeypatch.setattr(building, "ROWS_PER_TASK", 3)
+    monkeypatch.setattr(building, "SAMPLES_PER_TASK", 3)
     monkeypatch.setattr(building, "BYTES_PER_WORKER", 1)
 
 
@@ -47,7 +47,7 @@ def test_any_number_of_workers_gives_the_same(chatml, rows_file, tmp_path):
     rows_file(*rows_of_all_kinds(40), name="a.jsonl")
     rows_file(*rows_of_all_kinds(17), name="b.jsonl")
     alone = build(chatml, str(tmp_path), 1, 24, **settings)
-    assert alone.report.duplicate_rows and alone.report.truncated_rows and alone.report.bad_rows
+    assert alone.report.duplicate_sequences and alone.report.truncated_sequences and alone.report.bad_samples
     for workers in (2, 3):
         shared = build(chatml, str(tmp_path), workers, 24, **settings)
         assert shared.fingerprint == alone.fingerprint
@@ -74,7 +74,7 @@ def test_max_rows_holds_over_files(chatml, rows_file, tmp_path):
     rows_file(*rows_of_all_kinds(5), name="b.jsonl")
     for workers in (1, 2):
         dataset = build(chatml, str(tmp_path), workers, format="prompt_completion", max_samples=7)
-        assert dataset.report.rows_read == 7 and dataset.place(6).endswith("b.jsonl:2")
+        assert dataset.report.samples_read == 7 and dataset.place(6).endswith("b.jsonl:2")
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -192,19 +192,19 @@ def test_no_fork_once_there_is_a_process_group():
 def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, said):
     clock = iter(np.array([0.0, 1.0, 16.0, 17.0, 40.0]))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with WorkProgress("data: tokenizing", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "samples") as progress:
         for _ in range(4):
             progress.advance(16)
     assert said == [
-        "data: tokenizing: 32 of 100 rows, 2 rows/s",
-        "data: tokenizing: 64 of 100 rows, 2 rows/s",
+        "data: tokenizing: 32 of 100 samples, 2 samples/s",
+        "data: tokenizing: 64 of 100 samples, 2 samples/s",
     ]
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr("recipe_lib.data.workers.BAR_SECONDS", 0.0)
-    with WorkProgress("data: tokenizing", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "samples") as progress:
         progress.advance(16)
     assert "data: tokenizing" in capsys.readouterr().err
 
@@ -212,6 +212,6 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch, capsys):
 def test_other_ranks_show_no_progress(monkeypatch, said):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("recipe_lib.data.workers.LINE_SECONDS", 0.0)
-    with WorkProgress("data: tokenizing", 100, "rows") as progress:
+    with WorkProgress("data: tokenizing", 100, "samples") as progress:
         progress.advance(16)
     assert not said

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import BUILT_IN, registered
-from recipe_lib.data.samples import Completion, Conversation, Document, RowFault
+from recipe_lib.data.samples import Completion, Conversation, Document, SampleFault
 
 
 def read(name: str, row: dict):
@@ -121,7 +121,7 @@ def said(*pairs):
     ],
 )
 def test_rows_that_cannot_be_used(name, row, line):
-    with pytest.raises(RowFault, match=re.escape(line)) as caught:
+    with pytest.raises(SampleFault, match=re.escape(line)) as caught:
         read(name, row)
     assert caught.value.cause and "\n" not in str(caught.value)
 
@@ -139,7 +139,7 @@ def test_wild_files(realdata):
             try:
                 sample = read(name, row)
                 assert sample.messages[-1]["content"] == row["output"]
-            except RowFault as fault:
+            except SampleFault as fault:
                 bad.append((fault.cause, row))
         assert all(cause == "empty answer" and not row["output"].strip() for cause, row in bad)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import registered
-from recipe_lib.data.samples import Preference, RowFault
+from recipe_lib.data.samples import Preference, SampleFault
 
 
 def read(**row):
@@ -129,6 +129,6 @@ def test_answers_that_call_tools():
     ],
 )
 def test_rows_that_cannot_be_used(row, line):
-    with pytest.raises(RowFault, match=re.escape(line)) as caught:
+    with pytest.raises(SampleFault, match=re.escape(line)) as caught:
         read(**row)
     assert caught.value.cause and "\n" not in str(caught.value)

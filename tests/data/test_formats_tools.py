@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import registered
-from recipe_lib.data.samples import RowFault
+from recipe_lib.data.samples import SampleFault
 
 
 def read(name, row):
@@ -92,7 +92,7 @@ def test_words_and_call_of_which_one_is_trained_stay_apart():
     """Joining them would train, or leave out, what the row says not to."""
     row = turns(("human", "a"), ("gpt", "I look."), ("function_call", CALL))
     row["conversations"][1]["train"] = False
-    with pytest.raises(RowFault, match="message 3: found assistant after assistant"):
+    with pytest.raises(SampleFault, match="message 3: found assistant after assistant"):
         read("sharegpt", row)
 
 
@@ -185,7 +185,7 @@ NO_JSON = "conversations[2]: found a function_call that is no JSON object, expec
         (
             "messages",
             {"messages": [{"from": "human", "value": "a"}]},
-            "messages[1]: found the role None, expected one of system, user, assistant, tool; rows of {from, value} "
+            "messages[1]: found the role None, expected one of system, user, assistant, tool; samples of {from, value} "
             "are read by the format sharegpt",
         ),
         (
@@ -196,6 +196,6 @@ NO_JSON = "conversations[2]: found a function_call that is no JSON object, expec
     ],
 )
 def test_rows_that_cannot_be_used(name, row, line):
-    with pytest.raises(RowFault, match=re.escape(line)) as caught:
+    with pytest.raises(SampleFault, match=re.escape(line)) as caught:
         read(name, row)
     assert caught.value.cause and "\n" not in str(caught.value)

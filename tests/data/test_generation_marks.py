@@ -12,7 +12,7 @@ import pytest
 from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data.inspect import inspect
-from recipe_lib.data.samples import Conversation, RowFault
+from recipe_lib.data.samples import Conversation, SampleFault
 from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
@@ -54,7 +54,7 @@ def test_masks_are_those_of_transformers(template: Any, tmp_path: Path, monkeypa
     kinds = ["two answers", "three answers", "white space", *(["tool"] if template.calls else [])]
     for kind in kinds:
         messages, tools = filled(KINDS[kind][0], template), KINDS[kind][1]
-        row = encoder.encode_row(Conversation(messages, tools))
+        row = encoder.encode_sample(Conversation(messages, tools))
         ends = [number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"]
         ends = ends if len(row.sequences) > 1 else ends[-1:]
         assert len(row.sequences) == len(ends) and (len(ends) == 1 or template.name == "gptoss")  # two kinds of ends
@@ -76,8 +76,8 @@ def encoder_of(folder: Path, source: str, **settings: Any) -> Encoder:
 
 
 def test_marks_that_are_what_generation_is_asked_for(tmp_path: Path):
-    row = encoder_of(tmp_path, MARKED).encode_row(Conversation(TALK))
-    assert row.marked.behind == 0 and row.marked.differing == []
+    row = encoder_of(tmp_path, MARKED).encode_sample(Conversation(TALK))
+    assert row.marked.space_after == 0 and row.marked.differing == []
     assert trained_texts(encoder_of(tmp_path, MARKED), row.sequences[0]) == ["Yes.<|im_end|>", "No.<|im_end|>"]
 
 
@@ -92,7 +92,7 @@ def test_only_the_marks_of_chosen_answers_count(tmp_path: Path):
 
 def test_an_answer_that_is_not_marked_is_refused(tmp_path: Path):
     source = MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.index0 < 2 %}")
-    with pytest.raises(RowFault, match="message 4: found nothing that the chat template marks with generation"):
+    with pytest.raises(SampleFault, match="message 4: found nothing that the chat template marks with generation"):
         encoder_of(tmp_path, source).encode(Conversation(TALK))
 
 
@@ -106,11 +106,11 @@ def test_differences_are_reported_with_their_place(tmp_path: Path, rows_file: Ca
     for name, source, differing, white, ends in (("a", behind, 0, 3, 0), ("b", short, 3, 0, 3)):
         dataset = build_dataset(cfg, load_tokenizer(write_json(tmp_path / name, template=source)), 64)
         found = inspect(dataset, None, 64, None)
-        assert found.numbers["marked_answers"] == 3 and found.numbers["marks_with_space_behind"] == white
+        assert found.numbers["marked_answers"] == 3 and found.numbers["marks_with_space_after"] == white
         assert (found.numbers["marks_differing"], found.numbers["untrained_ends"]) == (differing, ends)
         said = [text for text in dataset.report.lines() if text.startswith(line)]
         assert said == [
-            f"{line}{differing} of them are not what generation is asked for, and in {white} white space behind the "
+            f"{line}{differing} of them are not what generation is asked for, and in {white} white space after the "
             "end of the turn is trained as well"
         ]
         faults = {finding.name: finding for finding in found.findings}

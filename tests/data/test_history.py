@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.data.samples import Conversation, RowFault
+from recipe_lib.data.samples import Conversation, SampleFault
 from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
@@ -87,11 +87,11 @@ def test_every_sequence_is_the_prompt_of_inference_and_what_has_to_follow(
     template, (messages, tools) = BY_NAME[name], KINDS[kind]
     messages = filled(messages, template)
     if cause := refusal(template, kind):
-        with pytest.raises(RowFault) as refused:
-            encoder.encode_row(Conversation(messages, tools))
+        with pytest.raises(SampleFault) as refused:
+            encoder.encode_sample(Conversation(messages, tools))
         assert refused.value.cause in cause.split("|")
         return
-    row = encoder.encode_row(Conversation(messages, tools))
+    row = encoder.encode_sample(Conversation(messages, tools))
     prompts = prompts_of(oracle, messages, tools)
     found = []
     for encoded in row.sequences:
@@ -166,7 +166,7 @@ def test_tags_that_are_special_tokens_stay_tags_around_a_thought_alone(name: str
     encoder = Encoder(load_tokenizer(tmp_path), "auto")
     plain = Conversation([{"role": "user", "content": "What is <think>?"}, *messages[1:]])
     for row in (Conversation(messages), plain):
-        for encoded in encoder.encode_row(row).sequences:
+        for encoded in encoder.encode_sample(row).sequences:
             texts = [encoder.tokenizer.token_bytes(i) for i in encoded.ids if encoder.tokenizer.is_special(i)]
             last = texts[-4:]
             assert last.count(b"</think>") == 1 and encoder.tokenizer.decode(encoded.ids).count("</think>") <= 2

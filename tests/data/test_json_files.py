@@ -34,7 +34,7 @@ def test_json_rows_have_their_line(tmp_path):
     places, rows = zip(*read(tmp_path / "a.json"), strict=True)
     assert rows == ({"a": 1}, {"a": "]},{"}, {"a": [2]}, {"a": 3})
     assert [place.removeprefix(str(tmp_path)) for place in places] == [
-        "/a.json:2 (row 1)", "/a.json:4 (row 2)", "/a.json:5 (row 3)", "/a.json:6 (row 4)",
+        "/a.json:2 (sample 1)", "/a.json:4 (sample 2)", "/a.json:5 (sample 3)", "/a.json:6 (sample 4)",
     ]  # fmt: skip
 
 
@@ -43,17 +43,17 @@ def test_json_of_other_shapes(tmp_path):
     file.write_text('{"data": [{"a": 1}, {"a": 2}], "version": 1}')
     assert [row for _, row in read(file)] == [{"a": 1}, {"a": 2}]
     file.write_text('{"x": {"data": [7]},\n "data" : [\n  {"a": 1},\n  {"a": 2}\n ], "version": 1}\n')
-    assert read(file) == [(f"{file}:3 (row 1)", {"a": 1}), (f"{file}:4 (row 2)", {"a": 2})]
+    assert read(file) == [(f"{file}:3 (sample 1)", {"a": 1}), (f"{file}:4 (sample 2)", {"a": 2})]
     file.write_text('{"data": []}')
     assert read(file) == []
     file.write_text('{"a": 1}')
-    assert read(file) == [(f"{file} (row 1)", {"a": 1})]
+    assert read(file) == [(f"{file} (sample 1)", {"a": 1})]
     file.write_text("\ufeff [ ] ", encoding="utf-8")
     assert read(file) == []
 
 
 CASES = [
-    (b"", r"a.json: the file is empty, expected rows or text"),
+    (b"", r"a.json: the file is empty, expected samples or text"),
     (b" \n ", r"the file is empty"),
     (b'[{"a": 1},\n {"a" 2}]', r"a.json:2: column 7: invalid JSON \(Expecting ':' delimiter\), expected a list"),
     (b'[{"a": 1}\n {"a": 2}]', r"a.json:2: column 2: invalid JSON \(Expecting ',' delimiter\)"),
@@ -111,7 +111,7 @@ def test_any_rows_in_any_pieces(tmp_path_factory, rows, ascii, indent, piece, wr
     assert [row for _, row in found] == (json.loads(text)["data"] if wrapped else json.loads(text))
     lines = text.split("\n")
     for number, (place, _) in enumerate(found, start=1):
-        line = int(re.search(rf":(\d+) \(row {number}\)$", place)[1])
+        line = int(re.search(rf":(\d+) \(sample {number}\)$", place)[1])
         assert "{" in lines[line - 1]
         assert list(file.read(number - 1, number)) == [found[number - 1]]
 

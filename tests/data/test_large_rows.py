@@ -8,8 +8,8 @@ import pytest
 
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.data import build_dataset, parquet
-from recipe_lib.data.row_files import ROW_LIMIT
-from recipe_lib.data.samples import RowFault
+from recipe_lib.data.sample_files import SAMPLE_LIMIT
+from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 from recipe_lib.units import MIB
@@ -18,8 +18,8 @@ LARGE = 5 * MIB
 GOOD = {"text": "short"}
 
 
-def rows_of(path, row_limit=ROW_LIMIT):
-    (file,) = open_sources(SourceConfig(str(path)), row_limit)
+def rows_of(path, sample_limit=SAMPLE_LIMIT):
+    (file,) = open_sources(SourceConfig(str(path)), sample_limit)
     assert len(file) == len(list(file.read()))
     return list(file.read())
 
@@ -34,20 +34,20 @@ def write(path, rows):
 def test_a_large_row_is_a_bad_one(suffix, large, tmp_path):
     path = tmp_path / f"a.{suffix}"
     write(path, [GOOD, {"text": large}, GOOD])
-    (_, first), (place, fault), (_, last) = rows_of(path, row_limit=2 * MIB)
+    (_, first), (place, fault), (_, last) = rows_of(path, sample_limit=2 * MIB)
     assert first == last == GOOD
-    assert place.startswith(f"{path}:2" if suffix == "jsonl" else f"{path}:2 (row 2)")
-    assert isinstance(fault, RowFault) and fault.cause == "too large"
+    assert place.startswith(f"{path}:2" if suffix == "jsonl" else f"{path}:2 (sample 2)")
+    assert isinstance(fault, SampleFault) and fault.cause == "too large"
     assert re.fullmatch(
-        r"found a row of 5.00 MiB, expected at most data.max_sample_mib=2; divide the text, or raise .*",
+        r"found a sample of 5.00 MiB, expected at most data.max_sample_mib=2; divide the text, or raise .*",
         str(fault),
     )
 
 
 def test_a_large_text_is_a_bad_row(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 2000)
-    ((place, fault),) = rows_of(tmp_path / "a.txt", row_limit=1000)
-    assert place == str(tmp_path / "a.txt") and isinstance(fault, RowFault)
+    ((place, fault),) = rows_of(tmp_path / "a.txt", sample_limit=1000)
+    assert place == str(tmp_path / "a.txt") and isinstance(fault, SampleFault)
     assert isinstance(rows_of(tmp_path / "a.txt")[0][1], dict)
 
 
@@ -57,7 +57,7 @@ def test_the_limit_is_of_the_row_without_its_line_end(length, kept, end, tmp_pat
     line = json.dumps({"text": ""})
     line = line.replace('""', '"' + "x" * (length - len(line)) + '"')
     (tmp_path / "a.jsonl").write_bytes((line + end).encode())
-    ((_, row),) = rows_of(tmp_path / "a.jsonl", row_limit=1000)
+    ((_, row),) = rows_of(tmp_path / "a.jsonl", sample_limit=1000)
     assert isinstance(row, dict) is kept
 
 
@@ -78,11 +78,11 @@ def test_what_a_large_row_does_is_for_bad_rows_to_say(tmp_path):
         source=str(tmp_path / "a.jsonl"), format="text", cache=False, check_label_mask=False, max_sample_mib=1
     )
     with pytest.raises(
-        DataError, match=r"a.jsonl:2: found a row of 2.00 MiB, .*; correct the row, or set data.on_invalid"
+        DataError, match=r"a.jsonl:2: found a sample of 2.00 MiB, .*; correct the sample, or set data.on_invalid"
     ):
         build_dataset(cfg, Letters(), 64)
     cfg.on_invalid = "skip"
-    assert build_dataset(cfg, Letters(), 64).report.bad_rows == {"too large": 1}
+    assert build_dataset(cfg, Letters(), 64).report.bad_samples == {"too large": 1}
     cfg.on_invalid, cfg.max_sample_mib = "error", 3
     assert build_dataset(cfg, Letters(), 64).report.texts == 3
 
@@ -100,7 +100,7 @@ def test_a_parquet_file_that_unpacks_to_far_more_is_refused(row_groups, tmp_path
     )
     assert (tmp_path / "a.parquet").stat().st_size < MIB / 10
     with pytest.raises(
-        DataError, match=r"a.parquet: .* KiB say that they unpack to 12 rows of .*, expected at most 200"
+        DataError, match=r"a.parquet: .* KiB say that they unpack to 12 samples of .*, expected at most 200"
     ):
         rows_of(tmp_path / "a.parquet")
 
@@ -122,13 +122,13 @@ def test_values_of_a_dictionary_are_unpacked_few_at_a_time(tmp_path, monkeypatch
 def test_large_rows_of_a_parquet_file(tmp_path):
     table = pyarrow.table({"text": ["a", "b" * 5000, "c"], "messages": [[{"role": "user"}]] * 3})
     writer.write_table(table, tmp_path / "a.parquet")
-    (_, first), (place, fault), (_, last) = rows_of(tmp_path / "a.parquet", row_limit=1000)
+    (_, first), (place, fault), (_, last) = rows_of(tmp_path / "a.parquet", sample_limit=1000)
     assert (first["text"], last["text"]) == ("a", "c")
-    assert place.endswith("(row 2)") and isinstance(fault, RowFault)
+    assert place.endswith("(sample 2)") and isinstance(fault, SampleFault)
 
 
 def test_a_footer_that_counts_more_rows_than_bytes_can_hold(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "ROWS_PER_BYTE", 0.001)
     writer.write_table(pyarrow.table({"text": ["a"] * 1000}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="unpack to 1000 rows"):
+    with pytest.raises(DataError, match="unpack to 1000 samples"):
         rows_of(tmp_path / "a.parquet")

@@ -47,7 +47,7 @@ def test_the_same_batches_for_any_number_of_workers(rows, packing, workers):
             rows, plan_of(rows, packing), first_step=0, last_step=last, data_rank=rank, workers=workers, **DIVISION
         )
         expected = (
-            make_step(rows, plan.slots(step), rank, 2, 2, 2, 3, 4, plan.row_length(step)) for step in range(last)
+            make_step(rows, plan.slots(step), rank, 2, 2, 2, 3, 4, plan.pack_length(step)) for step in range(last)
         )
         assert flat(made) == flat(expected)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.data.formats import conversation
-from recipe_lib.data.samples import Conversation, Preference, RowFault
+from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
@@ -50,9 +50,9 @@ def test_a_message_has_the_last_word(chatml):
     assert trained(chatml, ["user"], with_train(_1=False)) == ["2+2?" + END]
     first, second = trained(chatml, "all", with_train(_3=False))
     assert first.endswith("<|im_start|>user\n") and second == "\n<|im_start|>assistant\n4<|im_end|>\n"
-    with pytest.raises(RowFault, match="found none of 5 messages to be trained, expected one that data.train_on"):
+    with pytest.raises(SampleFault, match="found none of 5 messages to be trained, expected one that data.train_on"):
         trained(chatml, "last", with_train(_4=False))
-    with pytest.raises(RowFault, match="message 3: found train 'no', expected true or false"):
+    with pytest.raises(SampleFault, match="message 3: found train 'no', expected true or false"):
         trained(chatml, "last", with_train(_2="no"))
 
 
@@ -86,10 +86,10 @@ def test_arguments_that_are_no_json(chatml):
     call = {"function": {"name": "f", "arguments": "{x: 1}"}}
     messages = [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
     line = r"message 2: found the arguments '{x: 1}' of a tool call, expected a JSON object$"
-    with pytest.raises(RowFault, match=re.escape(line[:-1])):
+    with pytest.raises(SampleFault, match=re.escape(line[:-1])):
         trained(chatml, "assistant", messages)
     nested = {"function": {"name": "f", "arguments": '{"a":' * 5000 + "1" + "}" * 5000}}
-    with pytest.raises(RowFault, match="expected a JSON object"):
+    with pytest.raises(SampleFault, match="expected a JSON object"):
         trained(chatml, "assistant", [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [nested]}])
 
 
@@ -97,25 +97,27 @@ def test_tools_nested_too_deep(chatml):
     nested: Any = "x"
     for _ in range(950):
         nested = [nested]
-    with pytest.raises(RowFault, match="found lists or objects nested too deep, expected plainer ones"):
+    with pytest.raises(SampleFault, match="found lists or objects nested too deep, expected plainer ones"):
         Encoder(chatml, "auto").encode(Conversation(MESSAGES, [{"name": "f", "parameters": nested}]))
 
 
 def test_what_a_template_leaves_out_is_refused(chatml, tmp_path):
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    with pytest.raises(RowFault, match=r"tools\[1\]: found 'weather', which the chat template does not write"):
+    with pytest.raises(SampleFault, match=r"tools\[1\]: found 'weather', which the chat template does not write"):
         Encoder(chatml, "auto").encode(Conversation(MESSAGES, [tool]))
     source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
     tokenizer = load_tokenizer(write_json(tmp_path, template=source))
     thought = [MESSAGES[1], {"role": "assistant", "content": "<think>x</think>4"}]
     line = r"message 2: found a content that the chat template does not write in full \('<think>x</think>4'\), expected"
-    with pytest.raises(RowFault, match=line):
+    with pytest.raises(SampleFault, match=line):
         trained(tokenizer, "assistant", thought)
-    with pytest.raises(RowFault, match="found a reasoning_content that the chat template does not write in full"):
+    with pytest.raises(SampleFault, match="found a reasoning_content that the chat template does not write in full"):
         trained(chatml, "assistant", [MESSAGES[1], MESSAGES[2] | {"reasoning_content": "because"}])
     twice = "{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer = load_tokenizer(write_json(tmp_path / "twice", template=twice))
-    with pytest.raises(RowFault, match=r"message 1: found that the chat template writes it 2 times .*\(user in data"):
+    with pytest.raises(
+        SampleFault, match=r"message 1: found that the chat template writes it 2 times .*\(user in data"
+    ):
         trained(tokenizer, ["user"], MESSAGES[1:3])
 
 
@@ -144,7 +146,7 @@ def test_preference_trains_both_answers_and_nothing_else(chatml):
         prompt = encoder.prompt(pair.prompt)
         assert chosen.ids[: len(prompt)] == rejected.ids[: len(prompt)] == prompt
         assert not any(chosen.trained[: len(prompt)]) and chosen.answers[0][0] == len(prompt)
-    with pytest.raises(RowFault, match="found the same chosen and rejected answer, expected two that differ"):
+    with pytest.raises(SampleFault, match="found the same chosen and rejected answer, expected two that differ"):
         encoder.encode_preference(Preference(MESSAGES[:2], MESSAGES[2:3], MESSAGES[2:3]))
 
 
@@ -185,7 +187,7 @@ def test_any_choice_trains_exactly_these_texts(chatml, turns, train_on):
         if message.get("train", message["role"] in by_role or (train_on == "last" and number == last))
     ]
     if not expected:
-        with pytest.raises(RowFault, match="to be trained, expected one"):
+        with pytest.raises(SampleFault, match="to be trained, expected one"):
             trained(chatml, train_on, messages)
     else:
         encoder = Encoder(chatml, "auto", train_on)

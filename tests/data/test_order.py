@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.data import DataPlan, make_step
-from recipe_lib.data.dataset import Row
+from recipe_lib.data.dataset import TokenSequence
 from recipe_lib.errors import DataError
 from tests.data.plans import OneSource, global_rows
 
@@ -77,7 +77,9 @@ def test_all_orders_are_about_equally_likely():
 
 
 def test_fewer_rows_than_a_step_takes():
-    line = r"found 7 usable rows, expected at least 8 for one step .* lower batch_size or gradient_accumulation_steps"
+    line = (
+        r"found 7 usable sequences, expected at least 8 for one step .* lower batch_size or gradient_accumulation_steps"
+    )
     with pytest.raises(DataError, match=line):
         global_rows(7, 0, 0, 0, 8, True)
     for rows in (8, 15):
@@ -101,9 +103,9 @@ class Items:
     def trained_counts(self) -> np.ndarray:
         return np.ones_like(self.lengths)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> TokenSequence:
         tokens = np.full(self.lengths[number], number, dtype=np.int32)
-        return Row(tokens, tokens)
+        return TokenSequence(tokens, tokens)
 
 
 def some_items(number: int, weights: tuple[float, ...] = (1.0,), longest: int = 12, seed: int = 0) -> Items:
@@ -130,7 +132,7 @@ def test_a_plan_without_packing_and_weights_is_the_order_of_rows(seed, shuffle):
         words = [word for counter in range(1, 27) for word in philox(counter, (seed, step // 10))]
         order = sorted(range(103), key=lambda row: words[row]) if shuffle else list(range(103))
         assert np.concatenate(plan.slots(step)).tolist() == order[step % 10 * 10 :][:10]
-        assert all(slot.shape == (1,) for slot in plan.slots(step)) and plan.row_length(step) is None
+        assert all(slot.shape == (1,) for slot in plan.slots(step)) and plan.pack_length(step) is None
 
 
 SIZES = {1: 4, 2: 3, 3: 1, 4: 3}  # batch size by ranks; accumulation makes it 12 rows a step
@@ -140,9 +142,9 @@ KINDS = {"rows": {}, "packed": {"packing": 12}, "weights": {}, "packed weights":
 def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]:
     """Rows out of the batches that the ranks train on in a step, told by their tokens."""
     found: Counter[int] = Counter()
-    slots, row_length, size = plan.slots(step), plan.row_length(step), SIZES[ranks]
+    slots, pack_length, size = plan.slots(step), plan.pack_length(step), SIZES[ranks]
     for rank in range(ranks):
-        made = make_step(items, slots, rank, ranks, size, 12 // ranks // size, row_length=row_length)
+        made = make_step(items, slots, rank, ranks, size, 12 // ranks // size, pack_length=pack_length)
         for batch in made.micro_batches:
             for number, count in Counter(batch.labels.flatten().tolist()).items():
                 if number != -100:
@@ -205,9 +207,9 @@ def test_packs_hold_what_fits_and_are_shuffled_anew():
     items = some_items(1000, longest=30)
     plan = plan_of(items, 8, packing=32)
     epochs = [epoch_slots(plan, number) for number in (0, 1)]
-    assert all(sum(items.item_lengths[list(slot)]) <= 32 == plan.row_length(0) for slot in epochs[0])
+    assert all(sum(items.item_lengths[list(slot)]) <= 32 == plan.pack_length(0) for slot in epochs[0])
     assert len(set(epochs[0]) & set(epochs[1])) < len(epochs[0]) / 4
-    assert 0.95 < plan.packing_efficiency() <= 1
+    assert 0.95 < sum(items.item_lengths[list(slot)].sum() for slot in epochs[0]) / (32 * len(epochs[0])) <= 1
     # An epoch does not begin with the long items.
     longest = [items.item_lengths[list(slot)].max() for slot in epochs[0]]
     assert abs(np.corrcoef(longest, range(len(longest)))[0, 1]) < 0.15
@@ -280,9 +282,14 @@ def test_shares_and_packs_are_drawn_from_the_documented_numbers():
 @pytest.mark.parametrize(
     ("weights", "packing", "group", "line"),
     [
-        ((1.0,), None, 1, r"data.source: found 20 usable rows, expected at least 24 for one step .*; lower batch_size"),
+        (
+            (1.0,),
+            None,
+            1,
+            r"data.source: found 20 usable sequences, expected at least 24 for one step .*; lower batch_size",
+        ),
         ((1.0,), None, 2, r"data.source: found 20 usable pairs, expected at least 24 "),
-        ((0.5,), None, 1, r"data.source: found 10 usable rows an epoch by the weights, expected at least 24 "),
+        ((0.5,), None, 1, r"data.source: found 10 usable sequences an epoch by the weights, expected at least 24 "),
         ((1.0,), 60, 1, r"data.packing: found 2 packs of up to 60 tokens, expected at least 24 "),
     ],
 )

@@ -10,7 +10,7 @@ from torch import nn
 
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
-from recipe_lib.data import check_documents_apart
+from recipe_lib.data import check_packing_isolation
 from recipe_lib.data import packing_isolation as leaks
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import compile_layers
@@ -39,7 +39,7 @@ def model_of(dtype: torch.dtype = torch.float32, init_std: float = 0.2, **change
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_models_keep_documents_apart(kind, dtype):
     model = model_of(dtype, **KINDS[kind]).train()
-    check_documents_apart(model, model.spec, "cpu")
+    check_packing_isolation(model, model.spec, "cpu")
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
     leak, difference, measured = leaks._measure(model, model.spec.vocab_size, torch.device("cpu"), None)
     assert leak == 0 and measured == dtype
@@ -58,8 +58,8 @@ def lost_border(monkeypatch) -> None:
     """The first token of a document still counts as one of the document before."""
     make = attention.make_attention_info
 
-    def shifted(lengths, row_length):
-        info = make(lengths, row_length)
+    def shifted(lengths, pack_length):
+        info = make(lengths, pack_length)
         return replace(info, documents=torch.cat([info.documents[:, :1], info.documents[:, :-1]], dim=1))
 
     monkeypatch.setattr(leaks, "make_attention_info", shifted)
@@ -86,10 +86,11 @@ def test_a_broken_mask_is_found(monkeypatch, kind, broken, dtype, init_std):
     name = str(dtype).removeprefix("torch.")
     line = (
         rf"^data\.packing: on cpu in {name} \(attention masks\) a document's logits moved by [\d.]+% when its "
-        r"neighbor in the row was changed, expected 0%: packed documents see each other; set data\.packing to false"
+        r"neighbor in the sequence was changed, expected 0%: packed documents see each other; "
+        r"set data\.packing to false"
     )
     with pytest.raises(SetupError, match=line) as raised:
-        check_documents_apart(model, model.spec, "cpu")
+        check_packing_isolation(model, model.spec, "cpu")
     assert len(str(raised.value).splitlines()) == 1
 
 
@@ -98,7 +99,7 @@ def test_what_is_not_as_alone_is_found(monkeypatch):
     no_causality(monkeypatch)
     line = r"the logits of packed documents differ by [\d.]+% from those of each document alone, expected at most 1%;"
     with pytest.raises(SetupError, match=line):
-        check_documents_apart(model, model.spec, "cpu")
+        check_packing_isolation(model, model.spec, "cpu")
 
 
 class Learned(nn.Module):
@@ -115,17 +116,17 @@ class Learned(nn.Module):
 
 
 def test_positions_that_do_not_restart_are_found(monkeypatch):
-    check_documents_apart(Learned(), SimpleNamespace(vocab_size=50), "cpu")
+    check_packing_isolation(Learned(), SimpleNamespace(vocab_size=50), "cpu")
     monkeypatch.setattr(leaks, "document_positions", lambda lengths, width: torch.arange(width).repeat(2, 1))
     with pytest.raises(SetupError, match="from those of each document alone"):
-        check_documents_apart(Learned(), SimpleNamespace(vocab_size=50), "cpu")
+        check_packing_isolation(Learned(), SimpleNamespace(vocab_size=50), "cpu")
 
 
 def test_dropout_does_not_disturb_it():
     model = model_of()
     model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.Dropout(0.5))
     model.train()
-    check_documents_apart(model, model.spec, "cpu")
+    check_packing_isolation(model, model.spec, "cpu")
     assert model.model.layers[1].mlp[1].training
 
 
@@ -138,7 +139,7 @@ def test_compiled_layers_are_compiled_for_training_afterwards(monkeypatch):
 
     model = model_of()
     compile_layers(model, backend)
-    check_documents_apart(model, model.spec, "cpu")
+    check_packing_isolation(model, model.spec, "cpu")
     assert shapes, "the check is to run what is compiled"
     shapes.clear()
     tokens = torch.zeros(3, 10, dtype=torch.int64)
@@ -159,7 +160,7 @@ def test_two_ranks_agree_on_a_sharded_model(broken):
             model.to_empty(device="cpu")
             init_weights(model, 3, small_spec())
             try:
-                check_documents_apart(model, model.spec, world.device)
+                check_packing_isolation(model, model.spec, world.device)
             except SetupError as error:
                 return str(error)
             return "apart"
@@ -174,7 +175,7 @@ def test_a_trained_model_in_two_dtypes(realdata):
     for dtype in (torch.float32, torch.bfloat16):
         model = build_meta(spec, dtype).to_empty(device="cpu")
         load_weights(model, spec, folder)
-        check_documents_apart(model, spec, "cpu")
+        check_packing_isolation(model, spec, "cpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -182,8 +183,8 @@ def test_a_trained_model_in_two_dtypes(realdata):
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu(monkeypatch, kind, dtype):
     model = model_of(dtype, **KINDS[kind]).cuda()
-    check_documents_apart(model, model.spec, "cuda")
+    check_packing_isolation(model, model.spec, "cuda")
     make = leaks.make_attention_info
     monkeypatch.setattr(leaks, "make_attention_info", lambda lengths, width: make([[width]] * len(lengths), width))
     with pytest.raises(SetupError, match="on cuda in .* see each other"):
-        check_documents_apart(model, model.spec, "cuda")
+        check_packing_isolation(model, model.spec, "cuda")

@@ -11,14 +11,14 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.data import row_files
-from recipe_lib.data.samples import RowFault
-from recipe_lib.data.sources import open_sources, read_rows
+from recipe_lib.data import sample_files
+from recipe_lib.data.samples import SampleFault
+from recipe_lib.data.sources import open_sources, read_samples
 from recipe_lib.errors import DataError
 
 
 def read(source, split="train"):
-    return list(read_rows(str(source), split))
+    return list(read_samples(str(source), split))
 
 
 def opened(path):
@@ -40,11 +40,11 @@ def test_json_lines(tmp_path):
     assert {line: row for line, row in found.items() if isinstance(row, dict)} == {
         "1": {"a": 1}, "3": {"a": 2}, "9": {"a": 4},
     }  # fmt: skip
-    faults = {line: str(row) for line, row in found.items() if isinstance(row, RowFault)}
+    faults = {line: str(row) for line, row in found.items() if isinstance(row, SampleFault)}
     assert faults == {
         "4": "column 6: invalid JSON (Expecting ':' delimiter), expected an object a line",
-        "5": "found a list, expected an object with the columns of the row",
-        "6": "found str, expected an object with the columns of the row",
+        "5": "found a list, expected an object with the columns of the sample",
+        "6": "found str, expected an object with the columns of the sample",
         "7": "column 8: found the byte 0xff, expected UTF-8",
         "8": "JSON nested too deep, expected an object a line",
     }
@@ -53,7 +53,7 @@ def test_json_lines(tmp_path):
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_empty_json_lines(content, tmp_path):
     (tmp_path / "a.jsonl").write_text(content)
-    refused(tmp_path / "a.jsonl", r"a.jsonl: the file is empty, expected rows")
+    refused(tmp_path / "a.jsonl", r"a.jsonl: the file is empty, expected samples")
 
 
 def write_lines(path, count, blank_every=None):
@@ -73,7 +73,7 @@ def write_lines(path, count, blank_every=None):
 @pytest.mark.parametrize("block", [1, 7, 64, 2**20])
 def test_json_lines_by_number(blank_every, block, tmp_path, monkeypatch):
     """Any range of rows is what a plain reading of the file gives, however the pass for the index cuts the file."""
-    monkeypatch.setattr(row_files, "BLOCK", block)
+    monkeypatch.setattr(sample_files, "BLOCK", block)
     path = tmp_path / "a.jsonl"
     rows = [(f"{path}:{line}", row) for line, row in write_lines(path, 60, blank_every)]
     file = opened(path)
@@ -149,7 +149,7 @@ def test_a_file_that_changed_since(tmp_path):
         file = opened(tmp_path / name)
         assert len(file) == 2
         (tmp_path / name).write_text('{"b"')
-        assert [type(row) for _, row in file.read()] == [RowFault, RowFault]
+        assert [type(row) for _, row in file.read()] == [SampleFault, SampleFault]
     (tmp_path / "a.json").unlink()
     with pytest.raises(DataError, match=r"a.json: the file cannot be read \(No such file or directory\)"):
         list(file.read())

@@ -12,8 +12,8 @@ from recipe_lib.cli.main import main
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
 from recipe_lib.data.dataset import Dataset, overlap
-from recipe_lib.data.samples import Conversation, Preference, RowFault
-from recipe_lib.data.show import show_item
+from recipe_lib.data.inspect import show_item
+from recipe_lib.data.samples import Conversation, Preference, SampleFault
 from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
@@ -84,13 +84,13 @@ def test_what_it_costs_is_said(build: Build, forgets: Tokenizer):
                 for at, n in ((1, 2), (2, 3)))  # fmt: skip
     tokens = int(dataset.lengths[1:].sum())
     lines = dataset.report.lines()
-    assert lines[0].startswith("data: 6 sequences from the 3 rows read from ")
+    assert lines[0].startswith("data: 6 sequences from the 3 samples read from ")
     assert (
         f"data: 2 conversations became 5 sequences, because the chat template writes earlier turns anew: each answer "
-        f"stands behind the prompt that generation is given; {tokens} tokens in place of {whole} "
+        f"follows the prompt that generation is given; {tokens} tokens in place of {whole} "
         f"({tokens / whole:.2f} times as many)" in lines
     )
-    assert "sequences" not in " ".join(build(1, 1).report.lines())
+    assert "conversations became" not in " ".join(build(1, 1).report.lines())
 
 
 def test_refuse_names_the_first_difference_and_the_way_out(build: Build):
@@ -121,7 +121,7 @@ def test_answers_of_one_turn_share_a_sequence(tmp_path: Path):
     """A call of a tool and the answer that follows it stand behind the same question."""
     tokenizer = load_tokenizer(write_json(tmp_path, template=FORGETS))
     messages = [*talk(2), {"role": "tool", "content": "1"}, {"role": "assistant", "content": "so"}]
-    row = Encoder(tokenizer, "auto").encode_row(Conversation(messages))
+    row = Encoder(tokenizer, "auto").encode_sample(Conversation(messages))
     thoughts = ["<think>\nhm\n</think>\n\n"] * 2 + ["<think>\n\n</think>\n\n"]
     said = [thought + text + END for thought, text in zip(thoughts, ("say 0 0", "say 0 1", "so"), strict=True)]
     assert [trained_texts(Encoder(tokenizer, "auto"), one) for one in row.sequences] == [said[:1], said[1:]]
@@ -134,7 +134,7 @@ def test_the_order_and_packs_are_those_of_sequences(build: Build):
     assert plan.steps(0) == 4 and sorted(taken) == list(range(8))
     capacity = int(dataset.lengths.sum())
     packed = DataPlan(dataset, seed=1, slots_per_step=1, shuffle=True, packing_capacity=capacity)
-    assert packed.steps(0) == 1 and packed.packing_efficiency() == 1.0
+    assert packed.steps(0) == 1 and packed.pack_length(0) == capacity
     assert sorted(packed.slots(0)[0].tolist()) == list(range(8))
 
 
@@ -142,10 +142,10 @@ def test_long_sequences_are_counted_one_by_one(build: Build):
     whole = build(3)
     limit = int(whole.lengths[1])
     cut = build(3, max_seq_len=limit)
-    assert len(cut) in (2, 3) and cut.report.truncated_rows == 1 and cut.report.sequences_read == 3
+    assert len(cut) in (2, 3) and cut.report.truncated_sequences == 1 and cut.report.sequences_read == 3
     line = f"data: 1 of 3 sequences (33.3 %) exceed {limit} tokens and were truncated"
     assert any(text.startswith(line) for text in cut.report.lines())
-    assert build(3, max_seq_len=limit, truncation="drop").report.skipped_long_rows == 1
+    assert build(3, max_seq_len=limit, truncation="drop").report.skipped_long_sequences == 1
     with pytest.raises(DataError, match=rf"found {int(whole.lengths[2])} tokens, expected at most max_seq_len={limit}"):
         build(3, max_seq_len=limit, truncation="error")
 
@@ -155,7 +155,7 @@ def test_copies_and_overlap_are_of_sequences(build: Build, forgets: Tokenizer, r
     other = talk(2)[:2] + [{"role": "user", "content": "else"}, {"role": "assistant", "content": "no"}]
     source = rows_file({"messages": talk(2)}, {"messages": other}, name="twice.jsonl")
     dataset = build_dataset(DataConfig(source=source, format="messages", cache=False), forgets, 256)
-    assert dataset.report.duplicate_rows == 1 and dataset.report.first_duplicate.endswith("jsonl:1")
+    assert dataset.report.duplicate_sequences == 1 and dataset.report.first_duplicate.endswith("jsonl:1")
     assert "data: 1 sequences are the same as an earlier one" in " ".join(dataset.report.lines())
     held = build(1, name="held.jsonl")
     assert overlap(dataset, held).tolist() == [0]
@@ -188,14 +188,14 @@ def test_the_prompt_of_a_pair_may_be_rewritten(forgets: Tokenizer):
     for encoded, text in zip(pair, ("yes", "no"), strict=True):
         assert encoded.ids[: len(given)] == given and not any(encoded.trained[: len(given)])
         assert trained_texts(encoder, encoded) == [f"<think>\n\n</think>\n\n{text}{END}"]
-    with pytest.raises(RowFault, match="found 2 answers that the chat template writes in as many ways"):
+    with pytest.raises(SampleFault, match="found 2 answers that the chat template writes in as many ways"):
         encoder.encode_preference(Preference(prompt[:1], talk(2)[1:], rejected))
 
 
 def test_roles_beside_the_assistant_need_one_rendering(forgets: Tokenizer):
     encoder = Encoder(forgets, "auto", ["user", "assistant"])
-    with pytest.raises(RowFault, match="set data.train_on to assistant or last, or tokenizer"):
-        encoder.encode_row(Conversation(talk(2)))
+    with pytest.raises(SampleFault, match="set data.train_on to assistant or last, or tokenizer"):
+        encoder.encode_sample(Conversation(talk(2)))
     everything = Encoder(forgets, "auto", "all").encode(Conversation(talk(2)))
     assert all(everything.trained[1:])
 
@@ -215,7 +215,7 @@ def test_show_and_check_say_which_sequence(
     assert "data: 2 conversations became 5 sequences, because the chat template writes earlier turns anew" in out
     assert main(["data", "check", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["rows_read"], found["rows"], found["split_rows"], found["split_sequences"]) == (2, 5, 2, 5)
+    assert (found["samples_read"], found["sequences"], found["split_samples"], found["split_sequences"]) == (2, 5, 2, 5)
     assert found["split_tokens"] == found["tokens"] > found["unsplit_tokens"]
 
 
@@ -225,7 +225,7 @@ def test_a_plan_counts_sequences(forgets: Tokenizer, rows_file: Callable[..., st
     cfg.data = DataConfig(source=rows_file({"messages": talk(3)}), format="messages", cache=False)
     cfg.batch_size = cfg.gradient_accumulation_steps = 1
     found = planned_sequence(cfg)
-    assert found.source == "longest of 3 sequences from 1 rows" and found.steps == 3
+    assert found.source == "longest of 3 sequences from 1 samples" and found.steps == 3
     assert found.histogram is not None and found.histogram["rows"] == 3
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recipe_lib.data import render_prompt
 from recipe_lib.data.formats import conversation
-from recipe_lib.data.samples import Completion, RowFault
+from recipe_lib.data.samples import Completion, SampleFault
 from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
@@ -108,7 +108,9 @@ def test_sharegpt_sample_with_real_templates(encoder_of, realdata):
 
 def test_gemma_refuses_a_system_message(encoder_of):
     sample = conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
-    with pytest.raises(RowFault, match=r"gemma-2-2b-it.jinja: the chat template failed \(System role not supported\)"):
+    with pytest.raises(
+        SampleFault, match=r"gemma-2-2b-it.jinja: the chat template failed \(System role not supported\)"
+    ):
         encoder_of("gemma2").encode(sample)
 
 
@@ -129,7 +131,7 @@ def test_a_template_that_moves_the_system_message_gives_each_answer_its_prompt(r
     encoder = Encoder(tokenizer, "auto")
     assert answers(encoder, FOUR_TURNS)[1] == " user\n\nassistant</s>"
     sample = conversation([{"role": "system", "content": "s"}, *FOUR_TURNS.messages])
-    first, second = encoder.encode_row(sample).sequences
+    first, second = encoder.encode_sample(sample).sequences
     assert trained_texts(encoder, first) == [" Hello, 你好 😀</s>"]
     assert trained_texts(encoder, second) == [" user\n\nassistant</s>"]
     for encoded, count in ((first, 2), (second, 4)):
@@ -140,7 +142,7 @@ def test_a_template_that_moves_the_system_message_gives_each_answer_its_prompt(r
         r"message 3: the chat template writes what stands before it differently once it is there: at token 4 found "
         r"' Hi', expected ' s' as when generating; set data.history to auto, or tokenizer.chat_template to one that"
     )
-    with pytest.raises(RowFault, match=line):
+    with pytest.raises(SampleFault, match=line):
         Encoder(tokenizer, "auto", history="refuse").encode(sample)
 
 
@@ -152,7 +154,7 @@ def test_qwen3_drops_old_thoughts(real_folder, realdata):
     said = ["<think>\nb\n</think>\n\nc<|im_end|>"]
     assert answers(encoder, conversation([FOUR_TURNS.messages[0], thought])) == said
     twice = conversation([FOUR_TURNS.messages[0], thought, FOUR_TURNS.messages[0], thought])
-    first, second = encoder.encode_row(twice).sequences
+    first, second = encoder.encode_sample(twice).sequences
     assert trained_texts(encoder, first) == trained_texts(encoder, second) == said
     assert encoder.tokenizer.decode(second.ids).count("<think>") == 1
     last = Encoder(encoder.tokenizer, "auto", "last")
@@ -162,7 +164,7 @@ def test_qwen3_drops_old_thoughts(real_folder, realdata):
 
 def test_a_thought_that_the_prompt_begins_is_ended(real_folder, realdata):
     encoder = Encoder(load_tokenizer(real_folder("qwen2_5"), realdata / "chat-templates/axolotl/qwen3.jinja"), "auto")
-    found = encoder.encode_row(FOUR_TURNS).sequences
+    found = encoder.encode_sample(FOUR_TURNS).sequences
     ended = [["</think>\n\nHello, 你好 😀<|im_end|>"], ["</think>\n\nuser\n\nassistant<|im_end|>"]]
     assert [trained_texts(encoder, encoded) for encoded in found] == ended
 
@@ -173,7 +175,7 @@ def test_an_answer_that_does_not_go_on_from_its_prompt_is_refused(tmp_path):
         "{% if add_generation_prompt %}{{ '<|im_start|>answer: ' }}{% endif %}"
     )
     encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "auto")
-    with pytest.raises(RowFault, match="message 2: the chat template writes what stands before it differently"):
+    with pytest.raises(SampleFault, match="message 2: the chat template writes what stands before it differently"):
         encoder.encode(FOUR_TURNS)
 
 
@@ -273,7 +275,7 @@ def test_plain_template(plain):
     tool = [*FOUR_TURNS.messages[:2], {"role": "tool", "content": "5"}, {"role": "assistant", "content": "ok"}]
     assert answers(Encoder(plain, "auto"), conversation(tool)) == ["Hello, 你好 😀<|im_end|>", "ok<|im_end|>"]
     calls = conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{}]}])
-    with pytest.raises(RowFault, match="the plain template has no tool calls"):
+    with pytest.raises(SampleFault, match="the plain template has no tool calls"):
         Encoder(plain, "auto").encode(calls)
 
 
@@ -299,7 +301,7 @@ def test_a_tool_call_that_the_template_leaves_out_is_refused(encoder_of):
     encoder = encoder_of("smollm2")
     for content in ("", "One moment."):
         sample = conversation([FOUR_TURNS.messages[0], silent | {"content": content}])
-        with pytest.raises(RowFault, match="message 2: found a tool call that the chat template does not write"):
+        with pytest.raises(SampleFault, match="message 2: found a tool call that the chat template does not write"):
             encoder.encode(sample)
 
 
@@ -308,7 +310,7 @@ def test_templates_and_tokenizers_that_cannot_be_used(plain, tmp_path):
         Encoder(plain, "chat")
     endless = load_tokenizer(write_json(tmp_path / "a", template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     with pytest.raises(
-        DataError, match="puts no special token behind an answer, so nothing would teach the model to stop"
+        DataError, match="puts no special token after an answer, so nothing would teach the model to stop"
     ):
         Encoder(endless, "chat").encode(FOUR_TURNS)
     no_eos = load_tokenizer(write_json(tmp_path / "b", template=None, eos_token=None))

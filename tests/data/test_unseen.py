@@ -26,25 +26,25 @@ def rows():
 def unseen(tmp_path, rows_file, template):
     tokenizer = load_tokenizer(write_json(tmp_path, template=template))
     dataset = build_dataset(DataConfig(source=rows_file(*rows()), format="messages"), tokenizer, 64)
-    findings = {finding.name: finding.rows for finding in inspect(dataset, None, 64, None).findings}
-    assert findings.get("unseen-messages", 0) == dataset.report.unseen_rows
+    findings = {finding.name: finding.count for finding in inspect(dataset, None, 64, None).findings}
+    assert findings.get("unseen-messages", 0) == dataset.report.unseen_samples
     return dataset.report
 
 
 def test_a_system_message_that_is_left_out_is_told(tmp_path, rows_file):
     report = unseen(tmp_path, rows_file, WHOLE)
-    assert report.unseen_rows == 0 and not any("leaves out" in line for line in report.lines())
+    assert report.unseen_samples == 0 and not any("leaves out" in line for line in report.lines())
     report = unseen(tmp_path, rows_file, WHOLE.replace("in messages", "in messages if m['role'] != 'system'"))
-    assert report.unseen_rows == 1  # an empty one is not missed
+    assert report.unseen_samples == 1  # an empty one is not missed
     (line,) = [line for line in report.lines() if "leaves out" in line]
-    assert line.startswith("data: in 1 rows the chat template leaves out a system's or user's message")
+    assert line.startswith("data: in 1 samples the chat template leaves out a system's or user's message")
 
 
 def test_a_question_that_is_left_out_is_told(tmp_path, rows_file):
     start = "{{ '<|im_start|>assistant\\n' }}"
     only = f"{{% for m in messages if m['role'] == 'assistant' %}}{TURN}{{% endfor %}}"
     report = unseen(tmp_path, rows_file, f"x\n{only}{{% if add_generation_prompt %}}{start}{{% endif %}}")
-    assert report.unseen_rows == 3
+    assert report.unseen_samples == 3
 
 
 def test_validation_rows_that_are_trained_on_are_told(plain, rows_file, said):
@@ -59,6 +59,7 @@ def test_validation_rows_that_are_trained_on_are_told(plain, rows_file, said):
         warn_of_overlap(dataset, validation)
     (line,) = [line for line in said if line.startswith("warning:")]
     assert line == (
-        f"warning: 1 of 2 validation rows of {held_out} are training rows as well (first: {held_out}:1); take them "
+        f"warning: 1 of 2 validation sequences of {held_out} are training sequences as well (first: {held_out}:1); "
+        "take them "
         "out of one"
     )

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from recipe_lib.checkpoint.huggingface import check_weights, load_weights
 from recipe_lib.config import register
 from recipe_lib.config.schema import MemoryConfig
-from recipe_lib.data import check_documents_apart
+from recipe_lib.data import check_packing_isolation
 from recipe_lib.errors import CheckpointError, SetupError
-from recipe_lib.foreign.spec import ForeignSpec, read_spec
+from recipe_lib.foreign.module_spec import ForeignSpec, read_spec
 from recipe_lib.logs import get_logger
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.weight_names import parameter_shapes
@@ -162,7 +162,7 @@ def test_packed_documents_are_apart(kind: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.05)
-    check_documents_apart(model, spec, CPU)
+    check_packing_isolation(model, spec, CPU)
 
 
 def test_documents_that_a_class_cannot_keep_apart_are_refused():
@@ -170,7 +170,7 @@ def test_documents_that_a_class_cannot_keep_apart_are_refused():
     model = ours(spec, torch.float32)
     init_weights(model, 0, spec)
     with pytest.raises(SetupError, match="^data.packing: bloom takes no mask .*; set data.packing=false$"):
-        check_documents_apart(model, spec, CPU)
+        check_packing_isolation(model, spec, CPU)
 
 
 def test_random_weights_begin_as_the_class_begins_them():

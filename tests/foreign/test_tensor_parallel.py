@@ -16,9 +16,9 @@ from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign import plan_proof
+from recipe_lib.foreign.module_spec import read_spec
 from recipe_lib.foreign.plan_proof import plan_of_model
-from recipe_lib.foreign.spec import read_spec
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
 from recipe_lib.models.checkpoint_parts import own_parts

@@ -107,3 +107,21 @@ def test_windows_are_found():
 def code_windows(lines: list[str]) -> list[tuple[str, ...]]:
     code = [line.strip() for line in lines if line.strip()]
     return [tuple(code[start : start + 5]) for start in range(len(code) - 4)]
+
+
+# Names of files that several packages have -> why.
+SHARED_FILES = {
+    "__init__.py": "what a package hands on",
+    "describe.py": "the generator of a package's reference, run as `python -m recipe_lib.config.describe`",
+    "run.py": "`tune run` has a file by its verb; training/run.py is what a recipe's main calls",
+}
+
+
+def test_names_of_files_and_classes_are_not_shared():
+    """A reader who searches for a file or a class finds one. Classes: none is shared, private ones included."""
+    files, classes = Counter[str](), Counter[str]()
+    for path in python_files("recipe_lib"):
+        files[path.name] += 1
+        classes.update(node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in files.items() if count > 1} == set(SHARED_FILES)
+    assert [name for name, count in classes.items() if count > 1] == []

@@ -66,6 +66,34 @@ def test_imports_are_declared():
             assert package in allowed, f"{place(path, node)}: {name} is not declared in pyproject.toml for this use"
 
 
+# (file, package) of imports inside functions that are no package of an extra -> why they wait.
+LATE = {
+    ("recipe_lib/config/interpolation.py", "omegaconf"): "0.1 s of CPU in every verb; few configs name other keys",
+    ("recipe_lib/training/records/trackers.py", "torch"): "torch.utils.tensorboard needs the extra tensorboard",
+    ("recipe_lib/parallel/pipeline/schedules.py", "torch"): "1 s, 834 modules; few runs have such a schedule",
+}
+
+
+def test_imports_stand_at_the_top():
+    """Those inside functions are packages of an extra, or measured to be slow and seldom needed. The CLI may wait: no
+    verb pays for another, and none for torch before it needs it."""
+    extra = {distribution(line) for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines}
+    found = set()
+    for path in python_files("recipe_lib", "recipes"):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith("recipe_lib/cli/"):
+            continue
+        for function in ast.walk(tree(path)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            for node, module in imports(function):
+                package = module.split(".")[0]
+                if package.replace("-", "_").lower() not in extra:
+                    assert (name, package) in LATE, f"{place(path, node)}: imports {module} inside a function"
+                    found.add((name, package))
+    assert found == set(LATE)
+
+
 def test_ten_dependencies():
     names = sorted(distribution(line) for line in PROJECT["project"]["dependencies"])
     assert names == sorted(
@@ -112,8 +140,8 @@ def test_ls_is_quick():
     assert min(seconds) < 0.6, seconds
 
 
-def imports(module: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
-    """Each import of a file, wherever it stands, and the module that it names."""
+def imports(module: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Each import of a file or function, wherever it stands, and the module that it names."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)

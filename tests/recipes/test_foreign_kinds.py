@@ -205,4 +205,4 @@ def test_an_encoder_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(small | {"model_type": "bert", "vocab_size": 512}))
     words = ["model.implementation=transformers", f"model.preset={tmp_path}/config.json"]
     run = run_here([*arguments(tmp_path / "out"), *words])
-    assert run.code == 2 and "'bert' lets each token see those behind it" in run.said[-1]
+    assert run.code == 2 and "'bert' lets each token see later ones" in run.said[-1]

@@ -211,8 +211,8 @@ def test_what_stages_cannot_share_is_refused_before_anything_is_read(
             "parallel.pipeline_microbatches: found 1 micro-batches a step, expected 2 or more for parallel.pipeline=2"
         ),
         ("parallel.pipeline=2", "parallel.pipeline_microbatches=3"): (
-            "found 3 micro-batches for the 8 rows of a step (batch_size 2 x gradient_accumulation_steps 4), expected a "
-            "divisor of them; choose one of 2, 4, 8"
+            "found 3 micro-batches for the 8 sequences of a step (batch_size 2 x gradient_accumulation_steps 4), "
+            "expected a divisor of them; choose one of 2, 4, 8"
         ),
     }
     for overrides, message in cases.items():

@@ -19,7 +19,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.training.output import check_output, open_output
 from recipe_lib.training.previous_run import drop_earlier, note_trackers
 from recipe_lib.training.records.metrics import MetricsFile, write_summary
-from recipe_lib.training.report import write_report
+from recipe_lib.training.report_page import write_report
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at
 from tests.checkpoint.tiny import tree
@@ -188,7 +188,7 @@ INPUTS = {  # name: key, and where in the output folder it leads
     "tokenizer": ("tokenizer.path", "model"),
     "template": ("tokenizer.chat_template", "model/chat_template.jinja"),
     "rows": ("data.source", "metrics.jsonl"),
-    "folder of rows": ("data.source", "."),
+    "folder of samples": ("data.source", "."),
     "validation": ("validation.source", "model/rows.jsonl"),
     "adapter": ("lora.adapter_path", "adapter"),
     "relative": ("model.path", "model"),

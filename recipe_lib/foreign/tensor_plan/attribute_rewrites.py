@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from recipe_lib.foreign.tensor_plan.axes import Node, factors, local_size, parts
+from recipe_lib.foreign.tensor_plan.axes import AxisNode, factors, local_size, parts
 from recipe_lib.foreign.tensor_plan.propagation import Course
 from recipe_lib.foreign.tensor_plan.sourced_integers import Attribute, Size, attributes_of, decided_alike, evaluate
-from recipe_lib.foreign.tensor_plan.tracing import Call, Trace, Traced
+from recipe_lib.foreign.tensor_plan.tracing import ForwardTrace, FunctionCall, Traced
 
 _SHAPES = frozenset(
     "view reshape expand zeros ones empty full new_zeros new_ones new_empty new_full rand randn".split()
@@ -17,7 +17,7 @@ _SHAPES = frozenset(
 class Demand:
     """An integer that a call gets, and what it has to be on a rank. courses: the axes that make the difference."""
 
-    call: Call
+    call: FunctionCall
     value: int
     expected: int
     courses: list[Course]
@@ -36,13 +36,13 @@ class _Ranks:
     def courses_of(self, tensor: Traced) -> list[Course]:
         return self._of.get(tensor, [])
 
-    def of(self, tensor: Traced, node: Node) -> int:
+    def of(self, tensor: Traced, node: AxisNode) -> int:
         return local_size(node, {course.axis: self.shares[course] for course in self.courses_of(tensor)})
 
     def size(self, size: Size) -> int:
         return self.of(size.tensor, size.tensor.dims[size.dimension])
 
-    def offset(self, tensor: Traced, node: Node, start: int) -> int | None:
+    def offset(self, tensor: Traced, node: AxisNode, start: int) -> int | None:
         """Where a place within a dimension lies on the rank; None where it does not lie between parts."""
         found = 0
         for part in parts(node):
@@ -59,7 +59,7 @@ class _Ranks:
         return found
 
 
-def rewrites_for(trace: Trace, courses: list[Course]) -> tuple[dict[Attribute, set[Course]], dict[Course, str]]:
+def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attribute, set[Course]], dict[Course, str]]:
     """Attributes that have to be divided, with the axes that ask for it; and axes that cannot be, with the reason."""
     ranks = _Ranks(courses)
     demands = [demand for call in trace.calls for demand in _demands(call, ranks)]
@@ -101,7 +101,7 @@ def rewrites_for(trace: Trace, courses: list[Course]) -> tuple[dict[Attribute, s
     return wanted, refused
 
 
-def goes_the_same_way(trace: Trace, courses: list[Course], wanted: Iterable[Attribute], size: int) -> bool:
+def goes_the_same_way(trace: ForwardTrace, courses: list[Course], wanted: Iterable[Attribute], size: int) -> bool:
     """True if comparisons of sizes in the forward come out on each of `size` ranks as they do on the whole."""
     ranks = _Ranks([course for course in courses if not course.vocabulary], size)
     divisors = dict.fromkeys(wanted, size)
@@ -112,7 +112,7 @@ def _right(demand: Demand, ranks: _Ranks, divisors: dict[Attribute, int]) -> boo
     return evaluate(demand.value, ranks.size, divisors) == demand.expected
 
 
-def _demands(call: Call, ranks: _Ranks) -> Iterator[Demand]:
+def _demands(call: FunctionCall, ranks: _Ranks) -> Iterator[Demand]:
     """What the integers of a call have to be."""
     if not call.outputs or not call.numbers:
         return
@@ -131,7 +131,7 @@ def _demands(call: Call, ranks: _Ranks) -> Iterator[Demand]:
                 yield Demand(call, value, expected, courses if expected != int(value) else [])
 
 
-def _dimensions(call: Call) -> Iterator[tuple[str, int]]:
+def _dimensions(call: FunctionCall) -> Iterator[tuple[str, int]]:
     """Places of integers that are sizes of what comes out, with the dimension."""
     output = call.outputs[0]
     numbers = call.numbers
@@ -160,7 +160,7 @@ def _dimensions(call: Call) -> Iterator[tuple[str, int]]:
         yield "groups", 1
 
 
-def _slices(call: Call, ranks: _Ranks) -> Iterator[Demand]:
+def _slices(call: FunctionCall, ranks: _Ranks) -> Iterator[Demand]:
     """Starts and stops of slices."""
     if not call.arguments or call.arguments[0][0] != "0":
         return

@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 
-class Node:
+class AxisNode:
     """One dimension, or a part of one; `find` gives the node that stands for it."""
 
     __slots__ = ("blocked", "children", "kind", "parent", "size")
 
-    def __init__(self, size: int, kind: str = "leaf", children: Sequence["Node"] = (), blocked: str = ""):
+    def __init__(self, size: int, kind: str = "leaf", children: Sequence["AxisNode"] = (), blocked: str = ""):
         """size: elements. kind: `leaf`, `product` or `parts`. blocked: why this axis stays whole, or empty."""
         self.size = size
         self.kind = kind
         self.children = list(children)
         self.blocked = blocked
-        self.parent: Node | None = None
+        self.parent: AxisNode | None = None
 
 
-def find(node: Node) -> Node:
+def find(node: AxisNode) -> AxisNode:
     """The node that all united with this one share."""
     root = node
     while root.parent is not None:
@@ -37,7 +37,7 @@ def find(node: Node) -> Node:
     return root
 
 
-def leaves(node: Node) -> list[Node]:
+def leaves(node: AxisNode) -> list[AxisNode]:
     """The leaves under a node that hold more than one element, in order, as often as they occur."""
     root = find(node)
     if root.kind == "leaf":
@@ -45,13 +45,13 @@ def leaves(node: Node) -> list[Node]:
     return [leaf for child in root.children for leaf in leaves(child)]
 
 
-def block(node: Node, reason: str) -> None:
+def block(node: AxisNode, reason: str) -> None:
     """Every axis under the node stays whole, for this reason; the first reason is kept."""
     for leaf in leaves(node):
         leaf.blocked = leaf.blocked or reason
 
 
-def factors(node: Node) -> list[Node]:
+def factors(node: AxisNode) -> list[AxisNode]:
     """The node as a product: its factors of more than one element, the outermost first."""
     root = find(node)
     if root.size == 1:
@@ -61,7 +61,7 @@ def factors(node: Node) -> list[Node]:
     return [factor for child in root.children for factor in factors(child)]
 
 
-def parts(node: Node) -> list[Node]:
+def parts(node: AxisNode) -> list[AxisNode]:
     """The node as a concatenation: its parts in order."""
     root = find(node)
     if root.kind != "parts":
@@ -69,28 +69,28 @@ def parts(node: Node) -> list[Node]:
     return [part for child in root.children for part in parts(child)]
 
 
-def product(nodes: Iterable[Node]) -> Node:
+def product(nodes: Iterable[AxisNode]) -> AxisNode:
     """One dimension made of several, the outermost first."""
     found = [factor for node in nodes for factor in factors(node)]
     if len(found) == 1:
         return found[0]
-    return Node(prod(factor.size for factor in found), "product", found) if found else Node(1)
+    return AxisNode(prod(factor.size for factor in found), "product", found) if found else AxisNode(1)
 
 
-def concatenation(nodes: Iterable[Node]) -> Node:
+def concatenation(nodes: Iterable[AxisNode]) -> AxisNode:
     """One dimension made of several, one after the other."""
     found = [part for node in nodes for part in parts(node) if part.size]
     if len(found) == 1:
         return found[0]
-    return Node(sum(part.size for part in found), "parts", found) if found else Node(0)
+    return AxisNode(sum(part.size for part in found), "parts", found) if found else AxisNode(0)
 
 
-def regroup(nodes: Sequence[Node], sizes: Sequence[int], reason: str) -> list[Node]:
+def regroup(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
     """The same elements under other sizes, as a view has it; what does not line up is blocked."""
     queue = [factor for node in nodes for factor in factors(node)]
-    found: list[Node] = []
+    found: list[AxisNode] = []
     for size in sizes:
-        taken: list[Node] = []
+        taken: list[AxisNode] = []
         need = size
         while need > 1 and queue:
             first = queue[0]
@@ -110,14 +110,14 @@ def regroup(nodes: Sequence[Node], sizes: Sequence[int], reason: str) -> list[No
     return found
 
 
-def cut(node: Node, lengths: Sequence[int], reason: str) -> list[Node]:
+def cut(node: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
     """The node cut into consecutive lengths, which add up to its size."""
     root = find(node)
     lengths = [length for length in lengths if length]
     if len(lengths) == 1:
         return [root]
     if root.kind == "leaf":
-        root.children = [Node(length, blocked=root.blocked) for length in lengths]
+        root.children = [AxisNode(length, blocked=root.blocked) for length in lengths]
         root.kind = "parts"
         return list(root.children)
     if root.kind == "product":
@@ -130,12 +130,12 @@ def cut(node: Node, lengths: Sequence[int], reason: str) -> list[Node]:
     return _cut_parts(root, lengths, reason)
 
 
-def _cut_parts(root: Node, lengths: Sequence[int], reason: str) -> list[Node]:
+def _cut_parts(root: AxisNode, lengths: Sequence[int], reason: str) -> list[AxisNode]:
     queue = parts(root)
-    pieces: list[Node] = []  # what the concatenation consists of from now on
+    pieces: list[AxisNode] = []  # what the concatenation consists of from now on
     found = []
     for length in lengths:
-        taken: list[Node] = []
+        taken: list[AxisNode] = []
         need = length
         while need:
             first = queue.pop(0)
@@ -151,7 +151,7 @@ def _cut_parts(root: Node, lengths: Sequence[int], reason: str) -> list[Node]:
     return found
 
 
-def unify(left: Node, right: Node, reason: str) -> None:
+def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
     """Both nodes are one from now on: an operator brings their elements together one by one."""
     left, right = find(left), find(right)
     if left is right or left.size == 1:
@@ -175,13 +175,13 @@ def unify(left: Node, right: Node, reason: str) -> None:
             block(whole, reason)
 
 
-def _link(leaf: Node, other: Node) -> None:
+def _link(leaf: AxisNode, other: AxisNode) -> None:
     leaf.parent = other
     if leaf.blocked:
         block(other, leaf.blocked)
 
 
-def _align_products(left: Node, right: Node, reason: str) -> bool:
+def _align_products(left: AxisNode, right: AxisNode, reason: str) -> bool:
     ours, theirs = factors(left), factors(right)
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
@@ -198,7 +198,7 @@ def _align_products(left: Node, right: Node, reason: str) -> bool:
     return True
 
 
-def _align_parts(left: Node, right: Node, reason: str) -> bool:
+def _align_parts(left: AxisNode, right: AxisNode, reason: str) -> bool:
     ours, theirs = parts(left), parts(right)
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
@@ -210,12 +210,12 @@ def _align_parts(left: Node, right: Node, reason: str) -> bool:
     return True
 
 
-def _refine(node: Node, outer: int, reason: str) -> bool:
+def _refine(node: AxisNode, outer: int, reason: str) -> bool:
     """Takes a leaf or a concatenation apart into `outer` x the rest; False, and blocked, where that cannot be."""
     root = find(node)
     inner = root.size // outer
     if root.kind == "leaf":
-        root.children = [Node(outer, blocked=root.blocked), Node(inner, blocked=root.blocked)]
+        root.children = [AxisNode(outer, blocked=root.blocked), AxisNode(inner, blocked=root.blocked)]
         root.kind = "product"
         return True
     if root.kind == "product":
@@ -229,7 +229,7 @@ def _refine(node: Node, outer: int, reason: str) -> bool:
         unify(split[0][1], low, reason)
     if all(high.size == 1 for high, _ in split):
         # gate and up as (2, width): which of the two it is cannot be cut
-        high = Node(outer, blocked=reason)
+        high = AxisNode(outer, blocked=reason)
     else:
         high = concatenation(high for high, _ in split)
     root.children = [high, split[0][1]]
@@ -237,19 +237,19 @@ def _refine(node: Node, outer: int, reason: str) -> bool:
     return True
 
 
-def _opaque(nodes: Sequence[Node], sizes: Sequence[int], reason: str) -> list[Node]:
+def _opaque(nodes: Sequence[AxisNode], sizes: Sequence[int], reason: str) -> list[AxisNode]:
     for node in nodes:
         block(node, reason)
-    return [Node(size, blocked=reason) for size in sizes]
+    return [AxisNode(size, blocked=reason) for size in sizes]
 
 
-def carries(node: Node, axis: Node) -> bool:
+def carries(node: AxisNode, axis: AxisNode) -> bool:
     """True where the axis (a leaf) is under the node."""
     axis = find(axis)
     return any(leaf is axis for leaf in leaves(node))
 
 
-def layout(node: Node, axis: Node) -> list[int] | None:
+def layout(node: AxisNode, axis: AxisNode) -> list[int] | None:
     """Lengths of the segments of a dimension, each of which is cut evenly along the axis.
 
     None where a part of the dimension does not carry the axis, or carries it twice.
@@ -273,7 +273,7 @@ def layout(node: Node, axis: Node) -> list[int] | None:
     return None
 
 
-def local_size(node: Node, shares: dict[Node, int]) -> int:
+def local_size(node: AxisNode, shares: dict[AxisNode, int]) -> int:
     """Elements of a dimension on one rank, where each axis of `shares` (leaf: ranks) is cut."""
     root = find(node)
     if root.kind == "leaf":

@@ -17,7 +17,7 @@ import torch
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, places_in, replaced, tensors_in
 from recipe_lib.foreign.tensor_plan.exchanges import own_part, rewritten
-from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.sharding_plan import Boundary, TensorPlan, bounds
 
 # The whole and the sum of its parts differ by rounding, which some models do in float32 whatever their weights are.
 _ROUNDING = 2e-3
@@ -54,11 +54,11 @@ def certify(
             "certificate: found weights on the meta device, expected real ones; build the model on the CPU"
         )
     model.eval()
-    clean = _Run(model, plan, "clean")
+    clean = _ProofForward(model, plan, "clean")
     whole = _forward(model, clean, {}, inputs)
     failures, checked = list(clean.failures), 0
     for rank in range(size):
-        run = _Run(model, plan, "taint", rank, size, clean)
+        run = _ProofForward(model, plan, "taint", rank, size, clean)
         with _told(run):
             output = _forward(model, run, _parts(model, plan, rank, size, _others_lost), inputs)
             run.compare_output(whole, output)
@@ -71,7 +71,9 @@ def certify(
     return Certificate(checked, tuple(dict.fromkeys(failures)))
 
 
-def _forward(model: torch.nn.Module, run: "_Run", values: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
+def _forward(
+    model: torch.nn.Module, run: "_ProofForward", values: dict[str, torch.Tensor], inputs: dict[str, Any]
+) -> Any:
     """One forward with some parameters replaced; random layers draw the same each time."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -98,7 +100,7 @@ def _others_lost(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank
     return found
 
 
-class _Run(Calls):
+class _ProofForward(Calls):
     """One forward. kind: `clean` keeps what goes in and out at boundaries, `taint` compares, `part` runs a rank's."""
 
     def __init__(
@@ -107,7 +109,7 @@ class _Run(Calls):
         super().__init__(model)
         self.plan, self.kind, self.rank, self.size, self.clean = plan, kind, rank, size, clean
         self.boundaries = plan.boundaries_by_call()
-        self.visits: dict[CallKey, int] = {}
+        self.runs: dict[CallKey, int] = {}
         self.kept: dict[tuple[CallKey, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.biases: dict[tuple[CallKey, int], torch.Tensor] = {}
         self.reached: set[CallKey] = set()
@@ -130,8 +132,8 @@ class _Run(Calls):
         if not leaving:
             return function(*args, **kwargs)
         boundary = leaving[0]
-        place = (key, self.visits.get(key, 0))
-        self.visits[key] = place[1] + 1
+        place = (key, self.runs.get(key, 0))
+        self.runs[key] = place[1] + 1
         taken = dict(places_in(args, kwargs)).get(boundary.taken) if boundary.taken else None
         if self.kind == "part" and boundary.bias:
             self.biases[place] = dict(places_in(args, kwargs))[boundary.bias].detach()
@@ -213,14 +215,14 @@ class _Run(Calls):
 
 
 def _rehearse(
-    model: torch.nn.Module, plan: TensorPlan, size: int, clean: _Run, inputs: dict[str, Any]
+    model: torch.nn.Module, plan: TensorPlan, size: int, clean: _ProofForward, inputs: dict[str, Any]
 ) -> tuple[list[str], int]:
     """Runs every rank on its own parameters; the sums of what leaves must be what the whole model has."""
     failures: list[str] = []
     checked = 0
     sums: dict[Any, torch.Tensor] = {}
     for rank in range(size):
-        run = _Run(model, plan, "part", rank, size, clean)
+        run = _ProofForward(model, plan, "part", rank, size, clean)
         with _told(run), rewritten(model, plan, size):
             values = _parts(model, plan, rank, size, own_part)
             whole = {each.name for each in plan.parameters if each.role == "vocabulary"}
@@ -230,8 +232,8 @@ def _rehearse(
         checked += run.checked
         for place, (_, part) in run.kept.items():
             sums[place] = sums[place] + part if place in sums else part + run.biases.get(place, 0)
-    for (key, visit), total in sums.items():
-        if not failures and not close(total, clean.kept[key, visit][1]):
+    for (key, run), total in sums.items():
+        if not failures and not close(total, clean.kept[key, run][1]):
             clean.fail(clean.boundaries[key][-1], "does not add up to the whole over ranks")
             failures += clean.failures[-1:]
     return failures, checked
@@ -248,7 +250,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _told(run: _Run) -> Iterator[None]:
+def _told(run: _ProofForward) -> Iterator[None]:
     """A forward that fails is a failure of the plan."""
     try:
         yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.foreign.tensor_plan.calls import places_in, replaced
-from recipe_lib.foreign.tensor_plan.plan import Boundary, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.sharding_plan import Boundary, TensorPlan, bounds
 
 Total = Callable[[Tensor], Tensor]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from recipe_lib.foreign.tensor_plan.attribute_rewrites import goes_the_same_way, rewrites_for
-from recipe_lib.foreign.tensor_plan.axes import Node, carries, find, layout, leaves
-from recipe_lib.foreign.tensor_plan.plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
-from recipe_lib.foreign.tensor_plan.propagation import Course, Point, Refusal, axes_of, follow
+from recipe_lib.foreign.tensor_plan.axes import AxisNode, carries, find, layout, leaves
+from recipe_lib.foreign.tensor_plan.propagation import Course, PendingBoundary, Refusal, axes_of, follow
+from recipe_lib.foreign.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
 from recipe_lib.foreign.tensor_plan.sourced_integers import Attribute
-from recipe_lib.foreign.tensor_plan.tracing import Record, Trace, Traced, trace
+from recipe_lib.foreign.tensor_plan.tracing import ForwardTrace, Record, Traced, trace
 
 
 def infer_plan(model: torch.nn.Module, inputs: dict[str, Any], size: int = 0) -> TensorPlan:
@@ -27,7 +27,7 @@ def infer_plan(model: torch.nn.Module, inputs: dict[str, Any], size: int = 0) ->
     return plan_of(found, shapes, size)
 
 
-def plan_of(found: Trace, shapes: dict[str, tuple[int, ...]], size: int = 0) -> TensorPlan:
+def plan_of(found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int = 0) -> TensorPlan:
     """The plan that a trace leads to; shapes: of every parameter, by name."""
     courses, reasons = _courses(found, shapes, size)
     courses.sort(key=lambda each: -sum(math.prod(shapes[name]) for name in each.carriers))
@@ -55,10 +55,12 @@ def _apart(courses: list[Course]) -> list[Course]:
     return chosen
 
 
-def _courses(found: Trace, shapes: dict[str, tuple[int, ...]], size: int) -> tuple[list[Course], dict[Node, str]]:
+def _courses(
+    found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int
+) -> tuple[list[Course], dict[AxisNode, str]]:
     """Every axis that could be cut, followed through the trace; and for the others, why not."""
-    reasons: dict[Node, str] = {}
-    carriers: dict[Node, dict[str, list[int]]] = {}
+    reasons: dict[AxisNode, str] = {}
+    carriers: dict[AxisNode, dict[str, list[int]]] = {}
     for name in shapes:
         for number, node in enumerate(found.parameters[name].dims):
             for leaf in dict.fromkeys(leaves(node)):
@@ -83,11 +85,11 @@ def _courses(found: Trace, shapes: dict[str, tuple[int, ...]], size: int) -> tup
     return courses, reasons
 
 
-def _records_of(found: Trace, wanted: set[Node]) -> dict[Node, list[Record]]:
-    held: dict[int, set[Node]] = {}
-    records: dict[Node, list[Record]] = {}
+def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, list[Record]]:
+    held: dict[int, set[AxisNode]] = {}
+    records: dict[AxisNode, list[Record]] = {}
     for record in found.records:
-        here: set[Node] = set()
+        here: set[AxisNode] = set()
         for tensor in (*record.inputs, *record.outputs):
             if id(tensor) not in held:
                 held[id(tensor)] = axes_of([tensor]) & wanted
@@ -98,11 +100,11 @@ def _records_of(found: Trace, wanted: set[Node]) -> dict[Node, list[Record]]:
 
 
 def _assemble(
-    found: Trace,
+    found: ForwardTrace,
     shapes: dict[str, tuple[int, ...]],
     chosen: list[Course],
     wanted: dict[Attribute, set[Course]],
-    reasons: dict[Node, str],
+    reasons: dict[AxisNode, str],
 ) -> TensorPlan:
     axes = tuple(
         Axis(number, each.axis.size, tuple(filter(each.carriers.__contains__, shapes)), each.vocabulary, each.output)
@@ -152,7 +154,7 @@ def _names(tensors: Iterable[Any]) -> set[str]:
     return {name for tensor in tensors for name in tensor.parameters}
 
 
-def _partial(found: Trace, chosen: list[Course]) -> tuple[set[str], set[str]]:
+def _partial(found: ForwardTrace, chosen: list[Course]) -> tuple[set[str], set[str]]:
     """Whole parameters whose gradients are sums over ranks: everywhere, or (second) at some of their uses only."""
     joined = {(point.call, point.place) for course in chosen for point in course.joins}
     partial = {name for course in chosen for point in course.joins for name in point.parameters}
@@ -165,7 +167,7 @@ def _partial(found: Trace, chosen: list[Course]) -> tuple[set[str], set[str]]:
     return partial - elsewhere, partial & elsewhere
 
 
-def _boundaries(found: Trace, points: list[tuple[int, Point]]) -> tuple[Boundary, ...]:
+def _boundaries(found: ForwardTrace, points: list[tuple[int, PendingBoundary]]) -> tuple[Boundary, ...]:
     """Boundaries in the order of the forward; a tensor that enters wherever it is used does so where it is made."""
     entering: dict[Traced, set[tuple[int, str]]] = {}
     for _, point in points:
@@ -177,7 +179,7 @@ def _boundaries(found: Trace, points: list[tuple[int, Point]]) -> tuple[Boundary
             if gradient and tensor in entering:
                 users.setdefault(tensor, set()).add((number, place))
     outputs = set(found.outputs)
-    merged: dict[tuple[str, int, str], tuple[set[int], set[str], Point]] = {}
+    merged: dict[tuple[str, int, str], tuple[set[int], set[str], PendingBoundary]] = {}
     numbers = {tensor: number for number, tensor in enumerate(entering)}
     runs = Counter(call.key for call in found.calls)
     for axis, point in points:
@@ -213,7 +215,7 @@ def _boundaries(found: Trace, points: list[tuple[int, Point]]) -> tuple[Boundary
     return tuple(unique.values())
 
 
-def _width(found: Trace, point: Point) -> int:
+def _width(found: ForwardTrace, point: PendingBoundary) -> int:
     """Numbers a token that ranks sum at a boundary; a tensor that is cut is summed over if it needs a gradient."""
     needed = point.kind != "cut" or any(
         gradient for place, _, gradient in found.calls[point.call].arguments if place == point.place
@@ -221,7 +223,9 @@ def _width(found: Trace, point: Point) -> int:
     return math.prod(node.size for node in point.tensor.dims) // found.tokens if needed and found.tokens else 0
 
 
-def _giving(found: Trace, tensor: Traced, users: set[tuple[int, str]], entering: set[tuple[int, str]]) -> int | None:
+def _giving(
+    found: ForwardTrace, tensor: Traced, users: set[tuple[int, str]], entering: set[tuple[int, str]]
+) -> int | None:
     """The last call that gives a tensor or hands it on, if all who use it from there on need it to enter."""
     giving = [
         number for number in range(max(tensor.call, 0), max(users)[0] + 1) if tensor in found.calls[number].outputs
@@ -233,7 +237,7 @@ def _giving(found: Trace, tensor: Traced, users: set[tuple[int, str]], entering:
     return giving[-1]
 
 
-def _reason(tensor: Traced, reasons: dict[Node, str]) -> str:
+def _reason(tensor: Traced, reasons: dict[AxisNode, str]) -> str:
     """What keeps a parameter whole: dimension by dimension, the first reason of each."""
     said = []
     for number, node in enumerate(tensor.dims):
@@ -245,7 +249,7 @@ def _reason(tensor: Traced, reasons: dict[Node, str]) -> str:
     return "; ".join(said) or "no dimension of more than one element"
 
 
-def _refusals(found: Trace, reasons: dict[Node, str], whole: list[str]) -> Iterable[str]:
+def _refusals(found: ForwardTrace, reasons: dict[AxisNode, str], whole: list[str]) -> Iterable[str]:
     """Lines for a user; only axes of matrices that stay whole are worth one."""
     for name, place in found.unknown.items():
         yield f"no rule for the operator {name} (first in {place}): what it touches stays whole"

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from recipe_lib.foreign.tensor_plan.axes import Node, block, unify
+from recipe_lib.foreign.tensor_plan.axes import AxisNode, block, unify
 from recipe_lib.foreign.tensor_plan.calls import tensors_in
 
-Dims = list[Node]
-Rule = Callable[["Step"], list[Dims] | None]
+Dims = list[AxisNode]
+Rule = Callable[["OperatorCall"], list[Dims] | None]
 RULES: dict[str, Rule] = {}
 
 
-class Step:
-    """One operator at work: its arguments by name, the dimensions of its inputs, and what it says beside its outputs.
+class OperatorCall:
+    """One operator at work: its arguments by name, the dimensions of its inputs, and what it says besides its outputs.
 
     contractions: dimensions that it sums over, of which inputs. lookup: it picks rows by token. uniform: what comes out
     is the same everywhere, whatever its size. values: it differs from place to place, and no input has those places.
@@ -37,7 +37,7 @@ class Step:
         self.args, self.kwargs, self.outputs, self.dims = args, kwargs, outputs, dims
         self.name = str(function._schema.name).removeprefix("aten::")
         self.reason = f"{self.name} in {place}"
-        self.contractions: list[tuple[Node, torch.Tensor, torch.Tensor]] = []
+        self.contractions: list[tuple[AxisNode, torch.Tensor, torch.Tensor]] = []
         self.lookup = self.uniform = self.values = self.ordered = False
         self.added: torch.Tensor | None = None
         self._schema = function._schema.arguments
@@ -61,12 +61,12 @@ class Step:
         """The sizes of the first output."""
         return list(self.outputs[0].shape)
 
-    def contract(self, left: Node, right: Node, left_tensor: torch.Tensor, right_tensor: torch.Tensor) -> None:
+    def contract(self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor) -> None:
         """Sums over a dimension that both tensors have."""
         unify(left, right, self.reason)
         self.contractions.append((left, left_tensor, right_tensor))
 
-    def join(self, left: Node, right: Node) -> Node:
+    def join(self, left: AxisNode, right: AxisNode) -> AxisNode:
         """The dimension that comes of two under broadcasting."""
         if left.size == 1:
             return right
@@ -76,7 +76,7 @@ class Step:
 
     def fresh(self, sizes: Sequence[int], blocked: bool = False) -> Dims:
         """New dimensions, of which nothing is known, or which cannot be cut."""
-        return [Node(size, blocked=self.reason if blocked else "") for size in sizes]
+        return [AxisNode(size, blocked=self.reason if blocked else "") for size in sizes]
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -89,9 +89,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def broadcast(step: Step, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> Dims:
+def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> Dims:
     """The dimensions of tensors that come together element by element."""
-    found: Dims = [Node(1) for _ in shape]
+    found: Dims = [AxisNode(1) for _ in shape]
     for tensor in tensors:
         dims = step.dims(tensor)
         offset = len(shape) - len(dims)
@@ -100,7 +100,7 @@ def broadcast(step: Step, tensors: Sequence[torch.Tensor], shape: Sequence[int])
                 found[offset + number] = step.join(found[offset + number], node)
     for number, size in enumerate(shape):
         if found[number].size != size:  # no input has it
-            found[number] = Node(size)
+            found[number] = AxisNode(size)
     return found
 
 
@@ -121,7 +121,7 @@ def rule_of(function: Any) -> Rule | None:
     *"bernoulli bernoulli_ nan_to_num _conj _conj_physical normal_ uniform_ rand_like addcmul addcdiv isfinite".split()
 )
 @rule("_prelu_kernel", "rrelu_with_noise")
-def elementwise(step: Step) -> list[Dims] | None:
+def elementwise(step: OperatorCall) -> list[Dims] | None:
     """Any operator that works element by element, under broadcasting."""
     tensors = list(tensors_in((step.args, step.kwargs)))
     step.uniform = step.name in ("fill_", "zero_")
@@ -135,7 +135,7 @@ def elementwise(step: Step) -> list[Dims] | None:
 @rule(*"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like".split())
 @rule(*"new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like empty_like".split())
 @rule(*"zeros ones full empty empty_strided scalar_tensor".split())
-def uniform(step: Step) -> list[Dims]:
+def uniform(step: OperatorCall) -> list[Dims]:
     """One value everywhere."""
     step.uniform = True
     if step.name.endswith("_like"):
@@ -145,7 +145,7 @@ def uniform(step: Step) -> list[Dims]:
 
 @rule(*"arange eye rand randn randint linspace logspace tril_indices triu_indices randperm randn_like".split())
 @rule(*"histc bincount nonzero nonzero_numpy _unique2 unique_consecutive _local_scalar_dense".split())
-def values(step: Step) -> list[Dims]:
+def values(step: OperatorCall) -> list[Dims]:
     """New values, no element of which belongs to an element of an input."""
     step.values = True
     for tensor in tensors_in((step.args, step.kwargs)):
@@ -153,14 +153,14 @@ def values(step: Step) -> list[Dims]:
     return [step.fresh(out.shape) for out in step.outputs]
 
 
-def _block_all(step: Step, tensor: torch.Tensor) -> None:
+def _block_all(step: OperatorCall, tensor: torch.Tensor) -> None:
     for node in step.dims(tensor):
         block(node, step.reason)
 
 
 @rule(*"mean sum amax amin any all prod var std norm linalg_vector_norm logsumexp argmax argmin max min".split())
 @rule(*"median nanmedian var_mean std_mean aminmax mode kthvalue count_nonzero nansum".split())
-def reduction(step: Step) -> list[Dims]:
+def reduction(step: OperatorCall) -> list[Dims]:
     """Dimensions that are summed up, or otherwise become one element, are blocked."""
     step.ordered = True
     tensor = step.first()
@@ -171,13 +171,13 @@ def reduction(step: Step) -> list[Dims]:
     for number in gone if dims else ():
         block(dims[number], step.reason)
     kept = len(step.shape()) == len(dims)
-    found = [Node(1) if number in gone else node for number, node in enumerate(dims) if kept or number not in gone]
+    found = [AxisNode(1) if number in gone else node for number, node in enumerate(dims) if kept or number not in gone]
     return [list(found) for _ in step.outputs]
 
 
 @rule(*"_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin flip".split())
 @rule(*"sort argsort topk roll cumsum_ renorm _weight_norm_interface".split())
-def along(step: Step) -> list[Dims]:
+def along(step: OperatorCall) -> list[Dims]:
     """What an element becomes depends on its neighbors along some dimensions: these are blocked."""
     step.ordered = True
     tensor = step.first()
@@ -198,7 +198,7 @@ def along(step: Step) -> list[Dims]:
 
 
 @rule("tril", "triu", "tril_", "triu_")
-def triangle(step: Step) -> list[Dims]:
+def triangle(step: OperatorCall) -> list[Dims]:
     """Depends on the place within the last two dimensions."""
     dims = list(step.dims(step.first()))
     for node in dims[-2:]:
@@ -207,7 +207,7 @@ def triangle(step: Step) -> list[Dims]:
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
-def normalization(step: Step) -> list[Dims]:
+def normalization(step: OperatorCall) -> list[Dims]:
     """Statistics over the last dimensions, which a weight and a bias share."""
     dims = list(step.dims(step.get("input")))
     count = len(step.get("normalized_shape"))
@@ -216,12 +216,12 @@ def normalization(step: Step) -> list[Dims]:
     for name in ("weight", "bias"):
         if step.get(name) is not None:
             broadcast(step, [step.get(name), step.get("input")], step.get("input").shape)
-    statistics = dims[: len(dims) - count] + [Node(1)] * count
+    statistics = dims[: len(dims) - count] + [AxisNode(1)] * count
     return [dims if number == 0 else list(statistics) for number in range(len(step.outputs))]
 
 
 @rule("native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
-def group_normalization(step: Step) -> list[Dims]:
+def group_normalization(step: OperatorCall) -> list[Dims]:
     """Statistics over channels and places."""
     for tensor in tensors_in((step.args, step.kwargs)):
         _block_all(step, tensor)
@@ -231,7 +231,7 @@ def group_normalization(step: Step) -> list[Dims]:
 @rule(
     "mm", "bmm", "mv", "dot", "matmul", "addmm", "baddbmm", "addmv", "linear", "_int_mm", "addmm_", "baddbmm_", "addbmm"
 )
-def matrix_product(step: Step) -> list[Dims] | None:
+def matrix_product(step: OperatorCall) -> list[Dims] | None:
     """Sums over the last dimension of the left operand; a batch is shared."""
     tensors = list(tensors_in((step.args, step.kwargs)))
     added = tensors.pop(0) if step.name.startswith(("addm", "badd")) else None
@@ -258,7 +258,7 @@ def matrix_product(step: Step) -> list[Dims] | None:
 
 
 @rule("_grouped_mm", "transformers::grouped_mm_fallback")
-def grouped_product(step: Step) -> list[Dims] | None:
+def grouped_product(step: OperatorCall) -> list[Dims] | None:
     """Rows sorted by group times the matrix of their group: [rows, k] x [groups, k, n]."""
     rows, matrices = list(tensors_in(step.args))[:2]
     ours, theirs = step.dims(rows), step.dims(matrices)
@@ -270,7 +270,7 @@ def grouped_product(step: Step) -> list[Dims] | None:
 
 
 @rule("embedding")
-def embedding(step: Step) -> list[Dims]:
+def embedding(step: OperatorCall) -> list[Dims]:
     """Rows of a matrix by number."""
     weight, numbers = step.get("weight"), step.get("indices")
     step.lookup = True
@@ -278,7 +278,7 @@ def embedding(step: Step) -> list[Dims]:
 
 
 @rule("convolution")
-def convolution(step: Step) -> list[Dims] | None:
+def convolution(step: OperatorCall) -> list[Dims] | None:
     """Mixes channels unless each has a kernel of its own (depthwise); places are blocked."""
     data, weight, bias = step.get("input"), step.get("weight"), step.get("bias")
     ours, kernel = step.dims(data), step.dims(weight)

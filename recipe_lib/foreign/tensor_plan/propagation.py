@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterable
 
-from recipe_lib.foreign.tensor_plan.axes import Node, carries, layout, leaves
+from recipe_lib.foreign.tensor_plan.axes import AxisNode, carries, layout, leaves
 from recipe_lib.foreign.tensor_plan.calls import CallKey
-from recipe_lib.foreign.tensor_plan.tracing import Call, Record, Trace, Traced
+from recipe_lib.foreign.tensor_plan.tracing import ForwardTrace, FunctionCall, Record, Traced
 
 # What may follow a product within its call: nothing of it depends on values.
 _MOVES = frozenset(
@@ -18,8 +18,8 @@ class Refusal(Exception):  # noqa: N818  (an answer, not an error)
 
 
 @dataclasses.dataclass(eq=False)
-class Point:
-    """A boundary before it gets its final form; the fields are those of plan.Boundary. tensor: what it acts on."""
+class PendingBoundary:
+    """A boundary before it gets its final form; fields as in sharding_plan.Boundary. tensor: what it acts on."""
 
     kind: str
     call: int
@@ -40,17 +40,17 @@ class Course:
     joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives has the axis.
     """
 
-    axis: Node
+    axis: AxisNode
     carriers: dict[str, int]
     vocabulary: bool = False
     output: bool = False
     sharded: set[Traced] = dataclasses.field(default_factory=set)
-    points: list[Point] = dataclasses.field(default_factory=list)
-    joins: list[Point] = dataclasses.field(default_factory=list)
+    points: list[PendingBoundary] = dataclasses.field(default_factory=list)
+    joins: list[PendingBoundary] = dataclasses.field(default_factory=list)
     rows: set[str] = dataclasses.field(default_factory=set)
 
 
-def follow(trace: Trace, axis: Node, carriers: dict[str, int], records: Iterable[Record]) -> Course:
+def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[Record]) -> Course:
     """Follows an axis (a leaf that nothing blocks) through the records that have to do with it.
 
     Raises Refusal where a rank could not compute its part.
@@ -65,7 +65,7 @@ def follow(trace: Trace, axis: Node, carriers: dict[str, int], records: Iterable
             if not any(each.identifiers for each in record.inputs[1:]):
                 raise Refusal(f"rows are picked by number, not by token, in {_where(trace, record)}")
             course.vocabulary = True
-            point = Point("lookup", record.call, "output", record.outputs[0], record.inputs[0].parameters)
+            point = PendingBoundary("lookup", record.call, "output", record.outputs[0], record.inputs[0].parameters)
             course.points.append(_located(trace, record, point))
         else:
             _pass(trace, course, record)
@@ -80,7 +80,7 @@ def follow(trace: Trace, axis: Node, carriers: dict[str, int], records: Iterable
     return course
 
 
-def _pass(trace: Trace, course: Course, record: Record) -> None:
+def _pass(trace: ForwardTrace, course: Course, record: Record) -> None:
     """An operator that sums over no part of the axis: what comes out is cut if something that goes in is."""
     axis, sharded = course.axis, course.sharded
     going_in = [each for each in record.inputs if each in sharded]
@@ -108,7 +108,7 @@ def _pass(trace: Trace, course: Course, record: Record) -> None:
             _join(trace, course, record, each)
 
 
-def _join(trace: Trace, course: Course, record: Record, tensor: Traced) -> None:
+def _join(trace: ForwardTrace, course: Course, record: Record, tensor: Traced) -> None:
     """A tensor that each rank has whole meets one of which it has a part."""
     having = [number for number, node in enumerate(tensor.dims) if carries(node, course.axis)]
     if record.call < 0:
@@ -122,14 +122,14 @@ def _join(trace: Trace, course: Course, record: Record, tensor: Traced) -> None:
             segments = layout(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
             if segments is None:
                 raise Refusal(f"a whole tensor that is to be cut does not have the axis in {_where(trace, record)}")
-            point = Point("cut", record.call, place, each, dim=numbers[0], segments=period(segments))
+            point = PendingBoundary("cut", record.call, place, each, dim=numbers[0], segments=period(segments))
             course.points.append(point)
         elif gradient and each not in course.sharded:
-            point = Point("enter", record.call, place, each, each.parameters)
+            point = PendingBoundary("enter", record.call, place, each, each.parameters)
             (course.joins if each.parameters else course.points).append(point)
 
 
-def _leave(trace: Trace, course: Course, record: Record) -> None:
+def _leave(trace: ForwardTrace, course: Course, record: Record) -> None:
     """A product that sums over the axis: each rank has a part of the sum."""
     axis = course.axis
     where = _where(trace, record)
@@ -143,20 +143,22 @@ def _leave(trace: Trace, course: Course, record: Record) -> None:
     if weight not in course.sharded or other not in course.sharded:
         raise Refusal(f"a tensor that is whole on each rank is multiplied along it by {where}")
     course.rows |= weight.parameters
-    point = _located(trace, record, Point("leave", record.call, "output", record.outputs[0], weight.parameters))
+    point = _located(
+        trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0], weight.parameters)
+    )
     call = trace.calls[record.call]
     for place, each, _ in _arguments(call, other):
         numbers = [number for number, found in enumerate(each.dims) if carries(found, axis)]
         segments = layout(each.dims[numbers[0]], axis) if len(numbers) == 1 else None
         if segments is None:
-            raise Refusal(f"the axis cannot be told apart in what goes into {where}")
+            raise Refusal(f"the axis cannot be separated in what goes into {where}")
         point.taken, point.dim, point.segments = place, numbers[0], period(segments)
     if record.added is not None:
         _bias(trace, record, point, record.added)
     course.points.append(point)
 
 
-def _located(trace: Trace, record: Record, point: Point) -> Point:
+def _located(trace: ForwardTrace, record: Record, point: PendingBoundary) -> PendingBoundary:
     """Makes a sum over ranks act on what its call gives; what else happens within the call must allow that."""
     where = _where(trace, record)
     if record.call < 0:
@@ -181,7 +183,7 @@ def _located(trace: Trace, record: Record, point: Point) -> Point:
     return point
 
 
-def _bias(trace: Trace, record: Record, point: Point, tensor: Traced) -> None:
+def _bias(trace: ForwardTrace, record: Record, point: PendingBoundary, tensor: Traced) -> None:
     """What is added to a product that sums over the axis, within its call, is added once, after the sum over ranks."""
     if not tensor.parameters:
         if not tensor.activation:
@@ -191,7 +193,7 @@ def _bias(trace: Trace, record: Record, point: Point, tensor: Traced) -> None:
         point.bias, point.bias_parameters = place, each.parameters
 
 
-def _arguments(call: Call, tensor: Traced) -> list[tuple[str, Traced, bool]]:
+def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bool]]:
     """The arguments of a call that a tensor within it is made of: the tensor itself if it is one of them."""
     found = [each for each in call.arguments if each[1] is tensor]
     if found:
@@ -210,11 +212,11 @@ def _arguments(call: Call, tensor: Traced) -> list[tuple[str, Traced, bool]]:
     return found
 
 
-def _has(tensor: Traced, axis: Node, course: Course) -> bool:
+def _has(tensor: Traced, axis: AxisNode, course: Course) -> bool:
     return tensor in course.sharded and any(carries(node, axis) for node in tensor.dims)
 
 
-def _alike(trace: Trace, course: Course) -> None:
+def _alike(trace: ForwardTrace, course: Course) -> None:
     """A module that runs more than once must need the same boundaries each time, but where no gradient passes."""
     found: dict[int, set[tuple[str, str]]] = {}
     for point in course.points:
@@ -229,7 +231,7 @@ def _alike(trace: Trace, course: Course) -> None:
                 raise Refusal(f"{call.key.module} runs more than once, and not alike, at {call.source}")
 
 
-def _where(trace: Trace, record: Record) -> str:
+def _where(trace: ForwardTrace, record: Record) -> str:
     if record.call < 0:
         return record.operator
     call = trace.calls[record.call]
@@ -244,6 +246,6 @@ def period(segments: list[int]) -> tuple[int, ...]:
     return tuple(segments)
 
 
-def axes_of(tensors: Iterable[Traced]) -> set[Node]:
+def axes_of(tensors: Iterable[Traced]) -> set[AxisNode]:
     """All leaves in the dimensions of tensors."""
     return {leaf for tensor in tensors for node in tensor.dims for leaf in leaves(node)}

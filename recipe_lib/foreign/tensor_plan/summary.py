@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from recipe_lib.foreign.tensor_plan.plan import Boundary, ParameterPlan, TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.sharding_plan import Boundary, ParameterPlan, TensorPlan, bounds
 
 BYTES = 2  # of a number in bf16
 WIDE_BYTES = 4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32

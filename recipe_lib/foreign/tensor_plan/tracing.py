@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.tensor_plan import operator_rules, view_rules
-from recipe_lib.foreign.tensor_plan.axes import Node, block
+from recipe_lib.foreign.tensor_plan.axes import AxisNode, block
 from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, places_in, tensors_in
-from recipe_lib.foreign.tensor_plan.operator_rules import Step
+from recipe_lib.foreign.tensor_plan.operator_rules import OperatorCall
 from recipe_lib.foreign.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
 
 RULE_FILES = (operator_rules, view_rules)  # importing them registers their rules
@@ -27,7 +27,7 @@ class Traced:
     input. identifiers: it is the model's token ids, or made of them one by one. base: what it is a view of.
     """
 
-    dims: list[Node]
+    dims: list[AxisNode]
     parameters: frozenset[str] = frozenset()
     activation: bool = False
     identifiers: bool = False
@@ -51,7 +51,7 @@ class Record:
     call: int
     inputs: list[Traced]
     outputs: list[Traced]
-    contractions: list[tuple[Node, Traced, Traced]]
+    contractions: list[tuple[AxisNode, Traced, Traced]]
     lookup: bool = False
     uniform: bool = False
     values: bool = False
@@ -59,7 +59,7 @@ class Record:
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class FunctionCall:
     """One torch function call. arguments: (place, tensor, needs a gradient). source: file and line in the model."""
 
     key: CallKey
@@ -72,13 +72,13 @@ class Call:
 
 
 @dataclasses.dataclass(eq=False)
-class Trace:
+class ForwardTrace:
     """What one forward did. unknown: operators without a rule, with the module. assumed: values that were made up.
 
     decisions: comparisons of sizes that the forward made. tokens: how many ids it got, 0 for none.
     """
 
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    calls: list[FunctionCall] = dataclasses.field(default_factory=list)
     records: list[Record] = dataclasses.field(default_factory=list)
     parameters: dict[str, Traced] = dataclasses.field(default_factory=dict)
     outputs: list[Traced] = dataclasses.field(default_factory=list)
@@ -91,14 +91,14 @@ class Trace:
 class _Watch(Calls):
     """Remembers the calls; `current` is the number of the one that is running."""
 
-    def __init__(self, model: torch.nn.Module, trace: Trace, known: Callable[[torch.Tensor], Traced]):
+    def __init__(self, model: torch.nn.Module, trace: ForwardTrace, known: Callable[[torch.Tensor], Traced]):
         super().__init__(model)
         self.trace = trace
         self.known = known
         self.current = -1
 
     def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = Call(key, getattr(function, "__name__", str(function)), _source())
+        call = FunctionCall(key, getattr(function, "__name__", str(function)), _source())
         for place, value in places_in(args, kwargs):
             if isinstance(value, torch.Tensor):
                 call.arguments.append((place, self.known(value), value.requires_grad))
@@ -125,7 +125,7 @@ class _Watch(Calls):
 class _Operators(TorchDispatchMode):
     """Applies the rule of each operator."""
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: ForwardTrace):
         super().__init__()
         self.trace = trace
         self.watch: _Watch | None = None
@@ -134,7 +134,7 @@ class _Operators(TorchDispatchMode):
     def known(self, tensor: torch.Tensor) -> Traced:
         """What is known of a tensor; one that nothing has made so far is a constant."""
         if id(tensor) not in self._known:
-            self.remember(tensor, Traced([Node(size) for size in tensor.shape]))
+            self.remember(tensor, Traced([AxisNode(size) for size in tensor.shape]))
         return self._known[id(tensor)][0]
 
     def remember(self, tensor: torch.Tensor, traced: Traced) -> Traced:
@@ -159,18 +159,20 @@ class _Operators(TorchDispatchMode):
             return result
         tensors = list(tensors_in((args, kwargs)))
         inputs = [self.known(tensor) for tensor in tensors]
-        step = Step(function, args, kwargs, outputs, place, lambda tensor: self.known(tensor).dims)
+        step = OperatorCall(function, args, kwargs, outputs, place, lambda tensor: self.known(tensor).dims)
         rule = operator_rules.rule_of(function)
         dims = rule(step) if rule is not None else None
         if dims is None or [[node.size for node in each] for each in dims] != [list(out.shape) for out in outputs]:
             self.trace.unknown[_short(function)] = place
             for node in (node for traced in inputs for node in traced.dims):
                 block(node, f"{_short(function)}, for which there is no rule, in {place}")
-            dims = [[Node(size, blocked=f"{_short(function)} in {place}") for size in out.shape] for out in outputs]
+            dims = [[AxisNode(size, blocked=f"{_short(function)} in {place}") for size in out.shape] for out in outputs]
         self._record(function, step, inputs, outputs, dims)
         return result
 
-    def _record(self, function: Any, step: Step, inputs: list[Traced], outputs: list[Any], dims: list[Any]) -> None:
+    def _record(
+        self, function: Any, step: OperatorCall, inputs: list[Traced], outputs: list[Any], dims: list[Any]
+    ) -> None:
         assert self.watch is not None
         activation = any(each.root.activation for each in inputs)
         names = frozenset[str]().union(*(each.parameters for each in inputs)) if not activation else frozenset[str]()
@@ -200,23 +202,23 @@ class _Operators(TorchDispatchMode):
             self.trace.calls[self.watch.current].records.append(record)
 
 
-def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> Trace:
+def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
     """Runs one forward of the model on `inputs` and returns what it did.
 
     Model and inputs are on one device; the meta device will do, and takes no memory. Values that a forward asks a meta
     tensor for are made up. Every floating parameter is taken as trained. Raises SetupError where the forward fails.
     """
-    found = Trace()
+    found = ForwardTrace()
     operators = _Operators(found)
     watch = operators.watch = _Watch(model, found, operators.known)
     frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
     for name, parameter in model.named_parameters():
-        sizes = [Node(size) for size in parameter.shape]
+        sizes = [AxisNode(size) for size in parameter.shape]
         found.parameters[name] = operators.remember(parameter, Traced(sizes, frozenset([name])))
     for number, tensor in enumerate(tensors_in(inputs)):
         first = not number and not tensor.is_floating_point()
         found.tokens = tensor.numel() if first else found.tokens
-        sizes = [Node(size) for size in tensor.shape]
+        sizes = [AxisNode(size) for size in tensor.shape]
         operators.remember(tensor, Traced(sizes, activation=True, identifiers=first))
     training = model.training
     try:

@@ -11,7 +11,7 @@ import torch
 
 from recipe_lib.errors import SetupError
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.foreign.transformers_config import require_transformers
 
 # The form of the attention mask: of four dimensions, because one of two makes some models read its values, which meta

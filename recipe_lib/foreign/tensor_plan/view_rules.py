@@ -4,13 +4,13 @@ from math import prod
 
 import torch
 
-from recipe_lib.foreign.tensor_plan.axes import Node, block, concatenation, cut, product, regroup, unify
+from recipe_lib.foreign.tensor_plan.axes import AxisNode, block, concatenation, cut, product, regroup, unify
 from recipe_lib.foreign.tensor_plan.calls import tensors_in
-from recipe_lib.foreign.tensor_plan.operator_rules import Dims, Step, broadcast, rule
+from recipe_lib.foreign.tensor_plan.operator_rules import Dims, OperatorCall, broadcast, rule
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "flatten", "unflatten")
-def view(step: Step) -> list[Dims] | None:
+def view(step: OperatorCall) -> list[Dims] | None:
     """The same elements under other sizes: dimensions are joined and taken apart."""
     tensor = step.first()
     if tensor.shape == step.outputs[0].shape:
@@ -35,7 +35,7 @@ def view(step: Step) -> list[Dims] | None:
 
 
 @rule("t", "transpose", "permute", "numpy_T", "adjoint", "transpose_", "t_")
-def permutation(step: Step) -> list[Dims]:
+def permutation(step: OperatorCall) -> list[Dims]:
     """Dimensions in another order."""
     dims = list(step.dims(step.first()))
     if step.name in ("transpose", "transpose_"):
@@ -49,19 +49,19 @@ def permutation(step: Step) -> list[Dims]:
 
 
 @rule("expand", "expand_copy")
-def expand(step: Step) -> list[Dims]:
+def expand(step: OperatorCall) -> list[Dims]:
     """Dimensions of one element are repeated, new ones come in front."""
     dims, shape = step.dims(step.first()), step.shape()
-    dims = [Node(1)] * (len(shape) - len(dims)) + list(dims)
-    return [[node if node.size == size else Node(size) for node, size in zip(dims, shape, strict=True)]]
+    dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
+    return [[node if node.size == size else AxisNode(size) for node, size in zip(dims, shape, strict=True)]]
 
 
 @rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
-def squeeze(step: Step) -> list[Dims]:
+def squeeze(step: OperatorCall) -> list[Dims]:
     """Dimensions of one element come and go."""
     dims = list(step.dims(step.first()))
     if step.name.startswith("unsqueeze"):
-        dims.insert(step.get("dim") % (len(dims) + 1), Node(1))
+        dims.insert(step.get("dim") % (len(dims) + 1), AxisNode(1))
         return [dims]
     over = step.get("dim")
     numbers = range(len(dims)) if over is None else [over] if isinstance(over, int) else over
@@ -70,7 +70,7 @@ def squeeze(step: Step) -> list[Dims]:
 
 
 @rule("slice", "narrow")
-def slice_(step: Step) -> list[Dims]:
+def slice_(step: OperatorCall) -> list[Dims]:
     """One stretch of a dimension."""
     tensor = step.first()
     dims = list(step.dims(tensor))
@@ -95,7 +95,7 @@ def slice_(step: Step) -> list[Dims]:
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "split_copy", "split_with_sizes_copy")
-def split(step: Step) -> list[Dims]:
+def split(step: OperatorCall) -> list[Dims]:
     """A dimension cut into several; unbinding cuts it into single elements, which blocks it."""
     dims = list(step.dims(step.first()))
     number = step.get("dim", 0) % len(dims)
@@ -111,7 +111,7 @@ def split(step: Step) -> list[Dims]:
 
 
 @rule("select")
-def select(step: Step) -> list[Dims]:
+def select(step: OperatorCall) -> list[Dims]:
     """One element of a dimension, which cannot be cut then."""
     dims = list(step.dims(step.first()))
     block(dims[step.get("dim")], step.reason)
@@ -120,14 +120,14 @@ def select(step: Step) -> list[Dims]:
 
 
 @rule("cat", "stack", "concat")
-def cat(step: Step) -> list[Dims]:
+def cat(step: OperatorCall) -> list[Dims]:
     """Tensors one after the other along a dimension, old or new."""
     tensors = [tensor for tensor in tensors_in(step.args[0]) if tensor.numel() or tensor.dim() > 1]
     shape = step.shape()
     number = step.get("dim", 0) % len(shape)
     held = [list(step.dims(tensor)) for tensor in tensors]
     if step.name == "stack":
-        joined = Node(shape[number], blocked=step.reason)
+        joined = AxisNode(shape[number], blocked=step.reason)
         for dims in held:
             dims.insert(number, joined)
     else:
@@ -142,16 +142,16 @@ def cat(step: Step) -> list[Dims]:
 
 
 @rule("repeat")
-def repeat(step: Step) -> list[Dims]:
+def repeat(step: OperatorCall) -> list[Dims]:
     """Copies of the whole, one after the other, along each dimension."""
     repeats = step.get("repeats")
     dims = list(step.dims(step.first()))
-    dims = [Node(1)] * (len(repeats) - len(dims)) + dims
-    return [[product([Node(times), node]) for times, node in zip(repeats, dims, strict=True)]]
+    dims = [AxisNode(1)] * (len(repeats) - len(dims)) + dims
+    return [[product([AxisNode(times), node]) for times, node in zip(repeats, dims, strict=True)]]
 
 
 @rule("constant_pad_nd", "reflection_pad1d", "replication_pad1d")
-def pad(step: Step) -> list[Dims]:
+def pad(step: OperatorCall) -> list[Dims]:
     """Padded dimensions are blocked."""
     dims, shape = step.dims(step.first()), step.shape()
     found = []
@@ -163,7 +163,7 @@ def pad(step: Step) -> list[Dims]:
 
 
 @rule("unfold", "as_strided", "diagonal", "view_as_real", "view_as_complex", "diagonal_copy", "diag_embed")
-def opaque_view(step: Step) -> list[Dims]:
+def opaque_view(step: OperatorCall) -> list[Dims]:
     """Dimensions whose sizes stay in front are kept; the others are blocked."""
     dims, shape = list(step.dims(step.first())), step.shape()
     keeps = step.name in ("view_as_real", "view_as_complex", "unfold")
@@ -178,7 +178,7 @@ def opaque_view(step: Step) -> list[Dims]:
 
 
 @rule("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
-def index(step: Step) -> list[Dims]:
+def index(step: OperatorCall) -> list[Dims]:
     """Picks, or puts, elements by numbers along some dimensions, which are blocked; others are kept."""
     tensor = step.first()
     dims = list(step.dims(tensor))
@@ -203,7 +203,7 @@ def index(step: Step) -> list[Dims]:
     target = step.get("values") if "put" in step.name else step.outputs[0]
     count = len(torch.broadcast_shapes(*shapes)) if given and not masks else 1
     if "put" in step.name:
-        whole = [*kept[:front], *(Node(1) for _ in range(count)), *kept[front:]]
+        whole = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
         offset = len(whole) - target.dim()
         for place, node in enumerate(step.dims(target)):
             if place + offset >= 0 and node.size == whole[place + offset].size:
@@ -215,7 +215,7 @@ def index(step: Step) -> list[Dims]:
 
 
 @rule("index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_")
-def index_along(step: Step) -> list[Dims]:
+def index_along(step: OperatorCall) -> list[Dims]:
     """Picks, or adds, slices by number along one dimension, which is blocked."""
     dims = list(step.dims(step.first()))
     number = step.get("dim") % max(len(dims), 1)
@@ -231,7 +231,7 @@ def index_along(step: Step) -> list[Dims]:
 
 
 @rule("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
-def gather(step: Step) -> list[Dims]:
+def gather(step: OperatorCall) -> list[Dims]:
     """Picks, or puts, elements by numbers along one dimension; the numbers lie where the elements do."""
     dims = list(step.dims(step.first()))
     number = step.get("dim") % max(len(dims), 1)
@@ -252,7 +252,7 @@ def gather(step: Step) -> list[Dims]:
 @rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
 @rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "scaled_dot_product_attention")
 @rule("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math")
-def attention(step: Step) -> list[Dims]:
+def attention(step: OperatorCall) -> list[Dims]:
     """softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries stand for groups."""
     query, key, value = (step.get(name) for name in ("query", "key", "value"))
     ours, keys, held = step.dims(query), step.dims(key), step.dims(value)
@@ -260,7 +260,7 @@ def attention(step: Step) -> list[Dims]:
     for theirs in (keys, held):
         for one, other in zip(ours[:-3], theirs[:-3], strict=True):
             step.join(one, other)
-        unify(ours[-3], product([theirs[-3], Node(groups)]), step.reason)
+        unify(ours[-3], product([theirs[-3], AxisNode(groups)]), step.reason)
     unify(keys[-2], held[-2], step.reason)
     for node in (ours[-1], keys[-1], keys[-2], ours[-2]):
         block(node, step.reason)

@@ -24,7 +24,7 @@ from recipe_lib.parallel.pipeline.schedules import (
 
 
 @dataclass(frozen=True)
-class ActionSpan:
+class TimedAction:
     """A rank's computation from `start` to `end`, in seconds since the step began."""
 
     rank: int
@@ -49,7 +49,7 @@ class Timeline:
     """A step of a pipeline. spans: by rank and start. transfers: by start. ranks: how many."""
 
     ranks: int
-    spans: list[ActionSpan]
+    spans: list[TimedAction]
     transfers: list[Transfer]
 
     @property
@@ -108,7 +108,7 @@ class _Simulation:
         self._waiting: dict[tuple[int, int], deque[tuple[Action, float]]] = defaultdict(deque)
         self._free: dict[tuple[int, int], float] = {}  # by pair, when its last exchange ended
         self._arrived: dict[Action, float] = {}  # by receive
-        self._spans: list[ActionSpan] = []
+        self._spans: list[TimedAction] = []
         self._transfers: list[Transfer] = []
 
     def run(self) -> Timeline:
@@ -144,7 +144,7 @@ class _Simulation:
                 return False
             start = max(start, self._arrived[received])
         self._clock[rank] = end = start + self._seconds(action)
-        self._spans.append(ActionSpan(rank, action, start, end))
+        self._spans.append(TimedAction(rank, action, start, end))
         return True
 
     def _exchange(self, rank: int, action: Action) -> None:

@@ -126,7 +126,7 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list
 
 
 def _torch_schedule(name: str) -> Any:
-    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining import schedules  # 834 modules, a second; few runs have such a schedule
 
     return {
         "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,

@@ -200,9 +200,7 @@ def _weights(cfg: Any) -> list[Lever]:
     if cfg.optimizer.implementation not in ("auto", "fused"):
         found.append(Lever({"optimizer.implementation": "fused"}))
     if not cfg.memory.optimizer_offload:
-        found.append(
-            Lever({"memory.optimizer_offload": True}, "optimizer states in host memory, streamed to the device")
-        )
+        found.append(Lever({"memory.optimizer_offload": True}, "offloaded optimizer states, stepped in chunks"))
     if not cfg.memory.optimizer_in_backward:
         changes: dict[str, Any] = {"memory.optimizer_in_backward": True, "clip_grad_norm": None}
         note = "gradients are not clipped"

@@ -18,8 +18,8 @@ from recipe_lib.plan.allocation.blocks import block_bytes
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
+from recipe_lib.plan.pipeline_plan import first_of_each_place
 from recipe_lib.plan.search.estimate_facts import Estimate, parameter_bytes, trained_bytes
-from recipe_lib.plan.stages import first_of_each_place
 from recipe_lib.plan.timing.pipeline_time import messages_of, parts_of
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, PHASE, Trace

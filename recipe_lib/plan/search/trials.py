@@ -18,6 +18,7 @@ from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.estimate import Estimate, quick
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
+from recipe_lib.plan.world.simulated_device import NAME
 
 # Dotted key -> value.
 Changes = dict[str, Any]
@@ -124,7 +125,5 @@ def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> li
 
 
 def _has_simulated() -> bool:
-    from recipe_lib.plan.world.simulated_device import NAME
-
     torch = sys.modules["torch"]
     return bool(torch._C._get_privateuse1_backend_name() == NAME)  # type: ignore[attr-defined]

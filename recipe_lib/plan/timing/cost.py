@@ -4,13 +4,13 @@ No torch in here. Without a calibration file the rates are the datasheet's times
 of percent only; see `error_text`.
 """
 
+import bisect
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.timing.links import Links
 from recipe_lib.plan.trace import OP, Collective, Op, Trace
 
 # Shares of the datasheet's rates that kernels reach. With these, a roofline over the operators of torchtitan's
@@ -21,6 +21,35 @@ BANDWIDTH_EFFICIENCY = 0.8
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
 COLLECTIVE_SECONDS = 8.4e-6  # before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was measured. ranks, backend: of the measurement. points: operation -> (bytes that a rank sends, seconds),
+    small ones first."""
+
+    ranks: int
+    backend: str
+    points: Mapping[str, tuple[tuple[float, float], ...]]
+
+    def seconds(self, operation: str, sent: float) -> float | None:
+        """Of a collective in which each rank sends so many bytes; None for an operation that nothing is known of.
+
+        Straight between two measured sizes; below the smallest its time, above the largest at its bandwidth. What was
+        not measured (broadcasts, all-to-alls, transfers) is taken to be as fast as an all-gather.
+        """
+        points = self.points.get(operation) or self.points.get("all_gather")
+        if not points:
+            return None
+        place = bisect.bisect_left(points, (sent, 0.0))
+        if place == 0:
+            return points[0][1]
+        if place == len(points):
+            return points[-1][1] * sent / points[-1][0]
+        (small, quick), (large, slow) = points[place - 1], points[place]
+        return quick + (slow - quick) * (sent - small) / (large - small)
 
 
 @dataclass(frozen=True)

@@ -1,55 +1,26 @@
-"""Collectives timed by size among the ranks of a machine, and how long one of another size takes by them.
+"""Collectives timed by size among the ranks of a machine.
 
-torch is imported only to measure. Measured with NCCL on GPUs and with gloo on a CPU; the first has never run here.
+Measured with NCCL on GPUs and with gloo on a CPU; the first has never run here.
 """
 
-import bisect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from recipe_lib.plan.timing.cost import OPERATIONS
 from recipe_lib.units import MIB, format_bytes
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 # Bytes of the whole tensor: a norm, a small weight, a layer of 1B, of 8B, an embedding.
 GPU_SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 512 * MIB)
 CPU_SIZES = (4096, 65536, MIB, 8 * MIB)
 FEW, MANY = 3, 20  # calls between two looks at the clock, of large and of small messages
 ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class Links:
-    """What was measured. ranks, backend: of the measurement. points: operation -> (bytes that a rank sends, seconds),
-    small ones first."""
-
-    ranks: int
-    backend: str
-    points: Mapping[str, tuple[tuple[float, float], ...]]
-
-    def seconds(self, operation: str, sent: float) -> float | None:
-        """Of a collective in which each rank sends so many bytes; None for an operation that nothing is known of.
-
-        Straight between two measured sizes; below the smallest its time, above the largest at its bandwidth. What was
-        not measured (broadcasts, all-to-alls, transfers) is taken to be as fast as an all-gather.
-        """
-        points = self.points.get(operation) or self.points.get("all_gather")
-        if not points:
-            return None
-        place = bisect.bisect_left(points, (sent, 0.0))
-        if place == 0:
-            return points[0][1]
-        if place == len(points):
-            return points[-1][1] * sent / points[-1][0]
-        (small, quick), (large, slow) = points[place - 1], points[place]
-        return quick + (slow - quick) * (sent - small) / (large - small)
-
-
-# Measuring
 
 
 def collective_steps(
@@ -61,9 +32,6 @@ def collective_steps(
     gives {"operation", "bytes", "seconds" (the median, of one call), "wrong" (numbers that are not what they should
     be)}.
     """
-    import torch
-    import torch.distributed as dist
-
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
     def meet() -> str:
@@ -87,8 +55,6 @@ def collective_steps(
 def measure_collective(operation: str, size: int, rank: int, ranks: int, device: Any) -> dict[str, Any]:
     """One collective of fp32 numbers, `size` bytes in all: its time, and whether the numbers are right before and
     after; small whole numbers, so that sums are exact."""
-    import torch
-
     on_gpu = torch.device(device).type != "cpu"
     synchronize = torch.get_device_module(device).synchronize if on_gpu else (lambda: None)
     part = max(1, size // 4 // ranks)
@@ -112,9 +78,6 @@ def _prepare(
     operation: str, part: int, rank: int, ranks: int, device: Any
 ) -> tuple[Callable[[], Any], Callable[[], int]]:
     """(the call, a count of its wrong results). part: numbers of a rank's share."""
-    import torch
-    import torch.distributed as dist
-
     pattern = torch.arange(part * ranks, device=device).remainder(251).float()
     summed = pattern * ranks + ranks * (ranks - 1) / 2
     own = slice(rank * part, (rank + 1) * part)

@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from recipe_lib.checkpoint.huggingface import find_checkpoint
 from recipe_lib.config.local_files import find_files
 from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.config.suggest import show
+from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
+from recipe_lib.data import tokenize_dataset as data_build
+from recipe_lib.data.cache import MANIFEST, cache_key, cache_root
+from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -102,10 +110,6 @@ def has_pairs(cfg: Any) -> bool:
 
 def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
     """From the lengths of tokenized rows."""
-    import numpy as np
-
-    from recipe_lib.data import DataPlan
-
     lengths = rows.lengths
     found = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     histogram = {"rows": len(lengths)} | dict(zip(PERCENTILES, found, strict=True)) | {"max": int(lengths.max())}
@@ -113,9 +117,9 @@ def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
     order = DataPlan(rows, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
     slots = order.total_steps(1)
     whole = _check_steps(cfg, rows, ranks)
-    fullest = order.row_length(0)
-    split = f" from {rows.report.rows_read:,} rows" if rows.report.split_sequences else ""
-    count = f"{len(rows):,} {rows.report.unit}{split}"
+    fullest = order.pack_length(0)
+    split = f" from {rows.report.samples_read:,} samples" if rows.report.split_sequences else ""
+    count = f"{len(rows):,} sequences{split}"
     if fullest is not None:
         tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {count}"
     elif choice in PERCENTILES:
@@ -128,8 +132,6 @@ def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
 
 def _check_steps(cfg: Any, rows: "Dataset | None", ranks: int) -> int | None:
     """Optimizer steps of the run; None without rows. Raises the DataError of a run whose epochs have not one step."""
-    from recipe_lib.data import DataPlan
-
     if rows is None:
         return None
     capacity = cfg.max_seq_len if cfg.data.packing else None
@@ -149,8 +151,6 @@ def _stored_rows(cfg: Any) -> "Dataset | None":
 def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
     """The tokenized rows of a config, or None and why they are not there. wait None: raises DataErrors of rows, and of
     rows for validation, that are there."""
-    from recipe_lib.data import build_dataset
-
     try:
         tokenizer = _tokenizer(cfg)
         stored = _stored(cfg, tokenizer, wait or 0.0)
@@ -173,27 +173,18 @@ def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
 
 def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
     """Raises the DataError of a run that finds none of its rows for validation, if these are small local files."""
-    from recipe_lib.data import build_validation_dataset
-
     source = cfg.validation.source
     if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
 
 
 def _tokenizer(cfg: Any) -> "Tokenizer":
-    from recipe_lib.checkpoint.huggingface import find_checkpoint
-    from recipe_lib.tokenizers import load_tokenizer
-
     path = cfg.tokenizer.path or (find_checkpoint(cfg.model.path) if cfg.model.path else "")
     return load_tokenizer(Path(path), cfg.tokenizer.chat_template)
 
 
 def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     """The rows as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
-    from recipe_lib.data import tokenize_dataset as data_build
-    from recipe_lib.data.cache import MANIFEST, cache_root
-    from recipe_lib.data.cache_key import cache_key
-
     if not cfg.data.cache:
         return None
     build = data_build._Build(cfg.data, tokenizer, cfg.max_seq_len, data_build._sources(cfg.data, None, None, None))
@@ -210,8 +201,6 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
 
 def _size(source: Any) -> int:
     """Bytes of a source's files; of a hub dataset, those that are on this machine."""
-    from recipe_lib.data.sources import open_sources
-
     if is_hub(source.source):
         return sum(file.identity["size"] for file in open_sources(source))
     return sum(path.stat().st_size for path in find_files(source.source))

@@ -12,6 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
 from recipe_lib.config.paths import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
@@ -76,9 +80,6 @@ def find_shape(name: str) -> tuple[str, str]:
 
 def in_hub_cache(name: str) -> str | None:
     """The config.json of a hub id, if the hub's cache on this machine has it."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     try:
         found = try_to_load_from_cache(name, CONFIG_FILE)
     except HFValidationError:  # a path and no hub id
@@ -92,8 +93,6 @@ def shipped_shapes() -> dict[str, str]:
 
     A shipped config that starts from a preset leaves a model of that shape in its output_dir/model.
     """
-    import yaml
-
     shapes = {}
     presets = list_presets()
     for path in sorted(configs_folder().rglob("*_full.yaml")) + sorted(configs_folder().rglob("full.yaml")):

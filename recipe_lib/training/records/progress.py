@@ -7,13 +7,15 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.units import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-
     from recipe_lib.parallel.world import World
 
 
@@ -72,10 +74,7 @@ class _LiveLine:
     """A bar, the step, the numbers and the time left, drawn on standard error by rich."""
 
     def __init__(self, total_steps: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._rich: RichProgress = Progress(
+        self._rich = RichProgress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=16),

@@ -14,7 +14,7 @@ from recipe_lib.training.output import lock_output, open_output, unlock_output
 from recipe_lib.training.records.metrics import MetricsFile, write_summary
 from recipe_lib.training.records.progress import Progress
 from recipe_lib.training.records.trackers import Trackers
-from recipe_lib.training.report import write_report
+from recipe_lib.training.report_page import write_report
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from recipe_lib.foreign.tensor_plan.plan import ParameterPlan, TensorPlan
+from recipe_lib.foreign.tensor_plan.sharding_plan import ParameterPlan, TensorPlan
 
 
 class Declaration(NamedTuple):

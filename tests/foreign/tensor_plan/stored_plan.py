@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.foreign.tensor_plan.plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
+from recipe_lib.foreign.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
 
 
 def plan_from(held: Mapping[str, Any]) -> TensorPlan:

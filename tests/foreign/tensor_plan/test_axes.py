@@ -1,7 +1,7 @@
 """Dimensions as trees: splitting, cutting, uniting."""
 
 from recipe_lib.foreign.tensor_plan.axes import (
-    Node,
+    AxisNode,
     block,
     concatenation,
     cut,
@@ -20,7 +20,7 @@ def sizes(node):
 
 
 def test_a_view_takes_a_dimension_apart_and_puts_it_together():
-    whole = Node(24)
+    whole = AxisNode(24)
     heads, width = regroup([whole], [4, 6], "view")
     assert sizes(whole) == [4, 6]
     (joined,) = regroup([heads, width], [24], "view")
@@ -30,25 +30,25 @@ def test_a_view_takes_a_dimension_apart_and_puts_it_together():
 
 
 def test_sizes_that_do_not_line_up_are_blocked():
-    one, other = Node(4), Node(6)
+    one, other = AxisNode(4), AxisNode(6)
     found = regroup([one, other], [3, 8], "view in attention")
     assert one.blocked == other.blocked == "view in attention"
     assert all(node.blocked for node in found)
 
 
 def test_fused_parts_of_unequal_lengths_share_the_axis_of_heads():
-    fused = Node(64 + 32 + 32)
+    fused = AxisNode(64 + 32 + 32)
     query, key, value = cut(fused, [64, 32, 32], "split")
     heads, _ = regroup([key], [4, 8], "view")
     unify(heads, regroup([value], [4, 8], "view")[0], "product")
     grouped, width = regroup([query], [8, 8], "view")
-    unify(grouped, product([heads, Node(2)]), "product")
+    unify(grouped, product([heads, AxisNode(2)]), "product")
     assert layout(fused, heads) == [64, 32, 32]
     assert layout(fused, width) is None  # keys do not have the width of queries, until a product unites them
 
 
 def test_a_view_of_fused_parts_keeps_them_apart():
-    fused = Node(96)
+    fused = AxisNode(96)
     cut(fused, [64, 16, 16], "split")
     heads, width = regroup([fused], [12, 8], "view")
     assert sizes(heads) == [8, 2, 2]
@@ -56,7 +56,7 @@ def test_a_view_of_fused_parts_keeps_them_apart():
 
 
 def test_two_halves_seen_as_a_dimension_of_two_are_one_axis():
-    halves, seen = Node(20), Node(20)
+    halves, seen = AxisNode(20), AxisNode(20)
     cut(halves, [10, 10], "chunk")
     two, rest = regroup([seen], [2, 10], "view")
     unify(halves, seen, "add")
@@ -66,18 +66,18 @@ def test_two_halves_seen_as_a_dimension_of_two_are_one_axis():
 
 def test_uniting_keeps_the_reason_of_either_side():
     for blocked_first in (True, False):
-        one, other = Node(8), Node(8)
+        one, other = AxisNode(8), AxisNode(8)
         block(one if blocked_first else other, "softmax in attention")
         unify(one, other, "add")
         assert find(one) is find(other) and find(one).blocked == "softmax in attention"
 
 
 def test_a_part_that_lacks_the_axis_has_no_layout():
-    sharded, other = Node(8), Node(4)
+    sharded, other = AxisNode(8), AxisNode(4)
     assert layout(concatenation([sharded, other]), sharded) is None
 
 
 def test_the_size_on_a_rank_counts_every_part():
-    heads = Node(4)
-    fused = concatenation([product([heads, Node(2), Node(8)]), product([heads, Node(8)]), Node(5)])
+    heads = AxisNode(4)
+    fused = concatenation([product([heads, AxisNode(2), AxisNode(8)]), product([heads, AxisNode(8)]), AxisNode(5)])
     assert local_size(fused, {heads: 2}) == 32 + 16 + 5

@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.tensor_plans import compared, randomize
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradients import gradient_errors
+from recipe_lib.foreign.tensor_plan.gradient_proof import gradient_errors
 from recipe_lib.foreign.tensor_plan.infer import infer_plan
 from recipe_lib.foreign.tensor_plan.transformers_models import (
     example_inputs,

@@ -9,7 +9,8 @@ import pytest
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
 from recipe_lib.plan.timing import calibrate as module
-from recipe_lib.plan.timing.calibrate import calibrate, read_calibration
+from recipe_lib.plan.timing.calibrate import calibrate
+from recipe_lib.plan.timing.calibration import read_calibration
 from recipe_lib.plan.timing.cost import op_seconds
 from recipe_lib.plan.trace import Op
 

@@ -9,9 +9,9 @@ import pytest
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
-from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate, read_calibration, with_links
-from recipe_lib.plan.timing.cost import collective_seconds, wire_bytes
-from recipe_lib.plan.timing.links import Links
+from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate
+from recipe_lib.plan.timing.calibration import read_calibration, with_links
+from recipe_lib.plan.timing.cost import Links, collective_seconds, wire_bytes
 from recipe_lib.plan.trace import Collective
 from tests.plan.timing.test_calibrate import good, written
 

@@ -48,7 +48,7 @@ def widest(cfg, ranks: int) -> tuple[int, int, int]:
         for rank in range(ranks)
         for batch in make_step(
             rows, plan.slots(step), rank, ranks, cfg.batch_size, cfg.gradient_accumulation_steps, multiple=1,
-            row_length=plan.row_length(step),
+            pack_length=plan.pack_length(step),
         ).micro_batches
     ]  # fmt: skip
     return plan.total_steps(cfg.epochs, cfg.max_steps), max(width for _, width in shapes), shapes[0][0]
@@ -108,7 +108,7 @@ def test_a_large_file_is_not_tokenized_for_a_plan(tmp_path: Path, monkeypatch: p
     assert "not tokenized yet" in planned_sequence(cfg).source
     assert not list(tmp_path.rglob(MANIFEST))
     build_dataset(cfg.data, load_tokenizer(cfg.tokenizer.path), cfg.max_seq_len)  # as a run does
-    assert "longest of 300 rows" in planned_sequence(cfg).source
+    assert "longest of 300 sequences" in planned_sequence(cfg).source
 
 
 def test_beside_a_run_nothing_is_tokenized(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Finds the tokenizer in a checkpoint folder by what is there.
 
-Order: `tokenizer.model` (sentencepiece or tiktoken, told apart by its content), `tokenizer.json`, a single
+Order: `tokenizer.model` (sentencepiece or tiktoken, which its content says), `tokenizer.json`, a single
 `*.model.v*` (Mistral). A real tokenizer.model comes first because it is the file that the model was trained with,
 and because conversions to tokenizer.json differ from it on leading and double spaces.
 """
@@ -21,7 +21,7 @@ MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
 
 
 def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) -> Tokenizer:
-    """The tokenizer in a folder, or a tokenizer file with what stands beside it.
+    """The tokenizer in a folder, or a tokenizer file with the files next to it.
 
     chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError.
     """
@@ -79,7 +79,7 @@ def _read(file: Path) -> bytes:
 
 
 def _add_tokens_of_json(settings: Settings, folder: Path) -> None:
-    """A tokenizer.json beside a sentencepiece model may be the only file that lists the added tokens."""
+    """A tokenizer.json next to a sentencepiece model may be the only file that lists the added tokens."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
@@ -96,7 +96,7 @@ def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file:
     if vocabulary.size != LLAMA3_SIZE:
         raise DataError(
             f"{file}: found {vocabulary.size} tiktoken pieces and no special tokens, expected Llama 3's {LLAMA3_SIZE} "
-            "or a tokenizer_config.json with added_tokens_decoder beside the file"
+            "or a tokenizer_config.json with added_tokens_decoder next to the file"
         )
     named = {
         0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id",

@@ -15,14 +15,14 @@ import torch
 
 from recipe_lib.foreign.tensor_plan.calls import CallKey, Calls, output_values, tensors_in
 from recipe_lib.foreign.tensor_plan.exchanges import Exchanges, own_part, rewritten
-from recipe_lib.foreign.tensor_plan.plan import TensorPlan, bounds
+from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
 WRONG = 1e-3
 _PATIENCE = 60.0  # seconds for another rank, which has failed if it is not there by then
 
 
-class _Group:
+class _RankGroup:
     """Ranks that hand each other tensors, in the same order."""
 
     def __init__(self, size: int):
@@ -41,11 +41,11 @@ class _Group:
         return torch.stack(self.exchange(rank, tensor)).sum(0)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     """Tokens of all ranks, for a loss that each rank has whole."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: _Group, rank: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: _RankGroup, rank: int) -> torch.Tensor:
         pieces = group.exchange(rank, tensor)
         ctx.sizes, ctx.rank = [piece.shape[-1] for piece in pieces], rank
         return torch.cat(pieces, -1)
@@ -58,7 +58,7 @@ class _Gather(torch.autograd.Function):
 class _Rank(Calls):
     """Runs one rank's part of a plan among the threads of a group."""
 
-    def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _Group, rank: int):
+    def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _RankGroup, rank: int):
         super().__init__(model)
         entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.boundaries = plan.boundaries_by_call()
@@ -79,7 +79,7 @@ def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs:
     copies = [copy.deepcopy(model) for _ in range(size)]  # before a forward, which some models keep the state of
     values = {name: _trained(parameter.detach()) for name, parameter in model.named_parameters()}
     whole = _gradients(model, values, inputs, contextlib.nullcontext(), lambda tensor: tensor)
-    group = _Group(size)
+    group = _RankGroup(size)
     found: list[Any] = [None] * size
 
     def work(rank: int) -> None:
@@ -124,7 +124,7 @@ def gradient_failures(model: torch.nn.Module, plan: TensorPlan, size: int, input
 
 
 def _of_rank(
-    model: torch.nn.Module, plan: TensorPlan, group: _Group, rank: int, inputs: dict[str, Any]
+    model: torch.nn.Module, plan: TensorPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     values = {}
     for name, parameter in model.named_parameters():
@@ -136,7 +136,7 @@ def _of_rank(
     local = {stop - start for start, stop in parts}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = _Gather.apply(tensor, group, rank)
+        gathered: torch.Tensor = _GatherTokens.apply(tensor, group, rank)
         return gathered
 
     with rewritten(model, plan, group.size):

@@ -15,8 +15,8 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import BUCKET_ELEMENTS
 from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.search.choose_strategy import choose, decide
 from recipe_lib.plan.search.estimate import Estimate
+from recipe_lib.plan.search.fastest_strategy import choose, decide
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.units import GIB

@@ -85,7 +85,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str = TRANS
     source, model = _made(dict(config), where, implementation, family)
     if implementation == TRANSFORMERS and looks_ahead(model.config):
         raise CheckpointError(
-            f"{where}: config.json: model_type {family!r} lets each token see those behind it, and would learn to copy "
+            f"{where}: config.json: model_type {family!r} lets each token see later ones, and would learn to copy "
             "them, expected a causal language model; set is_decoder to true in config.json if it was trained so"
         )
     found = embedding_and_head(model)

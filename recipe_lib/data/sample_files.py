@@ -1,7 +1,7 @@
-"""What a file of rows is to the rest: rows by number. And the two kinds that are read line by line or whole.
+"""What a file of samples is to the rest: samples by number. And the two kinds that are read line by line or whole.
 
-No object here holds rows. Each keeps where its rows begin and reads those that are asked for, so that memory does
-not grow with the file (8 bytes a row), and the processes of a machine share what they read through its page cache.
+No object here holds samples. Each keeps where its samples begin and reads those that are asked for, so that memory does
+not grow with the file (8 bytes a sample), and the processes of a machine share what they read through its page cache.
 """
 
 import codecs
@@ -17,53 +17,53 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from recipe_lib.data.samples import RowFault
+from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular
 from recipe_lib.units import MIB, format_bytes
 
-ROW_LIMIT = 16 * MIB  # bytes of a row, where nobody has said otherwise
+SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
 BLOCK = 2**22  # bytes read at once by a pass over a file
 NEWLINE = 10
 BLANK = np.frombuffer(b" \t\n\r\x0b\x0c", np.uint8)
 
-Located = tuple[str, dict[str, Any] | RowFault]  # where the row is, and the row or why there is none
+Located = tuple[str, dict[str, Any] | SampleFault]  # where the sample is, and the sample or why there is none
 
 
-class RowFile(ABC):
-    """The rows of one file (or of one split of a hub dataset), read by number.
+class SampleFile(ABC):
+    """The samples of one file (or of one split of a hub dataset), read by number.
 
-    place: its path, or `hub:OWNER/NAME`. An object holds no open file and no row, so that it may be pickled, and used
-    in several processes after a fork; asking for its `len` before the fork spares each of them the pass for the index.
-    Any method raises DataError if the file cannot be read as a whole (no permission, invalid JSON, empty, ...).
-    A row of more than `row_limit` bytes is a RowFault, and is never held.
-    """
+    place: its path, or `hub:OWNER/NAME`. An object holds no open file and no sample, so that it may be pickled, and
+    used in several processes after a fork; asking for its `len` before the fork spares each of them the pass for the
+    index. Any method raises DataError if the file cannot be read as a whole (no permission, invalid JSON, empty, ...).
+    A sample of more than `sample_limit` bytes is a SampleFault, and is never held."""
 
-    def __init__(self, place: str, row_limit: int = ROW_LIMIT) -> None:
-        self.place, self.row_limit = place, row_limit
+    def __init__(self, place: str, sample_limit: int = SAMPLE_LIMIT) -> None:
+        self.place, self.sample_limit = place, sample_limit
 
-    def too_large(self, size: int) -> RowFault:
-        """The fault of a row of so many bytes."""
-        return RowFault(
+    def too_large(self, size: int) -> SampleFault:
+        """The fault of a sample of so many bytes."""
+        return SampleFault(
             "too large",
-            f"found a row of {format_bytes(size)}, expected at most data.max_sample_mib={self.row_limit / MIB:g}; "
-            "divide the text, or raise data.max_sample_mib (a row takes about 80 times its size in memory)",
+            f"found a sample of {format_bytes(size)}, expected at most "
+            f"data.max_sample_mib={self.sample_limit / MIB:g}; "
+            "divide the text, or raise data.max_sample_mib (a sample takes about 80 times its size in memory)",
         )
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many rows it has, those included that turn out to be faulty; blank lines are none."""
+        """How many samples it has, those included that turn out to be faulty; blank lines are none."""
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """Rows start .. stop (exclusive; None: all that follow) in file order, each with its place, few at a time.
+        """Samples start .. stop (exclusive; None: all that follow) in file order, each with its place, few at a time.
 
-        A row that cannot be used comes as a RowFault.
+        A sample that cannot be used comes as a SampleFault.
         """
 
     @abstractmethod
-    def place_of(self, row: int) -> str:
-        """Where a row is, as `read` says it, without reading it: `rows.jsonl:7`, `rows.parquet (row 7)`."""
+    def place_of(self, sample: int) -> str:
+        """Where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, `rows.parquet (sample 7)`."""
 
     @property
     @abstractmethod
@@ -74,34 +74,34 @@ class RowFile(ABC):
         """
 
 
-class LocalFile(RowFile):
+class LocalFile(SampleFile):
     """A file on disk."""
 
-    def __init__(self, path: Path, row_limit: int = ROW_LIMIT) -> None:
-        super().__init__(str(path), row_limit)
+    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT) -> None:
+        super().__init__(str(path), sample_limit)
         self.path = path
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """As RowFile says."""
+        """As SampleFile says."""
         return {"name": self.path.name} | hash_of(self.path)
 
 
 class TextFile(LocalFile):
-    """A .txt file: one row with the column `text`."""
+    """A .txt file: one sample with the column `text`."""
 
     def __len__(self) -> int:
         return 1
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As RowFile says; the text keeps its line ends."""
+        """As SampleFile says; the text keeps its line ends."""
         if start <= 0 and (stop is None or stop > 0):
             with opened(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
-            yield self.place, {"text": self._text()} if size <= self.row_limit else self.too_large(size)
+            yield self.place, {"text": self._text()} if size <= self.sample_limit else self.too_large(size)
 
-    def place_of(self, row: int) -> str:
-        """As RowFile says."""
+    def place_of(self, sample: int) -> str:
+        """As SampleFile says."""
         return self.place
 
     def _text(self) -> str:
@@ -123,39 +123,39 @@ class JsonLinesFile(LocalFile):
         return len(self._index[0])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As RowFile says."""
+        """As SampleFile says."""
         starts = self._index[0]
         with opened(self.path) as file:
             at = -1
-            for row in range(start, len(starts) if stop is None else min(stop, len(starts))):
-                if at != starts[row]:  # the first one, or one behind blank lines
-                    at = file.seek(int(starts[row]))
-                line = file.readline(self.row_limit + 2)  # and a line end of two
+            for sample in range(start, len(starts) if stop is None else min(stop, len(starts))):
+                if at != starts[sample]:  # the first one, or one after blank lines
+                    at = file.seek(int(starts[sample]))
+                line = file.readline(self.sample_limit + 2)  # and a line end of two
                 at += len(line)
-                if len(line.rstrip(b"\r\n")) > self.row_limit:
-                    yield self.place_of(row), self.too_large(self._size_of(row))
+                if len(line.rstrip(b"\r\n")) > self.sample_limit:
+                    yield self.place_of(sample), self.too_large(self._size_of(sample))
                 else:
-                    yield self.place_of(row), parse_row(line)
+                    yield self.place_of(sample), parse_sample(line)
 
-    def place_of(self, row: int) -> str:
-        """As RowFile says."""
+    def place_of(self, sample: int) -> str:
+        """As SampleFile says."""
         lines = self._index[1]
-        return f"{self.place}:{row + 1 if lines is None else lines[row]}"
+        return f"{self.place}:{sample + 1 if lines is None else lines[sample]}"
 
-    def _size_of(self, row: int) -> int:
-        """Bytes to the next row."""
+    def _size_of(self, sample: int) -> int:
+        """Bytes to the next sample."""
         starts = self._index[0]
-        end = int(starts[row + 1]) if row + 1 < len(starts) else os.path.getsize(self.path)
-        return end - int(starts[row])
+        end = int(starts[sample + 1]) if sample + 1 < len(starts) else os.path.getsize(self.path)
+        return end - int(starts[sample])
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """(offset of each row in bytes; its line, or None if every line is a row), int64 `[rows]`."""
+        """(offset of each sample in bytes; its line, or None if every line is a sample), int64 `[samples]`."""
         with opened(self.path) as file:
             starts, firsts = _line_starts(file)
             blank = [line for line in np.flatnonzero(np.isin(firsts, BLANK)) if _is_blank(file, int(starts[line]))]
         if len(blank) == len(starts):
-            raise DataError(f"{self.place}: the file is empty, expected rows")
+            raise DataError(f"{self.place}: the file is empty, expected samples")
         if not blank:
             return starts, None
         kept = np.delete(np.arange(len(starts)), blank)
@@ -170,8 +170,8 @@ def _line_starts(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
     starts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
     while block := file.read(BLOCK):
         content = np.frombuffer(block, np.uint8)
-        behind = np.flatnonzero(content == NEWLINE) + 1
-        inside = behind[: len(behind) - (content[-1] == NEWLINE)]
+        after = np.flatnonzero(content == NEWLINE) + 1
+        inside = after[: len(after) - (content[-1] == NEWLINE)]
         if at_start:
             inside = np.concatenate([[0], inside])
         starts.append(inside + base)
@@ -190,29 +190,31 @@ def _is_blank(file: BinaryIO, start: int) -> bool:
     return True
 
 
-def parse_row(line: bytes) -> dict[str, Any] | RowFault:
+def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
     """The object that a line, or an item of a list, holds; or the fault."""
     try:
-        row = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+        sample = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
-        return RowFault(
+        return SampleFault(
             "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"
         )
     except json.JSONDecodeError as error:
-        return RowFault("invalid JSON", f"column {error.colno}: invalid JSON ({error.msg}), expected an object a line")
+        return SampleFault(
+            "invalid JSON", f"column {error.colno}: invalid JSON ({error.msg}), expected an object a line"
+        )
     except RecursionError:
-        return RowFault("invalid JSON", "JSON nested too deep, expected an object a line")
+        return SampleFault("invalid JSON", "JSON nested too deep, expected an object a line")
     except ValueError:  # Python refuses integers of thousands of digits
-        return RowFault("invalid JSON", "found a number of more digits than can be read, expected an object a line")
-    return as_row(row)
+        return SampleFault("invalid JSON", "found a number of more digits than can be read, expected an object a line")
+    return as_sample(sample)
 
 
-def as_row(row: Any) -> dict[str, Any] | RowFault:
+def as_sample(sample: Any) -> dict[str, Any] | SampleFault:
     """What was read, if it is an object; else the fault."""
-    if isinstance(row, dict):
-        return row
-    found = "a list" if isinstance(row, list) else type(row).__name__
-    return RowFault("not an object", f"found {found}, expected an object with the columns of the row")
+    if isinstance(sample, dict):
+        return sample
+    found = "a list" if isinstance(sample, list) else type(sample).__name__
+    return SampleFault("not an object", f"found {found}, expected an object with the columns of the sample")
 
 
 @contextmanager
@@ -238,7 +240,7 @@ def hash_of(*paths: Path) -> dict[str, Any]:
 
 def empty(place: str) -> DataError:
     """The fault of a file with nothing in it."""
-    return DataError(f"{place}: the file is empty, expected rows or text")
+    return DataError(f"{place}: the file is empty, expected samples or text")
 
 
 def not_utf8(place: str, line: int, byte: int) -> DataError:
