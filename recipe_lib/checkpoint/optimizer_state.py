@@ -6,7 +6,7 @@ optimizer itself, sharded as its parameters are, so that nothing is copied and a
 
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,6 +27,14 @@ _OWN = (  # each of them decides which states there are
     "resume with the run's own optimizer.name, optimizer.state_bits, optimizer.master_weights and "
     "optimizer.stochastic_rounding"
 )
+
+
+@runtime_checkable
+class MakesStates(Protocol):
+    """An optimizer that makes its states itself, before they are read."""
+
+    def new_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Every state tensor of a parameter, by its key."""
 
 
 def model_tensors(model: nn.Module, holders: Holders) -> dict[str, torch.Tensor]:
@@ -145,7 +153,7 @@ def make_optimizer_states(
             raise CheckpointError(
                 f"{where}: holds optimizer state of {name}, which is not trained here; resume with the run's own config"
             )
-        if hasattr(optimizer, "new_states"):
+        if isinstance(optimizer, MakesStates):
             if parameter not in made:
                 made[parameter] = optimizer.new_states(parameter)
             value = _own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)

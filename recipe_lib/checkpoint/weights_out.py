@@ -20,7 +20,7 @@ from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
 from recipe_lib.models.external import Conversion, ExternalSpec, WrittenLayout
-from recipe_lib.models.families import text_config
+from recipe_lib.models.families import FAMILIES, text_config
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
@@ -47,16 +47,6 @@ SETTINGS_FILES = (
     "chat_template.json",
     GENERATION,
 )
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
 # They would make another program run code, or look for weights of another kind.
 _DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config", "quantization", "_name_or_path")
 
@@ -337,7 +327,7 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
     written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not external:
-        config["architectures"] = [ARCHITECTURES[spec.family]]
+        config["architectures"] = [FAMILIES[spec.family].architectures[0]]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one
     config["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""`parallel.strategy: auto` on the command line: both are planned before the ranks start, which are told the choice.
+"""`parallel.strategy: auto` on the command line: both are planned before the ranks start, which get the choice.
 
 Planning happens in a process of its own, since a simulated device cannot be taken back, and takes no GPU. Whatever goes
 wrong in it, the run goes on with `fsdp`, and says so. Of several machines each chooses for itself, from the config and

@@ -23,7 +23,7 @@ P2P = "NCCL_P2P_DISABLE"
 TORCHAO_WARNS = re.compile(r"incompatible torch|Failed to load")
 DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
 whole, collectives by size, copies to the host, rates of matrix products, memory, limits, disks. Says in a line each
-what is wrong, and what to set. Takes about half a minute; nothing stays behind.
+what is wrong, and what to set. Takes about half a minute; it leaves no files.
 
   tune doctor
   tune doctor --nproc_per_node 2 --write machine.json
@@ -41,8 +41,8 @@ def run(words: list[str]) -> int:
     faults, hints = findings(facts), advice(facts)
     written = write(arguments.write, facts) if arguments.write else ""
     if arguments.json:
-        told = {"version": VERSION, "healthy": not faults, "findings": faults, "advice": hints, **facts}
-        print(json.dumps(told, indent=2))
+        facts = {"version": VERSION, "healthy": not faults, "findings": faults, "advice": hints, **facts}
+        print(json.dumps(facts, indent=2))
     else:
         from recipe_lib.cli.doctor_report import report
 
@@ -77,13 +77,12 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     """All that is looked at, measured and tried out, as `--json` shows it.
 
-    machine: of doctor_machine. steps: what each step of a process gave. failed: step -> why. torchao_said: lines.
+    machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why. torchao_said: lines.
     peers: of each pair of GPUs, each way. links: of `measure_links`, None for one rank. links_without_p2p: the same
     with NCCL_P2P_DISABLE=1, tried where something was wrong.
     """
-    from recipe_lib.cli.doctor_apart import run_apart
-    from recipe_lib.cli.doctor_machine import machine
-    from recipe_lib.cli.doctor_probes import device_steps, peer_steps, torchao_steps
+    from recipe_lib.cli.doctor_probes import device_steps, machine, peer_steps, torchao_steps
+    from recipe_lib.cli.isolated_probe import run_isolated
     from recipe_lib.cli.launch import cores
 
     say("reading versions, memory and disks")
@@ -96,16 +95,16 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
         facts["failed"]["torch"] = show(f"{type(error).__name__}: {error}", 300)
         return facts
     say("measuring this machine's device")
-    device = run_apart(device_steps, seconds=STEP_SECONDS)[0]
+    device = run_isolated(device_steps, seconds=STEP_SECONDS)[0]
     facts["steps"], facts["failed"] = device.values, device.failed
     gpus = device.values.get("torch", {}).get("gpus", [])
     if packages["torchao"]:
-        loaded = run_apart(torchao_steps, seconds=STEP_SECONDS)[0]
+        loaded = run_isolated(torchao_steps, seconds=STEP_SECONDS)[0]
         facts["failed"] |= loaded.failed
         facts["torchao_said"] = [line for line in loaded.said.splitlines() if TORCHAO_WARNS.search(line)]
     if len(gpus) > 1:
         say("copying between GPUs")
-        peers = run_apart(peer_steps, seconds=STEP_SECONDS)[0]
+        peers = run_isolated(peer_steps, seconds=STEP_SECONDS)[0]
         facts["peers"], facts["failed"] = list(peers.values.values()), facts["failed"] | peers.failed
     ranks = arguments.nproc_per_node or max(1, len(gpus))
     if gpus and ranks > len(gpus):
@@ -142,11 +141,11 @@ def say(text: str) -> None:
 
 def measure_links(ranks: int, on_gpu: bool, **environment: str) -> dict[str, Any]:
     """Collectives among ranks on this machine: backend, points (operation, bytes, seconds of the slowest rank, wrong
-    numbers over all ranks), failed (what stood still or broke: "rank 1: all_reduce of 1.00 MiB: why"), said (what NCCL
+    numbers over all ranks), failed (what hung or broke: "rank 1: all_reduce of 1.00 MiB: why"), said (what NCCL
     warned of)."""
-    from recipe_lib.cli.doctor_apart import run_apart
+    from recipe_lib.cli.isolated_probe import run_isolated
 
-    outcomes = run_apart(partial(link_steps, ranks, on_gpu, environment), ranks, STEP_SECONDS)
+    outcomes = run_isolated(partial(link_steps, ranks, on_gpu, environment), ranks, STEP_SECONDS)
     points = []
     for name in outcomes[0].values:
         rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]

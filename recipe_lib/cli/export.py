@@ -55,7 +55,7 @@ def read(words: list[str]) -> argparse.Namespace:
     for name, text in (("merge", "base and adapter as one model"), ("adapter", "the adapter"), ("hf", "all weights")):
         parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument(
-        "--out", metavar="DIR", help="a new folder; default: beside the checkpoint, in the run's folder"
+        "--out", metavar="DIR", help="a new folder; default: next to the checkpoint, in the run's folder"
     )
     parser.add_argument(
         "--base", metavar="MODEL", help="the adapter's base; default: the one that run or adapter names"
@@ -243,7 +243,7 @@ def _base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
     if found.cfg is not None:
         if not found.cfg.model.path:
             raise CheckpointError(
-                f"{show(arguments.checkpoint)}: was trained beside random weights (model.preset), which are in no "
+                f"{show(arguments.checkpoint)}: was trained with random weights (model.preset), which are in no "
                 "checkpoint; start from model.path to have an adapter that others can load"
             )
         return _named_base(found.cfg.model.path)

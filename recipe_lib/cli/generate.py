@@ -1,6 +1,6 @@
 """`tune generate CHECKPOINT --prompt TEXT`: a completion, as it is made.
 
-Standard output carries the completion and one newline behind it; everything else goes to standard error.
+Standard output carries the completion and one newline after it; everything else goes to standard error.
 """
 
 import argparse

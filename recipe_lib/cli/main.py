@@ -18,7 +18,7 @@ VERBS = {
     "cp": "copy a recipe or a config, to make it yours",
     "validate": "check a config, all faults at once",
     "download": "fetch a model from the Hugging Face hub",
-    "data": "show a config's rows as they will be trained, or check all of them",
+    "data": "show a config's sequences as they will be trained, or check all of them",
     "plan": "tell a run's memory, communication and time before it is started; needs no GPU",
     "tp-plan": "tell how tensor parallel would share a model among ranks; needs no weights and no GPU",
     "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",

@@ -1,4 +1,4 @@
-"""`tune plan`: what a run will take, told before it is started and on a machine that need not have a GPU."""
+"""`tune plan`: what a run will take, before it is started and on a machine that need not have a GPU."""
 
 import argparse
 import dataclasses
@@ -65,7 +65,8 @@ def exit_code(plan: "Plan") -> int:
 
 def text_of(plan: "Plan", other: "Plan | None", depth: int) -> str:
     """The report; with another plan, what is different here."""
-    from recipe_lib.plan.report import render, wants_color
+    from recipe_lib.plan.report import render
+    from recipe_lib.report.terminal import wants_color
 
     if other is not None:
         from recipe_lib.plan.diff import render_diff
@@ -75,7 +76,7 @@ def text_of(plan: "Plan", other: "Plan | None", depth: int) -> str:
 
 
 def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
-    """The plan of a recipe with a config, and the trace behind it."""
+    """The plan of a recipe with a config, and the trace that it rests on."""
     from recipe_lib.plan.world.shape_only_model import plannable
 
     shaped, more = plannable(cfg)

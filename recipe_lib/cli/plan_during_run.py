@@ -1,4 +1,4 @@
-"""The plan that `tune run` shows: made beside the run in a process of its own, compared with what the run measured.
+"""The plan that `tune run` shows: made during the run in a separate process, compared with what the run measured.
 
 The process has 10 seconds of CPU, gives way to the ranks, sees no GPU, and ends with the run. It prints the figures
 itself, and leaves them in a file for the end of the run. Whatever goes wrong in it is one line, and nothing to the run.
@@ -172,7 +172,7 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
     text = (
         f"plan: {figures['verdict']} ({where}): active {format_bytes(figures['active'])}, "
         f"{'about ' if figures['allocated'] is None else ''}{format_bytes(figures['reserved'])} reserved + "
-        f"{format_bytes(memory - figures['usable'])} outside torch, of {format_bytes(memory)}; rows of "
+        f"{format_bytes(memory - figures['usable'])} outside torch, of {format_bytes(memory)}; sequences of "
         f"{settings.sequence.tokens:,} tokens"
     )
     if figures["seconds"] is not None and own:
@@ -188,7 +188,7 @@ class _TooSlow(BaseException):  # nothing on the way is to catch it
 
 
 def main(argv: list[str]) -> int:
-    """The process beside the run: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
+    """The separate process: `plan_during_run.py FIGURES [torchrun flags] RECIPE [its arguments]`."""
     say = _quiet()
     _be_modest()
     gpus = hide_gpus()

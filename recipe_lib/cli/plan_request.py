@@ -29,7 +29,7 @@ DEFAULT_DEVICE = "24GB"
 ROOT = Path(__file__).parents[2]
 # What a class of a recipe has that a plan can be made of.
 METHODS = ("setup_model", "setup_optimizer", "train_step")
-# A plan comes from what is on the machine; the packages that could ask a network are told so.
+# A plan comes from what is on the machine; the packages that could ask a network are set offline.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 DESCRIPTION = """Plans a run: the recipe's own code runs on a simulated device, where tensors have sizes and no bytes.
 Needs no GPU and no weights. Takes the command line of `tune run`, with the flags for its processes anywhere.
@@ -50,9 +50,14 @@ def parser() -> Parser:
     add("--nnodes", metavar="M", help="machines; default: 1")
     add("--device", metavar="NAME", help="rtx4090, h100, ... or a size as 24GB; default: this machine's GPU, else 24GB")
     add("--fit", metavar="4x24GB", help="processes and device in one word")
-    add("--sequence", metavar="LENGTH", default="auto", help="tokens of a row: auto (the data's longest), max, p99, N")
+    add(
+        "--sequence",
+        metavar="LENGTH",
+        default="auto",
+        help="tokens of a sequence: auto (the data's longest), max, p99, N",
+    )
     add("--rank", metavar="R,...", help="ranks to plan; default: 0, or the first rank of each place in a pipeline")
-    add("--depth", type=int, default=2, metavar="N", help="levels of the tree of what is alive at the peak; default: 2")
+    add("--depth", type=int, default=2, metavar="N", help="levels of the tree of what is live at the peak; default: 2")
     add("--json", metavar="FILE", help="also write the plan as JSON; -: to standard output, in place of the report")
     add("--html", metavar="FILE", help="also write a page with the memory over time")
     add("--snapshot", metavar="FILE", help="also write a snapshot for pytorch.org/memory_viz")
@@ -92,7 +97,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
     unused = [name for name in ("json", "html", "snapshot", "diff", "advice") if getattr(arguments, name)]
     if arguments.search and unused:
-        raise ConfigError(f"--search: looks for settings and makes no plan of its own; leave --{unused[0]} out")
+        raise ConfigError(f"--search: looks for settings and makes no plan; leave --{unused[0]} out")
     for name in ("calibrate", "json", "html", "snapshot"):
         check_output(f"--{name}", getattr(arguments, name))
     return arguments
@@ -151,7 +156,7 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
 
 
 def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
-    """What a plan needs beside recipe and config, and what was assumed for it."""
+    """What a plan needs besides recipe and config, and what was assumed for it."""
     from recipe_lib.plan.world.sequence_lengths import check_choice, planned_sequence
 
     check_choice(arguments.sequence)

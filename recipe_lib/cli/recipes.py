@@ -68,14 +68,14 @@ def _is_shipped(path: Path) -> bool:
 
 
 class _ProgramLoader(SourceFileLoader):
-    """Imports a file as a program is run: nothing is written beside it."""
+    """Imports a file as a program is run: nothing is written next to it."""
 
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         """Python would keep the compiled file in `__pycache__`."""
 
 
 def load_module(path: Path) -> ModuleType:
-    """Imports a recipe's file. Modules that lie beside a recipe of the user's own can be imported by it."""
+    """Imports a recipe's file. Modules next to a user's recipe can be imported by it."""
     name = f"recipe_{path.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ and Path(loaded.__file__).absolute() == path.absolute():

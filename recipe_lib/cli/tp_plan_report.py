@@ -1,16 +1,14 @@
 """What `tune tp-plan` finds, proves and prints."""
 
 import argparse
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from recipe_lib.errors import ConfigError, visible
+from recipe_lib.errors import ConfigError
 from recipe_lib.foreign.tensor_plan import transformers_models
 from recipe_lib.foreign.tensor_plan.certificate import certify
 from recipe_lib.foreign.tensor_plan.gradient_proof import gradient_failures
@@ -31,6 +29,7 @@ from recipe_lib.foreign.tensor_plan.summary import (
     why_not,
 )
 from recipe_lib.foreign.tensor_plan.transformers_models import randomize, shrink
+from recipe_lib.report import terminal
 from recipe_lib.units import format_bytes, format_count
 
 _SMALL = 2**20  # parameters of a model that is proven as it is
@@ -130,13 +129,11 @@ def report(
     proofs: list[dict[str, Any]],
 ) -> None:
     """Prints plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of every axis."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    console = terminal.open_console(terminal.terminal_width(WIDTH), terminal.wants_color(sys.stdout))
     unlike = {plan.hash(): plan for plan in plans.values()}
     for name, plan in unlike.items():
         sizes = [size for size, other in plans.items() if other.hash() == name]
-        _line(console, f"{model}: plan {name} for {_some(sizes)} ranks", "bold")
+        _line(console, f"{model}: plan {name} for {_some(sizes)} ranks", terminal.HEADING)
         _parameters(console, plan)
         _whole(console, plan)
         _boundaries(console, plan)
@@ -147,33 +144,28 @@ def report(
         for reason in dict.fromkeys(map(pattern_of, plan.refused)):
             _line(console, f"note: {reason}")
         if set(sizes) <= set(whole.legal_sizes):
-            _line(console, f"legal sizes: {_few(plan.legal_sizes)}\n")
+            _line(console, f"legal sizes: {_few(plan.legal_sizes)}")
         else:  # made for this size alone, around what its ranks cannot share
-            _line(console, f"kept whole for {_some(sizes)} ranks: {why_not(whole, sizes[0])}\n", "yellow")
+            _line(console, f"kept whole for {_some(sizes)} ranks: {why_not(whole, sizes[0])}", terminal.WARNING)
+            _line(console, "")
     for size, why in illegal.items():
-        _line(console, f"not legal: {size}: {why}", "yellow")
+        _line(console, f"not legal: {size}: {why}", terminal.WARNING)
     for proof in proofs:
         _proof(console, proof)
+    print(terminal.text_of(console), end="")
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(visible(text, keep="\n"), style), soft_wrap=True)
+    terminal.put(console, text, style, wrap=False)
 
 
-def _table(
-    console: Console, title: str, header: Iterable[str], rows: Iterable[Iterable[str]], numbers: int = 0
-) -> None:
+def _table(console: Console, title: str, header: list[str], rows: list[list[str]], numbers: int = 0) -> None:
     """A table of which the last `numbers` columns are numbers; nothing where there is no row."""
-    names, lines = list(header), [list(row) for row in rows]
-    if not lines:
-        return
-    _line(console, f"\n{title}", "bold")
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    for place, name in enumerate(names):
-        table.add_column(name, justify="right" if place >= len(names) - numbers else "left", overflow="fold")
-    for line in lines:
-        table.add_row(*(Text(visible(cell)) for cell in line))
-    console.print(table)
+    if rows:
+        terminal.heading(console, title)
+        terminal.put_table(
+            console, terminal.Table(title, header, rows, tuple(header[: len(header) - numbers]), fold=True)
+        )
 
 
 def _parameters(console: Console, plan: TensorPlan) -> None:
@@ -259,13 +251,13 @@ def _held(console: Console, plan: TensorPlan, sizes: list[int]) -> None:
 def _proof(console: Console, proof: dict[str, Any]) -> None:
     what = f"certificate, {proof['size']} ranks"
     if proof["failures"]:
-        _line(console, f"{what}: NOT PASSED", "bold red")
+        _line(console, f"{what}: NOT PASSED", terminal.BAD)
         for failure in proof["failures"]:
             _line(console, f"  {failure}")
     else:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
         said = f"passed, {proof['checked']} comparisons of forward and gradients on a small model{shared}"
-        _line(console, f"{what}: {said}", "green")
+        _line(console, f"{what}: {said}", terminal.GOOD)
 
 
 def _few(sizes: tuple[int, ...], most: int = 12) -> str:

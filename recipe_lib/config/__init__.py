@@ -1,8 +1,10 @@
 """The typed config of every recipe: its schema, loading, checks, and the names a config may use. No torch."""
 
 from recipe_lib.config.load import load_config, parse_arguments
+from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.registry import register, registered
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import resolved_sources
 
 __all__ = [

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from recipe_lib.config.optimizers import built_in_optimizers, optimizer_facts
+
 Condition = str | Callable[[Any], str | None]
 
 
@@ -117,10 +119,8 @@ def reads_hub(cfg: Any) -> str | None:
 
 def trained_dtype(cfg: Any) -> str:
     """The type of what is trained: the adapters' own, where adapters are."""
-    lora, dpo = getattr(cfg, "lora", None), getattr(cfg, "dpo", None)
-    if lora is None or (dpo is not None and dpo.trainable == "all"):
-        return str(cfg.dtype)
-    return str(lora.dtype or cfg.dtype)
+    adapters = getattr(cfg, "trained_adapters", None)
+    return str(cfg.dtype if adapters is None else adapters.dtype or cfg.dtype)
 
 
 def trains_bf16(cfg: Any) -> str | None:
@@ -131,12 +131,25 @@ def trains_bf16(cfg: Any) -> str | None:
     return f"{'dtype' if dtype == cfg.dtype else 'lora.dtype'} is {dtype}"
 
 
+def read_by_optimizer(word: str) -> Callable[[Any], str | None]:
+    """The condition that `optimizer.name` reads a key of its section; of a plugin's without facts nobody knows."""
+
+    def reads(cfg: Any) -> str | None:
+        facts = optimizer_facts(cfg.optimizer.name)
+        return None if facts is None or word in facts.keys else f"optimizer.name is {cfg.optimizer.name}"
+
+    others = [name for name, facts in built_in_optimizers().items() if word not in facts.keys]
+    reads.__doc__ = f"`optimizer.name != {', '.join(others)}`"
+    return reads
+
+
 def steps_with_torch(cfg: Any) -> str | None:
     """a step of torch's own optimizers"""
-    if cfg.optimizer.name == "muon":
-        return "optimizer.name is muon"
+    facts = optimizer_facts(cfg.optimizer.name)
+    if facts is None or "implementation" not in facts.keys:
+        return None if facts is None else f"optimizer.name is {cfg.optimizer.name}"
     same = {"bf16": 16, "fp32": 32, "fp64": 64}.get(trained_dtype(cfg))
-    if cfg.optimizer.name != "adamw":
+    if "state_bits" not in facts.keys:
         return None
     if cfg.optimizer.state_bits not in (None, same):
         return f"optimizer.state_bits is {cfg.optimizer.state_bits}, which has one implementation"
@@ -147,6 +160,5 @@ def steps_with_torch(cfg: Any) -> str | None:
 
 
 def sums_over_tokens(cfg: Any) -> str | None:
-    """a recipe without pairs"""
-    dpo = getattr(cfg, "dpo", None)
-    return None if dpo is None else f"the loss of pairs is dpo.loss, {dpo.loss}"
+    """a recipe without a loss of its own"""
+    return getattr(cfg, "own_loss", None)

@@ -5,16 +5,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
-
-# Every shipped recipe and the class its config is checked against.
-RECIPE_CONFIGS: dict[str, type] = {
-    "full_finetune_distributed": FullFinetuneConfig,
-    "lora_finetune_distributed": LoraFinetuneConfig,
-    "dpo_distributed": DpoFinetuneConfig,
-}
 
 CONFIG_SUFFIXES = (".yaml", ".yml")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from recipe_lib.config.optimizers import OptimizerFacts, built_in_optimizers, keep_facts
 from recipe_lib.config.paths import expand
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, UserError
@@ -32,7 +33,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
         "recipe_lib.data.formats",
         ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"),
     ),
-    "optimizer.name": ("recipe_lib.optim.optimizers", ("adamw", "sgd", "muon")),
+    "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
     "log.trackers": ("recipe_lib.training.records.trackers", ("tensorboard", "wandb", "trackio")),
     "model": ("recipe_lib.foreign.module_spec", ("native", "transformers")),
@@ -41,10 +42,11 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}
 
 
-def register(kind: str, name: str) -> Callable[[Component], Component]:
+def register(kind: str, name: str, facts: OptimizerFacts | None = None) -> Callable[[Component], Component]:
     """Decorator: makes a function or class selectable as `name` where a config asks for a `kind`.
 
-    kind: a key of `BUILT_IN`. Raises ConfigError for an unknown kind, an empty name, or a name that is taken.
+    kind: a key of `BUILT_IN`. facts: of an optimizer, what a plan has to know of it; without them its states' bytes
+    are not known before the first step. Raises ConfigError for an unknown kind, an empty name, or a name that is taken.
     """
     _check_kind(kind)
     if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name:
@@ -56,6 +58,8 @@ def register(kind: str, name: str) -> Callable[[Component], Component]:
         if taken and _components[kind].get(name) is not component:
             raise ConfigError(f"register({kind!r}, {name!r}): the name is taken; register another one")
         _components[kind][name] = component
+        if facts is not None:
+            keep_facts(name, facts)
         return component
 
     return add

@@ -67,11 +67,6 @@ def _has_budget(cfg: Any) -> bool:
     return cfg.memory.activation_budget_gib is not None
 
 
-def trains_on_pairs(cfg: Any) -> bool:
-    """It is the config of preference optimization."""
-    return getattr(cfg, "dpo", None) is not None
-
-
 def _fused_sgd_in_bf16(cfg: Any) -> bool:
     is_fused = cfg.optimizer.name == "sgd" and cfg.optimizer.implementation == "fused"
     return is_fused and cfg.device == "cpu" and trained_dtype(cfg) == "bf16"
@@ -215,9 +210,10 @@ RULES: tuple[Rule, ...] = (
          "it multiplies by one matrix, and an adapted head has three",
          "leave head out of lora.target_modules, or set memory.loss_kernel=chunked",
          ("lora.target_modules=[q, head]", "memory.loss_kernel=torch"), recipe=_LORA),
-    Rule(("memory.loss_kernel",), lambda cfg: cfg.memory.loss_kernel != "chunked" and cfg.dpo is not None,
-         "preference losses need each token's log-probability, which it does not give", "remove memory.loss_kernel",
-         ("memory.loss_kernel=torch",), recipe=_DPO, reads=("dpo.loss",)),
+    Rule(("memory.loss_kernel",),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and getattr(cfg, "own_loss", None) is not None,
+         "it computes cross-entropy, and the recipe has a loss of its own", "remove memory.loss_kernel",
+         ("memory.loss_kernel=torch",), recipe=_DPO),
     Rule(("lora.target_modules",), lambda cfg: cfg.model.implementation == "native" and _unknown_targets(cfg),
          "a native model has no linears of such names", f"choose of {', '.join(_TARGETS)}",
          ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",), found=_unknown_target),
@@ -249,7 +245,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.pad_to_multiple_of", "max_seq_len"), lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
          "every sequence would be padded beyond the longest that there can be",
          "lower data.pad_to_multiple_of to max_seq_len or less", ("data.pad_to_multiple_of=4096",)),
-    Rule(("data.format",), lambda cfg: not trains_on_pairs(cfg) and "preference" in formats(cfg),
+    Rule(("data.format",), lambda cfg: not getattr(cfg, "trains_on_pairs", False) and "preference" in formats(cfg),
          "this recipe has no use for pairs of a chosen and a rejected answer",
          "choose another format, or run dpo_distributed", ("data.format=preference",), reads=_FORMATS),
     Rule(("dpo.loss", "data.format"), lambda cfg: formats(cfg) & _NO_PAIRS,

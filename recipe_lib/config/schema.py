@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from recipe_lib.config import idle
 from recipe_lib.config.keys import key
-from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, DpoConfig, LoraConfig
+from recipe_lib.config.recipe_facts import RecipeFacts
+from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
 
@@ -17,12 +18,9 @@ __all__ = [
     "PEFT_NAMES",
     "CheckpointConfig",
     "DataConfig",
-    "DpoConfig",
-    "DpoFinetuneConfig",
     "FullFinetuneConfig",
     "LogConfig",
     "LoraConfig",
-    "LoraFinetuneConfig",
     "LrSchedulerConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -50,16 +48,16 @@ class OptimizerConfig:
         minimum=0,
         below=1,
         length=2,
-        needs="optimizer.name != sgd",
+        needs=idle.read_by_optimizer("betas"),
         known_as="torch betas",
     )
-    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs="optimizer.name != sgd", known_as="torch eps")
+    eps: float = key(1e-8, "AdamW's epsilon.", above=0, needs=idle.read_by_optimizer("eps"), known_as="torch eps")
     momentum: float | None = key(
         None,
         "Momentum; null: for sgd 0, for muon 0.95.",
         minimum=0,
         below=1,
-        needs="optimizer.name != adamw",
+        needs=idle.read_by_optimizer("momentum"),
         known_as="torch SGD momentum",
     )
     implementation: str = key(
@@ -74,19 +72,19 @@ class OptimizerConfig:
         None,
         "Bits of each number of AdamW's states; 8 and 4: in blocks with a scale each; null: those of dtype.",
         choices=(4, 8, 16, 32),
-        needs="optimizer.name != sgd",
+        needs=idle.read_by_optimizer("state_bits"),
         known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
     )
     master_weights: bool = key(
         False,
         "Also keep the weights in fp32, which the steps add up in; dtype=bf16 is what is computed with.",
-        needs=("optimizer.name != sgd", idle.trains_bf16),
+        needs=(idle.read_by_optimizer("master_weights"), idle.trains_bf16),
         known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
     )
     stochastic_rounding: bool = key(
         False,
         "Round a step's bf16 weights up or down at random, so that steps smaller than a bit add up.",
-        needs=("optimizer.name != sgd", idle.trains_bf16),
+        needs=(idle.read_by_optimizer("stochastic_rounding"), idle.trains_bf16),
         known_as="torchao bf16_stochastic_round",
     )
 
@@ -182,43 +180,6 @@ class LogConfig:
     )
 
 
-class RecipeFacts:
-    """What a recipe's batch and model are, for all that plans or divides them.
-
-    Those of full fine-tuning; the config of a recipe of another kind overrides what is different.
-    """
-
-    @property
-    def sequences_per_item(self) -> int:
-        """Sequences of a micro-batch for each of `batch_size`."""
-        return 1
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """The settings of what is trained; None: every parameter is."""
-        return None
-
-    @property
-    def adapters_instead(self) -> dict[str, str]:
-        """Keys and values by which the recipe trains adapters in place of every parameter; empty: it cannot."""
-        return {}
-
-    @property
-    def runs_reference(self) -> bool:
-        """Whether a step also evaluates micro-batches by a frozen model."""
-        return False
-
-    @property
-    def copies_model(self) -> bool:
-        """Whether that is a second copy of the model, as there are no adapters that could be turned off."""
-        return self.runs_reference and self.trained_adapters is None
-
-    @property
-    def sums_losses(self) -> bool:
-        """Whether the output head makes a sum of losses, and its gradients in forward; else numbers of tokens."""
-        return True
-
-
 @dataclass
 class FullFinetuneConfig(RecipeFacts):
     """Config of `full_finetune_distributed`."""
@@ -296,55 +257,3 @@ class FullFinetuneConfig(RecipeFacts):
         choices=("fp8", "int8"),
         known_as="torchtitan float8; HF fp8 mixed_precision",
     )
-
-
-@dataclass
-class LoraFinetuneConfig(FullFinetuneConfig):
-    """Config of `lora_finetune_distributed`."""
-
-    recipe: str = key(
-        "lora_finetune_distributed",
-        "The recipe this config is for.",
-        known_as="torchtune: the first word of `tune run`",
-    )
-    lora: LoraConfig = field(default_factory=LoraConfig)
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """As everywhere."""
-        return self.lora
-
-
-@dataclass
-class DpoFinetuneConfig(LoraFinetuneConfig):
-    """Config of `dpo_distributed`."""
-
-    recipe: str = key(
-        "dpo_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
-    )
-    dpo: DpoConfig = field(default_factory=DpoConfig)
-
-    @property
-    def sequences_per_item(self) -> int:
-        """A chosen answer and a rejected one."""
-        return 2
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """As `dpo.trainable` says."""
-        return self.lora if self.dpo.trainable == "adapters" else None
-
-    @property
-    def adapters_instead(self) -> dict[str, str]:
-        """As everywhere."""
-        return {"dpo.trainable": "adapters"}
-
-    @property
-    def runs_reference(self) -> bool:
-        """As the loss needs one."""
-        return self.dpo.needs_reference
-
-    @property
-    def sums_losses(self) -> bool:
-        """Log-probabilities of tokens."""
-        return False

@@ -1,9 +1,11 @@
 """From `config.json` to a spec, family by family.
 
-What a family's real files leave out is filled in from its row of `DEFAULTS`, so that no default hides in the code.
+A family is a row of `FAMILIES`; what its real files leave out is filled in from there, so that no default hides in the
+code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.registry import owner
@@ -28,52 +30,6 @@ _COMMON: dict[str, Any] = {
 }
 _GEMMA = _COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"max_position_embeddings": 2048},
-    "mistral": _COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": _COMMON | {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28},
-    "qwen3": _COMMON
-    | {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28, "head_dim": 128},
-    "gemma": _GEMMA | {"hidden_act": "gelu"},
-    "gemma2": _GEMMA
-    | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3": _GEMMA
-    | {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    },
-    "phi3": _COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-}
-
-# model_type -> family, and the `architectures` that are the causal decoder of that type.
-_MODEL_TYPES = {name: name for name in DEFAULTS} | {"gemma3_text": "gemma3"}
-_ARCHITECTURES = {
-    "llama": {"LlamaForCausalLM"},
-    "mistral": {"MistralForCausalLM"},
-    "qwen2": {"Qwen2ForCausalLM"},
-    "qwen3": {"Qwen3ForCausalLM"},
-    "gemma": {"GemmaForCausalLM"},
-    "gemma2": {"Gemma2ForCausalLM"},
-    "gemma3": {"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"},
-    "phi3": {"Phi3ForCausalLM"},
-}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -140,9 +96,9 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     config = text_config(config)
     refuse_quantized(config, where)
     family = _family(config, where)
-    fields = Fields(DEFAULTS[family] | dict(config), where)
+    fields = Fields(FAMILIES[family].defaults | dict(config), where)
     common = _common_shape(fields, family)
-    return DecoderSpec(**common | _FAMILY_SHAPES[family](fields, common))
+    return DecoderSpec(**common | FAMILIES[family].shape(fields, common))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,15 +136,15 @@ def _family(config: Mapping[str, Any], where: str) -> str:
     """The family of a config; raises CheckpointError for one that the decoder does not cover."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    family = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
-    if family is None or (names and not _ARCHITECTURES[family].intersection(map(str, names))):
+    family = next((name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None)
+    if family is None or (names and not set(FAMILIES[family].architectures).intersection(map(str, names))):
         kind = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):
             remedy = "; to train it in transformers' own class, set model.implementation=transformers"
         raise CheckpointError(
             f"{where}: config.json: model_type {model_type!r}{kind} is not supported; expected a causal language "
-            f"model of type {', '.join(sorted(DEFAULTS))}{remedy}"
+            f"model of type {', '.join(sorted(FAMILIES))}{remedy}"
         )
     return family
 
@@ -333,13 +289,68 @@ def _phi3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
     return {"fused_file": True, "windows": (fields.optional_integer("sliding_window"),) * common["num_layers"]}
 
 
-_FAMILY_SHAPES = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
+@dataclass(frozen=True)
+class Family:
+    """One family of decoders.
+
+    shape: its fields of the spec where they differ from those that `_common_shape` reads. architectures: the classes
+    in `architectures` that are its causal decoder; the first is what an exported model names. defaults: what its files
+    leave out. model_types: further ones, besides the family's name.
+    """
+
+    shape: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+    architectures: tuple[str, ...]
+    defaults: dict[str, Any]
+    model_types: tuple[str, ...] = ()
+
+
+_QWEN_WINDOWS = {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_llama, ("LlamaForCausalLM",), _COMMON | {"max_position_embeddings": 2048}),
+    "mistral": Family(
+        _mistral,
+        ("MistralForCausalLM",),
+        _COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": Family(_qwen2, ("Qwen2ForCausalLM",), _COMMON | _QWEN_WINDOWS),
+    "qwen3": Family(_qwen3, ("Qwen3ForCausalLM",), _COMMON | _QWEN_WINDOWS | {"head_dim": 128}),
+    "gemma": Family(_gemma, ("GemmaForCausalLM",), _GEMMA | {"hidden_act": "gelu"}),
+    "gemma2": Family(
+        _gemma2,
+        ("Gemma2ForCausalLM",),
+        _GEMMA
+        | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3": Family(
+        _gemma3,
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        _GEMMA
+        | {
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        model_types=("gemma3_text",),
+    ),
+    "phi3": Family(
+        _phi3,
+        ("Phi3ForCausalLM",),
+        _COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+    ),
 }

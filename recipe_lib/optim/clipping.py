@@ -27,7 +27,7 @@ _CPU_PIECES = 1024  # at a time: as many as are turned to fp32 together
 _Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]  # dimensions that a gradient is cut over, and its device
 
 
-class EarlierNorms:
+class GradNormsInBackward:
     """Squared norms of this rank's gradients that were used and freed before the others are there, by kind.
 
     by_rows: the parameters of which parts were counted since the norms were last taken.
@@ -102,7 +102,7 @@ def clip_grad_norm(
     max_norm: float | None,
     world: "World",
     parallel: Parallel,
-    earlier: EarlierNorms | None,
+    earlier: GradNormsInBackward | None,
 ) -> Tensor:
     """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before that.
 

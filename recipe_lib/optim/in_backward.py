@@ -2,7 +2,7 @@
 
 Of AdamW's memory gradients and states are three times the parameters. A gradient can go as soon as it is there, if its
 parameter is stepped at once (as LOMO does, arXiv 2306.09782), and states can wait in host memory, if each parameter's
-visit the device for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host instead, and steps there).
+are fetched for its step (ZeRO-Offload, arXiv 2101.06840, sends gradients to the host instead, and steps there).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from recipe_lib.models.decoder import Decoder, OutputHead
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss
 from recipe_lib.ops.row_gradients import RowGradients, embedding_by_rows
-from recipe_lib.optim.clipping import EarlierNorms
+from recipe_lib.optim.clipping import GradNormsInBackward
 from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.row_steps import RowSteps, step_only
 from recipe_lib.parallel.parallelize import Parallel
@@ -32,10 +32,10 @@ class OptimizerLevers:
 
     norms: of gradients that are gone when `clip_grad_norm` is called; None: none are. place_state: a state's memory
     where it waits, without values; None: beside its parameter. gradient_chunks: of parameters whose gradients backward
-    makes some rows at a time, how many times.
+    makes in chunks of rows, how many.
     """
 
-    norms: EarlierNorms | None = None
+    norms: GradNormsInBackward | None = None
     place_state: Callable[[Tensor], Tensor] | None = None
     gradient_chunks: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
@@ -46,21 +46,21 @@ def apply_optimizer_levers(
     """Says when the optimizer steps each parameter, and where its states wait; call it once, after `build_optimizer`.
 
     `memory.optimizer_offload`: states are in pinned host memory, and `optimizer.step()` takes the parameters one after
-    the other, large ones some rows at a time, each with its states on the device. On a CPU nothing changes.
+    the other, large ones in chunks of rows, each with its states on the device. On a CPU nothing changes.
 
     `memory.optimizer_in_backward`: a parameter is stepped when backward has made its gradient, which is freed. A
     sharded parameter's is there when FSDP has summed it. Parameters whose gradients are not whole at that moment are
     left for `optimizer.step()` after backward: a tied embedding's come twice, and those that every rank of a
     tensor-parallel group has are summed once a step. There may be one backward a step. Of an embedding and an output
-    projection that one rank has whole, backward makes the gradient some rows at a time, and steps these.
+    projection that one rank has whole, backward makes the gradient in chunks of rows, and steps these.
     """
     by_rows = RowSteps(optimizer)
-    visits = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
-    place = visits.placed if visits is not None else None
+    offloaded = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
+    place = offloaded.placed if offloaded is not None else None
     if not memory.optimizer_in_backward:
         return OptimizerLevers(place_state=place)
-    norms = EarlierNorms()
-    step_one: Callable[[nn.Parameter], Any] = visits.step_one if visits else lambda one: step_only(optimizer, one)
+    norms = GradNormsInBackward()
+    step_one: Callable[[nn.Parameter], Any] = offloaded.step_one if offloaded else lambda one: step_only(optimizer, one)
 
     def step(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -80,7 +80,7 @@ def apply_optimizer_levers(
     chosen = _made_at_once(optimizer, model, parallel.tensor_gradients)
     for parameter in chosen:
         parameter.register_post_accumulate_grad_hook(step)
-    return OptimizerLevers(norms, place, _make_by_rows(model, chosen, visits or by_rows, norms, memory))
+    return OptimizerLevers(norms, place, _make_by_rows(model, chosen, offloaded or by_rows, norms, memory))
 
 
 def _made_at_once(
@@ -102,7 +102,7 @@ def _make_by_rows(
     model: nn.Module,
     chosen: Sequence[nn.Parameter],
     steps: OffloadedStates | RowSteps,
-    norms: EarlierNorms,
+    norms: GradNormsInBackward,
     memory: MemoryConfig,
 ) -> dict[nn.Parameter, int]:
     """Backward makes the gradients of embedding and output projection by rows, where these are plain and large.

@@ -118,7 +118,8 @@ class ChunkedOptimizer(Optimizer):
 
     def bytes_of(self, parameter: nn.Parameter) -> int:
         """Bytes of a parameter's states on this rank."""
-        return sum(stored_sizes(parameter, self.states_of(parameter), self.cfg))
+        made_of = self.cfg.state_bits, self.cfg.master_weights
+        return sum(stored_sizes(parameter, self.states_of(parameter), *made_of))
 
     @contextmanager
     def stepping_rows(self, piece: nn.Parameter, whole: nn.Parameter, first: int) -> Iterator[None]:

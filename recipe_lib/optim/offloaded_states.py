@@ -1,5 +1,4 @@
-"""Optimizer states that wait in pinned host memory and visit the device, those of a parameter or of some rows at a
-time."""
+"""Offloaded optimizer states: in pinned host memory, and on the device for the step of their parameter or rows."""
 
 from collections import deque
 from typing import Any
@@ -13,7 +12,7 @@ from recipe_lib.optim.row_steps import RowSteps, is_cut, step_only
 from recipe_lib.optim.state_layout import local_of
 
 _SMALL = 1024  # bytes: step counters and the like stay where the optimizer put them
-Visit = tuple[nn.Parameter, int]  # a parameter, and which piece of it
+Chunk = tuple[nn.Parameter, int]  # a parameter, and which piece of it
 
 
 class OffloadedStates:
@@ -22,7 +21,7 @@ class OffloadedStates:
 
     Two more streams copy; what has been sent back is freed when the step after the next begins, so that the states of
     three pieces are on the device at most: one leaving, one stepped, one arriving. In the first step, in which states
-    are made, nothing arrives; and which parameter comes behind which is known from the second one on. Never run on a
+    are made, nothing arrives; and which parameter follows which is known from the second one on. Never run on a
     GPU so far; on a simulated device it is.
     """
 
@@ -33,9 +32,9 @@ class OffloadedStates:
         self._rows = RowSteps(optimizer, lambda piece, shape: _pinned(shape, piece))
         self._module = torch.get_device_module(device)
         self._inbound, self._outbound = self._module.Stream(), self._module.Stream()
-        self._arrived: dict[Visit, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
+        self._arrived: dict[Chunk, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
-        self._sent: dict[Visit, Any] = {}  # event, of states that are where they wait again
+        self._sent: dict[Chunk, Any] = {}  # event, of states that are where they wait again
         self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came behind whose
         self._last: nn.Parameter | None = None
         optimizer.step = self.step  # type: ignore[method-assign]
@@ -45,7 +44,7 @@ class OffloadedStates:
         return _with_local(value, _pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
 
     def pieces(self, parameter: nn.Parameter) -> list[slice]:
-        """The runs of rows that a parameter visits the device by; none: it does so whole."""
+        """The runs of rows that a parameter is stepped by; none: it is stepped whole."""
         return self._rows.pieces(parameter)
 
     def step(self, closure: None = None) -> None:
@@ -66,7 +65,7 @@ class OffloadedStates:
         """A step of one parameter, with its whole gradient."""
         rows = self.pieces(parameter)
         if not rows:
-            self._visit_whole(parameter)
+            self._step_whole(parameter)
             return
         gradient = local_of(parameter.grad)
         for number, part in enumerate(rows):
@@ -82,7 +81,7 @@ class OffloadedStates:
         self._send((parameter, number), here, places)
         self._rows.finish(parameter, number)
 
-    def _visit_whole(self, parameter: nn.Parameter) -> None:
+    def _step_whole(self, parameter: nn.Parameter) -> None:
         """The states change places with those on the device for as long as the step takes."""
         states = self._optimizer.state
         here = self._arrive(parameter, 0)
@@ -115,11 +114,11 @@ class OffloadedStates:
         self._module.current_stream().wait_event(arrived)
         return here
 
-    def _fetch(self, visit: Visit) -> None:
+    def _fetch(self, chunk: Chunk) -> None:
         """Puts the states of a piece on the device, if there are any and they are not there already."""
-        if visit in self._arrived:
+        if chunk in self._arrived:
             return
-        parameter, number = visit
+        parameter, number = chunk
         states = self._optimizer.state.get(parameter, {})
         if pieces := self.pieces(parameter):
             hosts = {key: local_of(value)[pieces[number]] for key, value in states.items() if is_cut(value)}
@@ -130,21 +129,21 @@ class OffloadedStates:
         # Memory of the stream that steps, not of the one that copies: the allocator keeps them apart.
         here = {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()}
         self._inbound.wait_stream(self._module.current_stream())  # which may still use that memory
-        if visit in self._sent:  # a step ago, unless parameters change their order
-            self._inbound.wait_event(self._sent[visit])
+        if chunk in self._sent:  # a step ago, unless parameters change their order
+            self._inbound.wait_event(self._sent[chunk])
         with self._module.stream(self._inbound):
             for key, host in hosts.items():
                 here[key].copy_(host, non_blocking=True)
-            self._arrived[visit] = self._inbound.record_event(), here
+            self._arrived[chunk] = self._inbound.record_event(), here
 
-    def _send(self, visit: Visit, here: dict[str, Tensor], places: dict[str, Tensor]) -> None:
+    def _send(self, chunk: Chunk, here: dict[str, Tensor], places: dict[str, Tensor]) -> None:
         """Copies states back to their places, and lets go of those on the device when that is done."""
         self._outbound.wait_stream(self._module.current_stream())
         with self._module.stream(self._outbound):
             for key, place in places.items():
                 place.copy_(here[key], non_blocking=True)
-        self._sent[visit] = self._outbound.record_event()
-        self._leaving.append((self._sent[visit], list(here.values())))
+        self._sent[chunk] = self._outbound.record_event()
+        self._leaving.append((self._sent[chunk], list(here.values())))
 
     def _free_all_but(self, count: int) -> None:
         """Frees what was sent back before the last `count` pieces; streams wait for it, the host does not."""

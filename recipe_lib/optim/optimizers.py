@@ -1,7 +1,7 @@
 """Optimizers by registered name, and the bytes their states take."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -9,19 +9,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from recipe_lib.config.registry import register, registered
+from recipe_lib.config.optimizers import optimizer_facts
+from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, ChunkedOptimizer, Trained
-from recipe_lib.optim.muon import Muon, momentum_of
-from recipe_lib.optim.muon import states_of as muon_states
-from recipe_lib.optim.state_layout import stored_sizes
+from recipe_lib.optim.low_bit_adamw import Trained
+from recipe_lib.optim.state_layout import is_layer_matrix, stored_sizes
 from recipe_lib.parallel.seeds import derive_seed
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
 
-_NOTHING: list[Any] = [{"params": []}]  # torch's optimizers want a group even then
 # Of parameters that are trained (`Trained` knows their names too), and torch's arguments for its kernels.
 Builder = Callable[[OptimizerConfig, list[nn.Parameter], dict[str, bool]], Optimizer]
 Parameters = Iterable[nn.Parameter | tuple[str, nn.Parameter]]
@@ -53,66 +51,17 @@ def build_optimizer(
     return optimizer
 
 
-@register("optimizer.name", "adamw")
-def adamw(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101): two states of each parameter's shape and dtype.
-
-    torch's own, unless `state_bits` asks for another type or rounding is to be other than to the nearest.
-    """
-    beta1, beta2 = cfg.betas
-    if isinstance(params, Trained) and _has_own_step(cfg, params):
-        return ChunkedOptimizer(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
-    return torch.optim.AdamW(
-        params or _NOTHING, lr=cfg.lr, betas=(beta1, beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, **kernels
-    )
-
-
-@register("optimizer.name", "muon")
-def muon(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
-    """Muon for the layers' matrices, AdamW for the rest: see `recipe_lib.optim.muon`."""
-    if not isinstance(params, Trained) or len(params.names) < len(params):
-        raise ConfigError(
-            "optimizer.name: found muon for parameters without names, by which it knows the layers' matrices; give "
-            "build_optimizer model.named_parameters(), or use adamw"
-        )
-    return Muon(params, cfg)
-
-
-@register("optimizer.name", "sgd")
-def sgd(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
-    """Gradient descent; with `momentum` one state of each parameter's shape and dtype.
-
-    torch's SGD adds the weight decay to the gradient, and so to the momentum; ours is decoupled, as it is in AdamW.
-    """
-    optimizer = torch.optim.SGD(params or _NOTHING, lr=cfg.lr, momentum=cfg.momentum or 0.0, **kernels)
-    if cfg.weight_decay > 0:
-
-        def decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for group in optimizer.param_groups:
-                stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-                if not stepped:
-                    continue
-                with torch.no_grad():
-                    torch._foreach_mul_(stepped, 1 - group["lr"] * cfg.weight_decay)
-
-        optimizer.register_step_pre_hook(decay)
-    return optimizer
-
-
 def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
-    """Puts the config's numbers in every group, over those that a saved state has brought back.
+    """Puts the config's numbers, with which the optimizer was built, over those that a saved state has brought back.
 
-    The learning rate is set before every step. Of an optimizer that a plugin registered nothing is touched: what its
+    The learning rate is set before every step. Of a plugin's optimizer without facts nothing is touched: what its
     groups hold may be what it has learned.
     """
-    shared = {"betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay}
-    numbers: dict[str, dict[str, Any]] = {
-        "adamw": shared,
-        "muon": shared | {"momentum": momentum_of(cfg)},
-        "sgd": {"momentum": cfg.momentum or 0.0},  # its weight decay is read from the config, by our hook
-    }
+    facts = optimizer_facts(cfg.name)
+    read = (*facts.keys, "weight_decay") if facts is not None else ()
+    numbers = {key: optimizer.defaults[key] for key in read if key in optimizer.defaults}
     for group in optimizer.param_groups:
-        group.update(numbers.get(cfg.name, {}))
+        group.update(numbers)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -131,20 +80,21 @@ def optimizer_state_bytes(cfg: OptimizerConfig, params: Parameters) -> int | Non
 def optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int] | None:
     """Bytes of each state tensor on this rank.
 
-    params: alone or, as Muon needs them, with their names; those that are not trained have none. Two states for AdamW,
-    one for SGD with momentum and for matrices of Muon; of the parameter's dtype or, in `state_bits`, codes and scales;
-    and master weights. None: not known, as for an optimizer that a plugin registered.
+    params: alone or, as Muon needs them, with their names; those that are not trained have none. States as the
+    optimizer's facts name them; of the parameter's dtype or, in `state_bits`, codes and scales; and master weights.
+    None: not known, as for an optimizer of a plugin that gives no facts.
     """
+    facts = optimizer_facts(cfg.name)
+    if facts is None:
+        return None
     found = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
     trained = {parameter: name for name, parameter in found if parameter.requires_grad}
-    if cfg.name == "sgd":
-        return [local_bytes([parameter]) for parameter in trained] if cfg.momentum else []
-    if cfg.name == "adamw":
-        return [size for parameter in trained for size in stored_sizes(parameter, ADAMW_STATES, cfg)]
-    if cfg.name == "muon":
-        kept = {parameter: muon_states(parameter, name) for parameter, name in trained.items()}
-        return [size for parameter, names in kept.items() for size in stored_sizes(parameter, names, cfg)]
-    return None
+    kept = {
+        parameter: facts.states_of(cfg, layer_matrix=is_layer_matrix(parameter, name))
+        for parameter, name in trained.items()
+    }
+    made_of = facts.state_bits(cfg), facts.keeps_master(cfg)
+    return [size for parameter, names in kept.items() for size in stored_sizes(parameter, names, *made_of)]
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -152,13 +102,6 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     distinct = {id(tensor): tensor for tensor in tensors}
     parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in distinct.values())
     return sum(part.numel() * part.element_size() for part in parts)
-
-
-def _has_own_step(cfg: OptimizerConfig, params: list[nn.Parameter]) -> bool:
-    """Whether the states, or the rounding, are others than those of torch's AdamW."""
-    bits = {parameter.dtype.itemsize * 8 for parameter in params}
-    same = cfg.state_bits is None or bits <= {cfg.state_bits}
-    return cfg.master_weights or cfg.stochastic_rounding or not same
 
 
 def _leave_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:

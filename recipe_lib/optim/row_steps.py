@@ -1,8 +1,8 @@
-"""Steps of a large parameter by runs of its rows, each as if it was a parameter of its own.
+"""Steps of a large parameter in chunks, runs of its rows, each as if it was a parameter of its own.
 
 Optimizers whose rule is for each element by itself, or for blocks within a row, have the same numbers afterwards as by
-one step of the whole, to the bit. So of states that visit the device, and of gradients that are used up at once, no
-more than a piece has to be there, however large the parameter.
+one step of the whole, to the bit. So of offloaded states, and of gradients that are used up at once, no more than
+a chunk has to be on the device, however large the parameter.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recipe_lib.config.optimizers import every_facts
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
 from recipe_lib.optim.state_layout import laid_out, local_of
 
 CHUNK_BYTES = 64 * 2**20  # of a piece's states, or of its gradient where that is more
-_ELEMENTWISE = {torch.optim.AdamW: 2, torch.optim.SGD: 1}  # of the parameter's type: states, at most
 
 
 def step_only(
@@ -130,4 +130,5 @@ def _bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
     own = local_of(parameter).numel() * parameter.element_size()
     if isinstance(optimizer, ChunkedOptimizer):
         return max(own, optimizer.bytes_of(parameter)) if optimizer.is_elementwise(parameter) else 0
-    return own * _ELEMENTWISE.get(type(optimizer), 0)
+    known = {getattr(torch.optim, facts.torch_class): facts for facts in every_facts() if facts.torch_class}
+    return own * len(known[type(optimizer)].states) if type(optimizer) in known else 0

@@ -6,6 +6,7 @@ nor what is saved depend on how many ranks there are.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.low_bit import BLOCKS, Code, make_code
 
@@ -22,6 +22,7 @@ CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries o
 MIN_BLOCKWISE_ELEMENTS = 4096  # elements of a parameter whose states are kept in blocks
 MIN_BLOCK_SIZE = 16  # numbers of a block: with fewer the scales would weigh as much as the codes
 MASTER = "master"
+_IN_A_LAYER = re.compile(r"\.\d+\.")  # one of a list of modules
 _FLOATS = {16: torch.bfloat16, 32: torch.float32}
 
 
@@ -78,10 +79,18 @@ def layouts(parameter: Tensor, names: tuple[str, ...], bits: int | None, *, mast
     return found
 
 
-def stored_sizes(parameter: Tensor, names: tuple[str, ...], cfg: OptimizerConfig) -> list[int]:
+def is_layer_matrix(parameter: Tensor, name: str) -> bool:
+    """Whether a parameter is a matrix of a layer, an adapter's two among them.
+
+    Not embedding and output head, nor their adapters, nor anything that is no matrix.
+    """
+    return parameter.dim() == 2 and _IN_A_LAYER.search(f".{name}") is not None
+
+
+def stored_sizes(parameter: Tensor, names: tuple[str, ...], bits: int | None, master: bool) -> list[int]:
     """Bytes of each of a parameter's state tensors on this rank."""
     elements = local_of(parameter).numel()
-    found = layouts(parameter, names, cfg.state_bits, master=cfg.master_weights)
+    found = layouts(parameter, names, bits, master=master)
     return [layout.bytes_of(elements) for layout in found.values()]
 
 

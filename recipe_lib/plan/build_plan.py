@@ -49,7 +49,7 @@ class PlanSettings:
     """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none: the first of each
     place in a pipeline, or rank 0. steps: of the whole run.
 
-    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced beside
+    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced besides
     set-up and steps. assumptions: what was assumed on the way here. timed: whether operators
     are put on a time line.
     """
@@ -159,7 +159,7 @@ def _layers(found: Simulated) -> list[LayerRow]:
 
 
 def _kept_for_backward(trace: Trace) -> dict[str, int]:
-    """By module the bytes of activations that are alive when a backward of the steady step begins, where the most are;
+    """By module the bytes of activations that are live when a backward of the steady step begins, where the most are;
     of equal ones the last."""
     alive: dict[int, None] = {}
     before = ""
@@ -278,14 +278,14 @@ def _sequence_facts(sequence: Sequence) -> dict[str, Any]:
 def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
     """What the figures rest on."""
     like_cpu = settings.hardware.architecture == "cpu"
-    kernels = "a CPU's" if like_cpu else "flash attention (documents of packed rows: varlen flash), fused RMSNorm"
+    kernels = "a CPU's" if like_cpu else "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
     if attention_backend(settings.hardware.architecture) == "cudnn":
-        kernels += "; for rows that are not packed torch may take cuDNN's attention here, whose scratch is its own"
+        kernels += "; for unpacked sequences torch may take cuDNN's attention here, whose workspace differs"
     multiple = cfg.data.pad_to_multiple_of
     padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
     lines = [
-        f"rows of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), batch_size {cfg.batch_size}, "
-        f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
+        f"sequences of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), "
+        f"batch_size {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
         f"kernels: {kernels}; torch {torch.__version__}",
         "allocator: torch's default settings; `expandable` with PYTORCH_ALLOC_CONF=expandable_segments:True",
     ]

@@ -1,14 +1,12 @@
 """Two plans side by side, each difference with its sign. No torch in here."""
 
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from recipe_lib.errors import visible
-from recipe_lib.plan.report import Line, paint, table_lines
 from recipe_lib.plan.result import Plan
-from recipe_lib.plan.tables import Table, by_dim, duration, planned_reserved, signed_bytes, signed_seconds, traffic
+from recipe_lib.plan.tables import by_dim, duration, planned_reserved, signed_bytes, signed_seconds, traffic
 from recipe_lib.plan.tree import alive_tree
+from recipe_lib.report.terminal import HEADING, Table, heading, open_console, put, put_table, text_of
 from recipe_lib.units import format_bytes, format_count
 
 _ABSENT = "-"
@@ -18,25 +16,25 @@ Row = list[str]
 
 
 def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
-    """What the second plan takes beside the first: verdict, phases, kinds at the peak, communication, time.
+    """What the second plan takes compared with the first: verdict, phases, kinds at the peak, communication, time.
 
     A difference is the second's figure less the first's; `-` where one of them was not planned.
     """
-    lines: list[Line] = []
+    console = open_console(width, color)
     for letter, plan in (("a", first), ("b", second)):
-        wrapped = textwrap.wrap(visible(_name(plan)), width, initial_indent=f"{letter}  ", subsequent_indent="   ")
-        lines += [("heading", line) for line in wrapped]
+        put(console, f"{letter}  {_name(plan)}", HEADING)
     for title, rows in (
         ("verdict", _verdict(first, second)),
         ("peaks by phase, heaviest rank", _phases(first, second)),
-        ("alive at the peak", _kinds(first, second)),
+        ("live at the peak", _kinds(first, second)),
         ("communication of a step, one rank", _communication(first, second)),
         ("time of a step", _time(first, second)),
     ):
         if rows:
             table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
-            lines += [("", ""), ("heading", title), *table_lines(table, width)]
-    return paint(lines, color)
+            heading(console, title)
+            put_table(console, table)
+    return text_of(console)
 
 
 def _name(plan: Plan) -> str:

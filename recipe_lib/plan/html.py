@@ -1,13 +1,9 @@
 """A plan as one HTML page that needs neither network nor script: timeline, tree, tables. No torch in here."""
 
-from html import escape
-
-from recipe_lib.plan.html_template import PAGE
-from recipe_lib.plan.pipeline_picture import draw_pipeline
+from recipe_lib.plan.drawings import draw_pipeline, draw_timeline
 from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
-    Table,
     Unit,
     advice_table,
     communication_table,
@@ -26,10 +22,10 @@ from recipe_lib.plan.tables import (
     where_of,
     written,
 )
-from recipe_lib.plan.timeline import draw_timeline
 from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tree import Node, alive_tree, folded, shares
 from recipe_lib.plan.verdict import next_step
+from recipe_lib.report.page import Branch, Section, render_page
 from recipe_lib.units import format_bytes
 
 # More branches than these below one node are folded into one.
@@ -41,84 +37,51 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     outside = [(name, f"{format_bytes(size)} ({option} X replaces it)") for name, size, option in outside_rows(plan)]
     outside.append(("host memory", host_line(plan)))
     makers = (phase_table, stage_table, rank_table, layer_table, communication_table, advice_table)
-    tables = (_table(table) if (table := make(plan)) else "" for make in makers)
-    phases, stages, ranks, layers, communication, advice = tables
-    parts = [
-        _facts("Run", [*run_lines(plan), *([("next", after)] if (after := next_step(plan)) else [])]),
+    phases, stages, ranks, layers, communication, advice = (
+        Section(table.title, table=table) if (table := make(plan)) else Section("") for make in makers
+    )
+    timeline = draw_timeline(plan, trace) if trace is not None else None
+    schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
+    sections = [
+        Section("Run", facts=[*run_lines(plan), *([("next", after)] if (after := next_step(plan)) else [])]),
         phases,
-        _section("Memory of one rank", draw_timeline(plan, trace)) if trace is not None else "",
-        _section("Schedule of the pipeline", draw_pipeline(plan.pipeline)) if plan.pipeline is not None else "",
+        Section("Memory of one rank", figures=[timeline] if timeline else []),
+        Section("Schedule of the pipeline", figures=[schedule] if schedule else []),
         stages,
         ranks,
         _tree(plan),
-        _facts("Device memory outside torch, and host memory", outside),
+        Section("Device memory outside torch, and host memory", facts=outside),
         communication,
-        _facts("Time of a step", time_lines(plan)),
+        Section("Time of a step", facts=time_lines(plan)),
         layers,
         advice,
-        _list("Assumed", plan.assumptions),
-        _list("Not modeled", plan.not_modeled),
+        Section("Assumed", items=plan.assumptions),
+        Section("Not modeled", items=plan.not_modeled),
     ]
-    return PAGE.substitute(
-        title=escape(f"{plan.config}: {plan.verdict}"),
-        name=escape(f"{plan.config} on {plan.ranks} x {plan.device.name}"),
+    return render_page(
+        "plan",
+        f"{plan.config}: {plan.verdict}",
+        f"{plan.config} on {plan.ranks} x {plan.device.name}",
+        verdict_text(plan),
+        sections,
         style={FITS: "good", DOES_NOT_FIT: "bad"}.get(plan.verdict, "risky"),
-        headline=escape(verdict_text(plan)),
-        body="\n".join(part for part in parts if part),
-        versions=escape(version_line(plan)),
+        footer=version_line(plan),
     )
 
 
-def _section(title: str, inside: str) -> str:
-    return f"<section><h2>{escape(title[:1].upper() + title[1:])}</h2>\n{inside}</section>" if inside else ""
-
-
-def _facts(title: str, pairs: list[tuple[str, str]]) -> str:
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in pairs)
-    return _section(title, f'<table class="facts">{rows}</table>') if pairs else ""
-
-
-def _list(title: str, sentences: list[str]) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in sentences)
-    return _section(title, f"<ul>{items}</ul>") if sentences else ""
-
-
-def _table(table: Table) -> str:
-    sides = [' class="text"' if name in table.left else "" for name in table.header]
-    head = "".join(f"<th{side}>{escape(name)}</th>" for side, name in zip(sides, table.header, strict=True))
-    rows = [f"<tr>{head}</tr>"]
-    for row in table.rows:
-        cells = []
-        for side, cell in zip(sides, row, strict=True):
-            level = (len(cell) - len(cell.lstrip())) // 2
-            side = f'{side} style="padding-left: {1.25 * level}rem"' if level else side
-            cells.append(f"<td{side}>{escape(cell.strip())}</td>")
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
-    inside = "\n".join(rows)
-    return _section(table.title, f'<div class="wide"><table>{inside}</table></div>{notes}')
-
-
-def _tree(plan: Plan) -> str:
+def _tree(plan: Plan) -> Section:
     rank = plan.heaviest
     root = alive_tree(rank)
     unit = unit_of(root.bytes)
-    title = f"Alive at the peak of {rank_name(plan, rank)}: phase {rank.peak.phase}, {where_of(rank.peak)}"
-    branches = _branch(root, hundredths(root.bytes, unit), unit, max(root.bytes, 1), level=0)
-    return _section(title, f'<div class="tree">{branches}</div>')
+    title = f"Live at the peak of {rank_name(plan, rank)}: phase {rank.peak.phase}, {where_of(rank.peak)}"
+    return Section(title, tree=_branch(root, hundredths(root.bytes, unit), unit, max(root.bytes, 1)))
 
 
-def _branch(node: Node, number: int, unit: Unit, whole: int, level: int) -> str:
-    """A node and all below it. The figures of branches add up to the node's, as printed; kinds are open."""
+def _branch(node: Node, number: int, unit: Unit, whole: int) -> Branch:
+    """A node and all below it. The figures of branches add up to the node's, as printed."""
     count = f"{node.count:,} tensor{'s' if node.count != 1 else ''}" if node.count else ""
-    cells = (
-        f"<span>{escape(node.name)}</span>"
-        f'<span class="number" title="{node.bytes:,} bytes">{written(number, unit)}</span>'
-        f'<span class="soft">{node.bytes / whole:.1%}</span><span class="soft">{count}</span>'
-    )
-    if not node.children:
-        return f'<div class="leaf">{cells}</div>\n'
     children = folded(node.children, smallest=0, most=_MOST_BRANCHES)
     parts = shares(number, [child.bytes for child in children])
-    inside = "".join(_branch(child, part, unit, whole, level + 1) for child, part in zip(children, parts, strict=True))
-    return f"<details{' open' if level == 0 else ''}><summary>{cells}</summary>\n{inside}</details>\n"
+    below = [_branch(child, part, unit, whole) for child, part in zip(children, parts, strict=True)]
+    exact, share = f"{node.bytes:,} bytes", f"{node.bytes / whole:.1%}"
+    return Branch(node.name, written(number, unit), exact, share, count, below)

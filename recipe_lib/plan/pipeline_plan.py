@@ -130,16 +130,14 @@ def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     """What the figures of a pipeline rest on. ranks: simulated."""
     count = micro_batches(cfg)[1]
     traced = max(traced_micro_batches(cfg, place) for place in range(cfg.parallel.pipeline))
-    lines = [
-        "pipeline: every place computes as fast as its own trace says; a transfer begins when both ranks are there"
-    ]
+    lines = ["pipeline: every rank computes as fast as its trace says; a transfer begins when both ranks are ready"]
     if traced < count:
         lines.append(
-            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a rank, with which it "
-            "comes to hold whatever it holds with all of them; what the others do takes as long as what is like it"
+            f"pipeline: at most {traced} of the {count} micro-batches of a step are traced on a rank, which "
+            "is enough to hold all that it holds with all of them; the others take as long as those like them"
         )
     if len(ranks) < cfg.parallel.pipeline:
-        lines.append("pipeline: --rank leaves places out, so that neither the heaviest is known for sure nor the time")
+        lines.append("pipeline: --rank leaves pipeline ranks out, so neither the heaviest rank nor the time is certain")
     return lines
 
 
@@ -147,11 +145,11 @@ def rows_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
     """The table of modules of a whole model from those of its places, each module once, in the model's order."""
     found: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
     for rows in places:
-        behind = False
+        after = False
         for at, row in enumerate(rows):
             number = next((int(piece) for piece in row.module.split(".") if piece.isdigit()), None)
-            behind = behind or number is not None
-            place = (1, number, at) if number is not None else (2 if behind else 0, 0, at)
+            after = after or number is not None
+            place = (1, number, at) if number is not None else (2 if after else 0, 0, at)
             if row.module not in found or not row.module:
                 found[row.module] = (place, row)
     return [row for _, row in sorted(found.values(), key=lambda entry: entry[0])]

@@ -1,8 +1,8 @@
 """What each place of a pipeline has and holds, as a table. No torch in here."""
 
-from recipe_lib.plan.pipeline_picture import layers_text
 from recipe_lib.plan.result import Plan, RankPlan, StagePlan
-from recipe_lib.plan.tables import Table
+from recipe_lib.plan.tables import layers_text
+from recipe_lib.report.terminal import Table
 from recipe_lib.units import format_bytes, format_count
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -17,7 +17,7 @@ def stage_table(plan: Plan) -> Table | None:
     header = ["rank", "layers", "parameters", "in flight", "active", "states", "activations", "other", "reserved"]
     header += ["computes", "idle", "sends", ""]
     notes = (
-        "In flight: micro-batches between forward and backward, each stage counted; + those that wait for their weight "
+        "In flight: micro-batches between forward and backward, each stage counted; + those with deferred weight "
         "gradients. States: parameters, gradients and optimizer states at the peak. Sends: to other ranks of the "
         "pipeline, a step.",
     )

@@ -1,4 +1,4 @@
-"""One rank of a plan: its peaks by phase, what is alive at the largest of them, and whether it all fits."""
+"""One rank of a plan: its peaks by phase, what is live at the largest of them, and whether it all fits."""
 
 from collections import defaultdict
 
@@ -72,7 +72,7 @@ def rank_plan(rank: int, found: Simulated) -> RankPlan:
 
 
 def _alive(trace: Trace, phase: str) -> list[Alive]:
-    """What is alive at the peak of a phase, by kind and place."""
+    """What is live at the peak of a phase, by kind and place."""
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for number in trace.alive_at_peak(phase):
         storage = trace.storages[number]

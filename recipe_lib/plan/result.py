@@ -25,7 +25,7 @@ class PhasePeak:
     `active_bytes.all.peak`). allocated: in blocks handed out (`allocated_bytes.all.peak`). reserved: taken from the
     device by its default configuration (`reserved_bytes.all.peak`); reserved_expandable: with
     `expandable_segments:True`. host: in tensors of host memory. part, module: what was running when the most was
-    requested. requested: in tensors that are alive, as they were asked for (`requested_bytes.all.peak`).
+    requested. requested: in tensors that are live, as they were asked for (`requested_bytes.all.peak`).
     """
 
     phase: str
@@ -41,7 +41,7 @@ class PhasePeak:
 
 @dataclass
 class Alive:
-    """Storages of one kind and place that are alive when the most bytes are requested. kind: of memory, such as
+    """Storages of one kind and place that are live when the most bytes are requested. kind: of memory, such as
     `parameters`. module: dotted path of the module that was running, "" outside. label: the parameter's name where one
     is known. bytes: of all of them, as they were asked for. count: how many."""
 
@@ -179,7 +179,7 @@ class StagePlan:
     """The stages of one place in a pipeline; its memory is in the rank plan of `rank`. place: in the pipeline. rank:
     that was planned for it. stages: their numbers. layers: first and last layer of each. parameters, trained: elements
     of them, without other parallelism. in_flight: the most micro-batches between forward and backward at a time, each
-    stage counted; put_off: the most that wait for their weight gradients. compute: seconds of a step that it computes.
+    stage counted; put_off: the most with deferred weight gradients. compute: seconds of a step that it computes.
     idle: share of the pipeline's time that it does not. sends, receives: tensors of a step; sent, received: their
     bytes."""
 
@@ -253,7 +253,7 @@ class Plan:
     """Everything `tune plan` knows about one run; `to_json` is the stable form.
 
     recipe, config, overrides: as typed. model: its preset or folder. ranks: of the run. mesh: dimension to its size.
-    device: planned for. sequence: {"tokens": row length planned, "source": where it is from, "histogram": ...}.
+    device: planned for. sequence: {"tokens": sequence length planned, "source": where it is from, "histogram": ...}.
     verdict: `fits`, `risky` or `does not fit`. margin: usable memory left at the heaviest rank, bytes; negative: short
     of. rank_plans: of the ranks traced. outside: memory that torch does not hand out. layers: of the model.
     communication: of a steady step, the heaviest rank. time: None where it was not planned. pipeline: None without one.

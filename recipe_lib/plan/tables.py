@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, PipelinePlan, Plan, RankPlan
+from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, PipelinePlan, Plan, RankPlan, StagePlan
 from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares, split_number
 from recipe_lib.plan.verdict import reason_text
+from recipe_lib.report.terminal import Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_seconds
 
 # (bytes of one, name)
@@ -14,19 +15,6 @@ Unit = tuple[int, str]
 
 # A branch of the tree is shown if it is this share of the one above it, and at most so many are.
 _SMALLEST_SHARE, _MOST_BRANCHES = 0.01, 12
-
-
-@dataclass
-class Table:
-    """rows: a text for each of `header`. left: the headers of text columns, numbers stand at the right. optional:
-    headers to leave out where the room is short, the first of them first. notes: sentences below it."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    left: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def unit_of(largest: int) -> Unit:
@@ -81,7 +69,7 @@ def allocator_name(plan: Plan) -> str:
 
 
 def verdict_text(plan: Plan) -> str:
-    """The verdict with the sum behind it; the figures add up as they are printed."""
+    """The verdict with its sum; the figures add up as they are printed."""
     unit = unit_of(planned_reserved(plan) + plan.outside.total)
     reserved, outside = (hundredths(size, unit) for size in (planned_reserved(plan), plan.outside.total))
     margin = hundredths(planned_reserved(plan) + plan.outside.total + plan.margin, unit) - reserved - outside
@@ -123,13 +111,18 @@ def outside_rows(plan: Plan) -> list[tuple[str, int, str]]:
     return [
         ("context and kernels", outside.context, "--context-gib"),
         ("NCCL communicators", outside.nccl, "--nccl-gib"),
-        ("kept free for other programs", outside.reserve, "--reserve-gib"),
+        ("reserved headroom", outside.reserve, "--reserve-gib"),
     ]
 
 
 def where_of(peak: PhasePeak) -> str:
     """`backward, model.layers.31`."""
     return ", ".join(text for text in (peak.part, peak.module) if text) or "-"
+
+
+def layers_text(place: StagePlan) -> str:
+    """`0-3, 28-31`: the layers of a place's stages."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in place.layers)
 
 
 def _place(plan: Plan, rank: RankPlan) -> str:
@@ -151,9 +144,9 @@ def phase_table(plan: Plan) -> Table:
         [peak.phase, *map(format_bytes, (peak.active, peak.allocated, peak.reserved, peak.reserved_expandable,
          peak.host)), where_of(peak)] for peak in rank.peaks
     ]  # fmt: skip
-    header = ["phase", "active", "allocated", "reserved", "expandable", "host", "most is active in"]
+    header = ["phase", "active", "allocated", "reserved", "expandable", "host", "peak in"]
     title = f"memory by phase, {rank_name(plan, rank)}"
-    return Table(title, header, rows, ("phase", "most is active in"), ("most is active in",))
+    return Table(title, header, rows, ("phase", "peak in"), ("peak in",))
 
 
 def rank_table(plan: Plan) -> Table | None:
@@ -185,10 +178,10 @@ def layer_table(plan: Plan) -> Table | None:
     ]
     rows.append(["total", "", "", *_layer_sums(outermost(plan.layers))])
     header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
-    note = "Kept: activations that wait for backward, of this rank."
+    note = "Kept: activations saved for backward on this rank."
     if plan.pipeline:
-        note += " Of a pipeline this rank is for each module one that has it."
-    return Table("layers: the full model without parallelism beside one rank", header, rows, ("module", "type"),
+        note += " With a pipeline, this rank is for each module a rank that has it."
+    return Table("layers: the full model and one rank's share", header, rows, ("module", "type"),
                  ("type", "modules"), (note,))  # fmt: skip
 
 
@@ -319,12 +312,14 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
 
 def _pipeline_text(pipeline: PipelinePlan) -> str:
     """Its schedule, and how much of it is waiting."""
-    rows = f"{pipeline.micro_batches} micro-batches of {pipeline.rows} row{'s' if pipeline.rows != 1 else ''}"
-    text = f"{pipeline.schedule}, {rows}"
+    sequences = f"{pipeline.rows} sequence{'s' if pipeline.rows != 1 else ''}"
+    text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
     if pipeline.bubble is not None and pipeline.seconds is not None:
-        text += f"; bubble {pipeline.bubble:.1%} of {duration(pipeline.seconds)} on {len(pipeline.places)} places"
+        text += (
+            f"; bubble {pipeline.bubble:.1%} of {duration(pipeline.seconds)} on {len(pipeline.places)} pipeline ranks"
+        )
     if pipeline.ideal is not None:
-        text += f" (equal stages that exchange in no time: {pipeline.ideal:.1%})"
+        text += f" (equal stages without communication time: {pipeline.ideal:.1%})"
     return text
 
 
@@ -362,7 +357,7 @@ def host_line(plan: Plan) -> str:
 
 
 def run_lines(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) of what was planned: recipe, config, model, mesh, row length, device."""
+    """(name, value) of what was planned: recipe, config, model, mesh, sequence length, device."""
     mesh = " x ".join(f"{dim} {size}" for dim, size in plan.mesh.items()) or "one rank"
     device = plan.device
     facts = f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {format_count(device.flops)} FLOP/s"
@@ -375,7 +370,7 @@ def run_lines(plan: Plan) -> list[tuple[str, str]]:
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
         ("mesh", f"{mesh} ({plan.ranks} rank{'s' if plan.ranks != 1 else ''})"),
-        ("row length", _sequence_text(plan.sequence)),
+        ("sequence length", _sequence_text(plan.sequence)),
         ("device", facts),
     ]
 

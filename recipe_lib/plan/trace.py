@@ -18,7 +18,7 @@ STORAGE_KINDS = (
     "logits",  # tensors of the output projection and the loss
     "batch",  # tokens, labels, positions, masks
     "workspace",  # scratch of kernels that no tensor shows: matmul workspaces, attention backward
-    "temporary",  # everything else: intermediate results that are alive for some operators only
+    "temporary",  # everything else: intermediate results that are live for some operators only
 )
 
 # Parts of a step.
@@ -134,7 +134,7 @@ class Trace:
                 yield kind, number
 
     def peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
-        """By phase the most bytes alive at a time, on the accelerator or on the host, before any rounding; and the
+        """By phase the most bytes live at a time, on the accelerator or on the host, before any rounding; and the
         number of the event that led there, -1 if it was before the phase."""
         peaks: dict[str, tuple[int, int]] = {}
         storages = self.storages
@@ -157,11 +157,11 @@ class Trace:
         return peaks
 
     def active_peaks(self, device: bool = True) -> dict[str, int]:
-        """By phase the most bytes alive at a time."""
+        """By phase the most bytes live at a time."""
         return {phase: most for phase, (most, _) in self.peaks(device).items()}
 
     def alive_at_peak(self, phase: str, device: bool = True) -> list[int]:
-        """Numbers of the storages that are alive when the most bytes are, in one phase; KeyError if it is not there."""
+        """Numbers of the storages that are live when the most bytes are, in one phase; KeyError if it is not there."""
         at = self.peaks(device)[phase][1]
         if at < 0:  # where the phase begins
             at = self.events.index((PHASE, self.phases.index(phase)))

@@ -1,4 +1,4 @@
-"""What is alive at the peak as a tree: kind, then layer or module, then what lies inside. No torch in here.
+"""What is live at the peak as a tree: kind, then layer or module, then what lies inside. No torch in here.
 
 Layers that hold the same are one branch (`model.layers.0-31`). A node is the sum of its branches, to the byte.
 """

@@ -9,7 +9,8 @@ from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER
-from recipe_lib.config.schema import FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.added_parameters import warn_of_export

@@ -44,9 +44,10 @@ def check_host_memory(
 
 def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None) -> dict[str, int]:
     """By key of the section `memory` what one rank keeps on the host, without activations. Pinned memory, that of
-    sharded parameters, of their gradients and of visiting states, is counted as torch takes it; states that a plugin's
-    optimizer makes are not known, and not counted. A gradient's is pinned as FSDP does not wait for its copy
-    (`foreach_reduce`); torch 2.13 does wait for those that are stepped in backward, and takes no more than is said."""
+    sharded parameters, of their gradients and of offloaded optimizer states, is counted as torch takes it; states of a
+    plugin's optimizer without facts are not known, and not counted. A gradient's is pinned as FSDP does not wait for
+    its copy (`foreach_reduce`); torch 2.13 does wait for those that are stepped in backward, and takes no more than is
+    said."""
     found = {}
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.adapters import is_adapter
-from recipe_lib.config.schema import DpoConfig
+from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.cross_entropy import IGNORED

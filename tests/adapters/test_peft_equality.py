@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 
 from recipe_lib.adapters import adapter_parameters, add_adapters
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import CrossEntropy

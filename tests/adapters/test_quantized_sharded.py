@@ -18,7 +18,8 @@ from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
 from recipe_lib.adapters.quantized import QuantizedLinear, dequantized
 from recipe_lib.checkpoint import weights_in
 from recipe_lib.checkpoint.weights_in import load_weights
-from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder

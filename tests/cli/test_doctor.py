@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.cli import doctor, doctor_findings, doctor_machine, doctor_probes
+from recipe_lib.cli import doctor, doctor_findings, doctor_probes
 from recipe_lib.cli.doctor_findings import advice, findings
 from recipe_lib.cli.doctor_report import report
 from recipe_lib.cli.main import main
@@ -28,7 +28,7 @@ PLANTED: list[tuple[str, Any, str, str]] = [
     ("machine/packages/torchao", None, "package-missing", "torchao: not installed, expected torchao>=0.15,<0.19"),
     ("machine/packages/torch", "2.9.1", "package-version", "found 2.9.1, expected torch>=2.11,<2.14; pip install"),
     ("machine/packages/torch", "2.14.0.dev20261101", "package-version", "found 2.14.0"),
-    ("failed/torchao", "ImportError: no such symbol", "torchao", "torchao 0.18.0 cannot be imported beside torch 2.13"),
+    ("failed/torchao", "ImportError: no such symbol", "torchao", "torchao 0.18.0 cannot be imported with torch 2.13"),
     ("failed/torch", "not done after 60 s", "torch-broken", "torch cannot be used: not done after 60 s; install"),
     ("machine/driver", "does not answer", "driver", "nvidia-smi does not answer"),
     ("steps/torch/gpus/1/supported", False, "gpu-architecture", "GPU 1 (NVIDIA GeForce RTX 4090) is sm_89"),
@@ -70,7 +70,7 @@ def test_of_a_healthy_machine_nothing_is_found() -> None:
     assert "bf16 matmuls 140.0 TFLOP/s, int8 280.0, fp8 270.0, to it 24.0 GB/s, from it 25.0 GB/s" in text
     assert "2 of 2 ways, as the driver says" in text and "3 of 3 arrive whole; one way 20.0 GB/s to 20.0 GB/s" in text
     # 4096 bytes in 10.4 us: each of two ranks sends all of them in an all-reduce, half of them in an all-gather
-    assert re.search(r"4 KiB +10 us +393 MB/s +10 us +197 MB/s", text)
+    assert re.search(r"4 KiB +10\.4 us +393 MB/s +10\.4 us +197 MB/s", text)
 
 
 @pytest.mark.parametrize(("place", "value", "name", "told"), PLANTED, ids=[row[2] for row in PLANTED])
@@ -134,7 +134,7 @@ def test_what_hangs_is_tried_without_peer_access(monkeypatch: pytest.MonkeyPatch
         return good if environment else HANGS
 
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    monkeypatch.setattr(doctor_machine, "machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
     monkeypatch.setattr(doctor_probes, "device_steps", faked(facts["steps"]))
     monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
     monkeypatch.setattr(doctor_probes, "peer_steps", faked(dict(enumerate(copies))))
@@ -156,7 +156,7 @@ def test_what_hangs_is_tried_without_peer_access(monkeypatch: pytest.MonkeyPatch
 def test_more_ranks_than_cores_can_bear_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     facts = healthy()
     seen = facts["steps"]["torch"] | {"gpus": []}
-    monkeypatch.setattr(doctor_machine, "machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
     monkeypatch.setattr(doctor_probes, "device_steps", faked({"torch": seen}))
     monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
     tried = []
@@ -172,7 +172,7 @@ def test_more_ranks_than_cores_can_bear_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_torch_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor_machine, "machine", lambda folders: healthy()["machine"])
+    monkeypatch.setattr(doctor_probes, "machine", lambda folders: healthy()["machine"])
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor", "--write", str(tmp_path / "rates.json")]) == doctor.FOUND
     out = capsys.readouterr().out
@@ -187,11 +187,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("on a GPU this would be the real thing")
-    monkeypatch.setattr(doctor_machine, "WRITTEN", MIB)
+    monkeypatch.setattr(doctor_probes, "WRITTEN", MIB)
     monkeypatch.setattr(links, "CPU_SIZES", (4096, 65536))
     monkeypatch.setattr(links, "ROUNDS", 2)
     monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
-    monkeypatch.setattr(doctor_machine, "installed", lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name))
+    monkeypatch.setattr(doctor_probes, "installed", lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name))
     for name in ("DISK", "MEMORY"):
         monkeypatch.setattr(doctor_findings, name, 0)
 

@@ -12,9 +12,17 @@ import pytest
 import torch
 
 from recipe_lib.cli import doctor_probes
-from recipe_lib.cli.doctor_apart import Step, run_apart
-from recipe_lib.cli.doctor_machine import file_system, folder, host_memory, in_range, machine
-from recipe_lib.cli.doctor_probes import describe_torch, has_kernels, verify_copies
+from recipe_lib.cli.doctor_probes import (
+    describe_torch,
+    file_system,
+    folder,
+    has_kernels,
+    host_memory,
+    in_range,
+    machine,
+    verify_copies,
+)
+from recipe_lib.cli.isolated_probe import Step, run_isolated
 from recipe_lib.plan.timing import calibrate
 from recipe_lib.units import GIB, MIB
 
@@ -34,9 +42,9 @@ def test_a_process_goes_on_after_a_step_that_failed() -> None:
         yield "two", lambda: 1 // 0
         yield "three", lambda: print("said") or [3]
 
-    (found,) = run_apart(work)
+    (found,) = run_isolated(work)
     assert found.values == {"one": 1, "three": [3]} and found.failed == {"two": "ZeroDivisionError: " + str_of_zero()}
-    assert not found.fine and not found.hung and "said" in found.said and "Traceback" in found.said
+    assert not found.hung and "said" in found.said and "Traceback" in found.said
 
 
 def str_of_zero() -> str:
@@ -53,7 +61,7 @@ def test_what_hangs_is_ended_and_what_was_found_is_kept() -> None:
         yield "slow", lambda: signal.pause()
         yield "never", lambda: 1
 
-    (found,) = run_apart(work, seconds=2)  # without a limit this would never end
+    (found,) = run_isolated(work, seconds=2)  # without a limit this would never end
     assert list(found.values) == ["quick 0", "quick 1", "quick 2"]
     assert found.failed == {"slow": "not done after 2 s"} and found.hung == "slow"
     assert no_child_is_left()
@@ -64,28 +72,28 @@ def test_a_process_that_breaks_off_is_told_by_its_signal_or_code() -> None:
         yield "fine", lambda: 1
         yield "crash", lambda: os.kill(os.getpid(), signal.SIGTERM)
 
-    (found,) = run_apart(crash)
+    (found,) = run_isolated(crash)
     assert found.values == {"fine": 1} and found.failed == {"crash": "ended by SIGTERM"} and not found.hung
-    (found,) = run_apart(lambda rank, folder: [("leave", lambda: os._exit(9))])
+    (found,) = run_isolated(lambda rank, folder: [("leave", lambda: os._exit(9))])
     assert found.failed == {"leave": "ended with exit code 9"}
 
     def unwritten(rank: int, folder: Path) -> Iterator[Step]:
         raise ValueError("before the first step")
         yield
 
-    (found,) = run_apart(unwritten)
+    (found,) = run_isolated(unwritten)
     assert found.failed == {"start": "ended with exit code 1"} and "before the first step" in found.said
 
 
 def test_of_several_the_one_that_fails_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipe_lib.cli.doctor_apart.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("recipe_lib.cli.isolated_probe.GRACE_SECONDS", 0.2)
 
     def work(rank: int, folder: Path) -> Iterator[Step]:
         yield "meet", lambda: rank
         yield "exchange", lambda: 1 // 0 if rank == 1 else signal.pause()
         yield "more", lambda: rank
 
-    first, second = run_apart(work, ranks=2, seconds=30)
+    first, second = run_isolated(work, ranks=2, seconds=30)
     assert first.values == {"meet": 0} and first.failed == {"exchange": "ended, as another rank had failed"}
     assert second.values == {"meet": 1} and second.failed["exchange"].startswith("ZeroDivisionError")
     assert not first.hung and no_child_is_left()
@@ -227,7 +235,7 @@ def test_ranges(package: str, version: str, expected: bool) -> None:
 
 
 def test_ranges_are_those_of_the_package() -> None:
-    from recipe_lib.cli.doctor_machine import RANGES
+    from recipe_lib.cli.doctor_probes import RANGES
     from tests.house.test_imports import PROJECT
 
     lines = PROJECT["project"]["dependencies"]
@@ -248,7 +256,7 @@ def test_the_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_measured_where_it_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipe_lib.cli.doctor_machine.WRITTEN", MIB)
+    monkeypatch.setattr("recipe_lib.cli.doctor_probes.WRITTEN", MIB)
     found = folder(tmp_path / "a" / "b")
     assert not found["exists"] and found["fault"] is None and found["free"] > 0 and found["write_rate"] > 0
     assert not list(tmp_path.iterdir())

@@ -137,7 +137,7 @@ def test_the_fused_sgd_is_planned_and_padding_is_said(capsys: pytest.CaptureFixt
     alive = {kind: sum(row.bytes for row in plan.heaviest.alive if row.kind == kind) for kind in STORAGE_KINDS}
     assert alive["optimizer"] == 4 * sum(row.parameters for row in outermost(plan.layers))
     assert plan.device.flops == find_hardware("24GB").rate("fp32") < find_hardware("24GB").rate("bf16")
-    assert any(said.startswith("rows of 30 tokens, padded to 64 ") for said in plan.assumptions)
+    assert any(said.startswith("sequences of 30 tokens, padded to 64 ") for said in plan.assumptions)
 
 
 def beside(figures: Path, *, before: str = "", stdin: int = subprocess.PIPE) -> tuple[str, int]:

@@ -85,7 +85,7 @@ def test_the_line_says_what_it_was_planned_for():
     figures = plan_during_run.figures_of_plan(hand_made())
     own, other = (plan_during_run.describe(figures, SETTINGS, own=own) for own in (True, False))
     assert own.startswith("plan: fits (4 x rtx4090): active ")
-    assert "rows of 512 tokens; a step 4.00s (uncalibrated)" in own
+    assert "sequences of 512 tokens; a step 4.00s (uncalibrated)" in own
     assert other.startswith("plan: fits (4 x rtx4090, as there is no GPU here): active ")
     assert "a step" not in other
     assert "\n" not in own

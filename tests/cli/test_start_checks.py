@@ -255,4 +255,4 @@ def test_a_plan_has_the_faults_that_rows_have(folder: Path, monkeypatch: pytest.
     code, out, err = planned(folder, few, f"validation.source={folder}/empty.jsonl")
     assert code == 2 and "empty.jsonl: the file is empty, expected samples" in err
     code, out, err = planned(folder, f"data.source={folder}/none.jsonl")
-    assert code == 0 and "rows are not at hand" in " ".join(out.split())
+    assert code == 0 and "the dataset is not available" in " ".join(out.split())

@@ -63,7 +63,7 @@ def test_unknown_kind_and_name():
             ask()
     with pytest.raises(ConfigError) as caught:
         registered("optimizer.name", "adamv")
-    assert str(caught.value) == "optimizer.name: found 'adamv', expected one of adamw, sgd, muon; did you mean adamw?"
+    assert str(caught.value) == "optimizer.name: found 'adamv', expected one of adamw, muon, sgd; did you mean adamw?"
 
 
 # A process for each kind, in which no owner is imported yet; torch is, once for all.

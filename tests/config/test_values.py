@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.config.schema import LoraFinetuneConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 
 INTEGER = "expected an integer >= 1"
 
@@ -87,7 +87,7 @@ WRONG_IN_SECTIONS = [
         "betas: [0.9, a]",
         "optimizer.betas: found 'a', expected a list [...] of 2 numbers, each >= 0 and < 1",
     ),
-    ("optimizer", "name: adam", "optimizer.name: found 'adam', expected one of adamw, sgd, muon; did you mean adamw?"),
+    ("optimizer", "name: adam", "optimizer.name: found 'adam', expected one of adamw, muon, sgd; did you mean adamw?"),
     ("optimizer", "momentum: 1", "optimizer.momentum: found 1, expected a number >= 0 and < 1, or null"),
     ("lr_scheduler", "min_lr_ratio: 1.5", "lr_scheduler.min_lr_ratio: found 1.5, expected a number >= 0 and <= 1"),
     ("parallel", "data_shard: 0", "parallel.data_shard: found 0, expected an integer >= 1, or -1"),

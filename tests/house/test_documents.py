@@ -10,7 +10,9 @@ import pytest
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
-from recipe_lib.config.schema import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
@@ -126,7 +128,7 @@ def test_figures_of_levers_are_those_of_the_ladder():
 
 
 # Files of a reader's own in examples, and one that its design note announces.
-NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py"}
+NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py", "distill_distributed.py", "lion.py"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)

@@ -33,14 +33,14 @@ def test_wheel_has_recipes_configs_and_presets(wheel: list[str]):
     for kind, pattern in (("recipes", "*.py"), ("configs", "*.yaml")):
         ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / kind).rglob(pattern)}
         assert {f"recipe_lib/_{name}" for name in ours if not name.startswith("configs/demo/")} <= set(wheel)
-    assert "recipe_lib/models/presets/llama3/8B.json" in wheel
+    assert {"recipe_lib/models/presets/llama3/8B.json", "recipe_lib/report/page.html"} <= set(wheel)
 
 
 def test_wheel_has_nothing_else(wheel: list[str]):
     """Nothing lands at the top of site-packages but the package and its metadata; no tests, caches or run outputs."""
     assert {Path(name).parts[0].split("-")[0] for name in wheel} == {"recipe_lib", "tune_recipes"}
     suffixes = {Path(name).suffix for name in wheel if name.startswith("recipe_lib/")}
-    assert suffixes <= {".py", ".yaml", ".json", ".typed"}, suffixes
+    assert suffixes <= {".py", ".yaml", ".json", ".html", ".typed"}, suffixes
     assert not [name for name in wheel if "demo" in name]
 
 

@@ -1,4 +1,4 @@
-"""Parameters stepped in backward, and states that visit the device, end where plain training ends."""
+"""Parameters stepped in backward, and offloaded optimizer states, end where plain training ends."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -108,24 +108,24 @@ def test_two_ranks(alone: Any) -> None:
         assert most < everything / 2  # a unit's gradients at most, and a tied embedding's
 
 
-def test_states_visit_the_device_and_return() -> None:
-    """On a CPU both places are the same memory, but the copies are made: a visit that is not sent back is lost."""
+def test_offloaded_states_come_to_the_device_and_return() -> None:
+    """On a CPU both places are the same memory, but the copies are made: one that is not sent back is lost."""
     first = made(small_spec())
     second = deepcopy(first)
-    plain, visiting = (torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second))
-    visits = OffloadedStates(visiting, CPU)
+    plain, moving = (torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second))
+    offloaded = OffloadedStates(moving, CPU)
     sent, places = [], []
-    visiting.register_step_post_hook(lambda *_: sent.append(len(visits._leaving)))
+    moving.register_step_post_hook(lambda *_: sent.append(len(offloaded._leaving)))
     tokens, labels = small_batch()
     for _ in range(STEPS):
-        for model, optimizer in ((first, plain), (second, visiting)):
+        for model, optimizer in ((first, plain), (second, moving)):
             model(tokens, labels=labels, head_loss=CrossEntropy(3)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        states = [value for state in visiting.state.values() for value in state.values()]
+        states = [value for state in moving.state.values() for value in state.values()]
         places.append({value.data_ptr() for value in states if value.nbytes >= 1024})
     same(weights(second), weights(first))
-    assert max(sent) == 1 and not visits._leaving and not visits._arrived
+    assert max(sent) == 1 and not offloaded._leaving and not offloaded._arrived
     assert len(places[0]) > 40 and places[0] == places[1] == places[2]
 
 
@@ -204,7 +204,7 @@ def alike(found: Any, expected: Any) -> list[str]:
     return differ
 
 
-@pytest.mark.parametrize("way", ["visits", "beside"])
+@pytest.mark.parametrize("way", ["offloaded", "beside"])
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, weights, states and their count; matrices that Muon makes orthogonal are stepped whole. From the
@@ -225,7 +225,7 @@ def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.Monke
     assert not alike(stepped(cfg, copies[3], arrange, found)[0], expected)
 
 
-def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_states_move_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
     plain = {
         case: stepped(
@@ -251,7 +251,7 @@ def test_sharded_states_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(work, 3) == [[[], []]] * 3
 
 
-def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_columns_move_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a matrix whose columns the ranks share a state is as wide as that, and not as a rank's part."""
     monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
     matrices = ("model.embed_tokens.weight", "model.layers.0.w")
@@ -273,12 +273,12 @@ def test_states_of_columns_visit_by_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
     parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
     optimizer = torch.optim.AdamW(parameters)
-    visits = OffloadedStates(optimizer, CPU)
+    offloaded = OffloadedStates(optimizer, CPU)
     for missing in (None, None, 2, None):
         for number, parameter in enumerate(parameters):
             parameter.grad = None if number == missing else torch.ones_like(parameter)
         optimizer.step()
-        assert not visits._arrived and not visits._leaving
+        assert not offloaded._arrived and not offloaded._leaving
 
 
 USES: dict[str, Any] = {

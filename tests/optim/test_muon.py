@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim import muon
-from recipe_lib.optim.muon import is_orthogonalized, orthogonal
+from recipe_lib.optim.algorithms import muon
+from recipe_lib.optim.algorithms.muon import orthogonal
 from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_numbers
 from recipe_lib.optim.row_steps import step_only
+from recipe_lib.optim.state_layout import is_layer_matrix
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, own_part, placed
 
@@ -58,7 +59,7 @@ def trained(cfg: OptimizerConfig, params: dict[str, nn.Parameter], steps: int = 
 
 
 def test_matrices_of_layers_are_orthogonalized_and_nothing_else() -> None:
-    chosen = {name for name, parameter in weights().items() if is_orthogonalized(parameter, name)}
+    chosen = {name for name, parameter in weights().items() if is_layer_matrix(parameter, name)}
     assert chosen == set(MATRICES)
 
 
@@ -123,9 +124,11 @@ def test_one_momentum_of_a_matrix_two_states_of_the_rest() -> None:
 
 
 def test_the_configs_numbers_count_after_a_state_was_loaded() -> None:
-    optimizer = build_optimizer(CFG, weights().items(), CPU)
-    set_numbers(optimizer, replace(CFG, momentum=0.5, eps=1e-5, weight_decay=0.3))
+    cfg = replace(CFG, momentum=0.5, eps=1e-5, weight_decay=0.3)
+    optimizer = build_optimizer(cfg, weights().items(), CPU)
     (group,) = optimizer.param_groups
+    group.update(momentum=0.9, eps=1e-3, weight_decay=0.0)  # a loaded state's
+    set_numbers(optimizer, cfg)
     assert (group["momentum"], group["eps"], group["weight_decay"]) == (0.5, 1e-5, 0.3)
 
 

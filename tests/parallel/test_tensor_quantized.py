@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.adapters import adapter_parameters, add_adapters, init_adapters
 from recipe_lib.adapters.quantized import QuantizedLinear, dequantized
 from recipe_lib.checkpoint.weights_out import whole
-from recipe_lib.config.schema import LoraConfig, LoraFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config

@@ -49,7 +49,7 @@ def test_figures_and_differences():
     assert found["verdict/reserved"][2] == "+20.00 GiB" and found["verdict/outside torch"][2] == "none"
     active = [plan.heaviest.peak.active for plan in (first, second)]
     step = [*map(format_bytes, active), "-1.00 GiB"]
-    assert found["peaks by phase, heaviest rank/step: active"] == step == found["alive at the peak/active"]
+    assert found["peaks by phase, heaviest rank/step: active"] == step == found["live at the peak/active"]
     save = format_bytes(first.heaviest.peaks[2].active)
     assert found["peaks by phase, heaviest rank/save: active"] == [save, "-", "-"]
     sent = LAYERS * (LAYER * 3 // 4)
@@ -68,12 +68,12 @@ def test_figures_and_differences():
 def test_kinds_add_up_to_the_peak():
     first, second = hand_made(), changed()
     found = rows(render_diff(first, second, width=100))
-    names = [name for name in found if name.startswith("alive at the peak/")]
-    assert {"alive at the peak/gathered", "alive at the peak/rounded up to blocks"} < set(names)
+    names = [name for name in found if name.startswith("live at the peak/")]
+    assert {"live at the peak/gathered", "live at the peak/rounded up to blocks"} < set(names)
     for at in range(3):
         *kinds, active = [in_bytes(found[name][at]) for name in names]
         assert sum(kinds) == pytest.approx(active, abs=0.01 * GIB * len(kinds))
-    assert found["alive at the peak/gathered"][1:] == ["0 B", f"-{format_bytes(LAYER)}"]
+    assert found["live at the peak/gathered"][1:] == ["0 B", f"-{format_bytes(LAYER)}"]
 
 
 def in_bytes(text: str) -> float:

@@ -8,10 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from recipe_lib.plan.drawings import MOST_POINTS, draw_pipeline, draw_timeline, points
 from recipe_lib.plan.html import render_html
-from recipe_lib.plan.pipeline_picture import draw_pipeline
 from recipe_lib.plan.result import DOES_NOT_FIT, Plan
-from recipe_lib.plan.timeline import MOST_POINTS, draw_timeline, points
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
 from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace
@@ -126,7 +125,7 @@ def test_the_schedule_of_a_pipeline_is_drawn_to_scale():
     pipeline = hand_made_pipeline(ranks=2, micro_batches=3)
     text = render_html(hand_made(pipeline=pipeline))
     assert "Schedule of the pipeline" in text and "idle 25.0%" in text and "layers 16-31" in text
-    chart = re.findall(r"<svg.*?</svg>", draw_pipeline(pipeline), re.DOTALL)[0]
+    chart = draw_pipeline(pipeline).svg
     shown = boxes(chart)
     rows = sorted({y for _, y, _ in shown})
     assert [sum(y == row for _, y, _ in shown) for row in rows] == [6, 6]
@@ -140,10 +139,10 @@ def test_the_schedule_of_a_pipeline_is_drawn_to_scale():
 
 
 def test_numbers_are_left_out_where_boxes_are_narrow():
-    chart = draw_pipeline(hand_made_pipeline(ranks=4, micro_batches=64))
+    chart = draw_pipeline(hand_made_pipeline(ranks=4, micro_batches=64)).svg
     assert chart.count('class="box') == 4 * 2 * 64
     assert 0 < chart.count('class="mark"') < 4 * 64
-    assert draw_pipeline(dataclasses.replace(hand_made_pipeline(), seconds=None, spans=[])) == ""
+    assert draw_pipeline(dataclasses.replace(hand_made_pipeline(), seconds=None, spans=[])) is None
 
 
 @pytest.mark.parametrize("extra", [0, 3 * GIB])
@@ -225,13 +224,13 @@ def test_many_short_phases_stay_within_the_points():
             trace.events += [(ALLOC, len(trace.storages) - 1), (FREE, len(trace.storages) - 1)]
     shown, begins = points(trace)
     assert len(shown) <= MOST_POINTS and len(begins) == 300
-    ElementTree.fromstring(re.search(r"<svg.*?</svg>", draw_timeline(hand_made(), trace))[0])
+    ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
 
 
 def test_areas_are_stacked():
     """The top of the highest area at its highest is the peak, that of each lower kind the sum up to it."""
     trace = hand_made_trace(steps=3, per_phase=20)
-    chart = ElementTree.fromstring(re.search(r"<svg.*?</svg>", draw_timeline(hand_made(), trace))[0])
+    chart = ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
     areas = {area.get("class"): area.get("d") for area in chart.iter("path")}
     assert set(areas) == {f"k{STORAGE_KINDS.index(kind)}" for kind in ("parameters", "activations", "logits")}
     base = float(re.match(r"M[\d.]+,([\d.]+)", areas["k0"])[1])

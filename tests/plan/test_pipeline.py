@@ -197,7 +197,7 @@ def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     text = capfd.readouterr().out
     assert code == 0
     assert "stages of the pipeline" in text and "heaviest of 4 planned" in text
-    assert f"zbv, {COUNT} micro-batches of {ROWS} rows; bubble " in text
+    assert f"zbv, {COUNT} micro-batches of {ROWS} sequences; bubble " in text
     page = (tmp_path / "plan.html").read_text()
     boxes = page.partition('aria-label="what each rank computes over a step"')[2].partition("</svg>")[0]
     assert boxes.count('class="box') == PLACES * 2 * 3 * COUNT

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe_lib.config.schema import DataConfig, DpoFinetuneConfig, SourceConfig
+from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
+from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.plan.trace import OP, PHASE, Op, Trace
 from recipe_lib.plan.tracing.simulate import STEADY, stand_for_all
 from recipe_lib.plan.world.planned_batches import PlannedData

@@ -1,16 +1,15 @@
 """The report of a plan: every figure in it can be worked out again, and the branches of the tree add up."""
 
 import dataclasses
-import io
 import re
 from collections import Counter
 from fractions import Fraction
 
 import pytest
 
-from recipe_lib.plan.report import render, table_lines, wants_color
+from recipe_lib.plan.report import render
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
-from recipe_lib.plan.tables import Table, duration
+from recipe_lib.plan.tables import duration
 from recipe_lib.units import GIB, MIB, format_bytes, format_count
 from tests.plan.plans import LAYER, LAYERS, VOCABULARY, alive_storages, hand_made
 
@@ -34,7 +33,7 @@ def hundredths(text: str) -> int:
 def tree(text: str) -> list[tuple[int, str, int, str, int]]:
     """(indent, name, hundredths of the unit, unit, tensors) of each line of the tree."""
     rows = []
-    for line in section(text, "alive at the peak"):
+    for line in section(text, "live at the peak"):
         found = re.fullmatch(
             r"( *)(\S.*?) +(-?[\d,]+\.\d\d) (GiB|MiB|KiB) +(?:(-?[\d.]+)%)?(?: +([\d,]+) tensors?)?", line
         )
@@ -190,7 +189,7 @@ def test_phases(width: int):
 
 def test_outside_torch_adds_up_and_names_its_options():
     plan = hand_made()
-    lines = section(render(plan, width=80), "on the device, not torch's")
+    lines = section(render(plan, width=80), "outside the PyTorch allocator")
     numbers = [hundredths(SIZE.search(line)[1]) for line in lines]
     assert numbers[0] == sum(numbers[1:]) == round(plan.outside.total * 100 / GIB)
     assert [re.search(r"--\w+-gib", line)[0] for line in lines[1:]] == ["--context-gib", "--nccl-gib", "--reserve-gib"]
@@ -318,34 +317,7 @@ def test_color_changes_nothing_but_style():
     assert re.sub(r"\x1b\[[\d;]*m", "", styled) == plain
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_who_gets_color(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert wants_color(Terminal()) and not wants_color(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_color(Terminal())
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setenv("TERM", "dumb")
-    assert not wants_color(Terminal())
-
-
 def test_width_follows_the_terminal(monkeypatch: pytest.MonkeyPatch):
     for columns, width in (("60", 80), ("97", 97), ("300", 120)):
         monkeypatch.setenv("COLUMNS", columns)
         assert render(hand_made()) == render(hand_made(), width=width)
-
-
-def test_optional_columns_go_in_their_order():
-    table = Table("t", ["name", "number", "rare", "last"], [["n" * 20, "1", "r" * 30, "l" * 30]], ("name", "last"),
-                  ("rare", "last"))  # fmt: skip
-    shown = [[line for _, line in table_lines(table, width)][1].split() for width in (100, 70, 50, 30, 20)]
-    assert shown[0] == ["n" * 20, "1", "r" * 30, "l" * 30]
-    assert shown[1] == ["n" * 20, "1", "l" * 30]
-    assert shown[2] == ["n" * 20, "1", "l" * (50 - 2 - 20 - 2 - 6 - 2 - 3) + "..."]
-    assert shown[3] == ["n" * 20, "1"]
-    assert shown[4] == ["n" * 9 + "...", "1"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import adapters_off
-from recipe_lib.config.schema import DpoConfig, DpoFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.config.recipes.dpo_distributed import DpoConfig, DpoFinetuneConfig
+from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch, make_step
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank
+from recipe_lib.config.optimizers import optimizer_facts
 from recipe_lib.config.schema import OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec
@@ -134,14 +135,13 @@ def state_bytes(optimizer: OptimizerConfig | None, width: int, *, in_layer: bool
     width: bytes of that number. in_layer: of a layer's matrix, of which Muon keeps one state, not of embedding or head.
     None, and an optimizer that is not known: two states of the number's type.
     """
-    if optimizer is None or optimizer.name not in ("adamw", "muon", "sgd"):
+    facts = None if optimizer is None else optimizer_facts(optimizer.name)
+    if facts is None:
         return 2 * width
-    if optimizer.name == "sgd":
-        return width if optimizer.momentum else 0
-    bits = optimizer.state_bits
+    bits = facts.state_bits(optimizer)
     each = width if bits is None else bits / 8 + (4 / _BLOCKS[bits] if bits in _BLOCKS else 0)
-    count = 1 if optimizer.name == "muon" and in_layer else 2
-    return count * each + (4 if optimizer.master_weights else 0)
+    count = len(facts.states_of(optimizer, layer_matrix=in_layer))
+    return count * each + (4 if facts.keeps_master(optimizer) else 0)
 
 
 def layer_weights(spec: DecoderSpec) -> int:

@@ -142,10 +142,10 @@ def _rows(cfg: Any) -> list[Lever]:
     if rows > 1:
         fewer = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
         changes = {"batch_size": fewer, "gradient_accumulation_steps": turns * rows // fewer}
-        found.append(Lever(changes, "the same rows a step"))
+        found.append(Lever(changes, "the same sequences a step"))
     if turns % 2 == 0:
         changes = {"batch_size": 2 * rows, "gradient_accumulation_steps": turns // 2}
-        found.append(Lever(changes, "the same rows a step"))
+        found.append(Lever(changes, "the same sequences a step"))
     return found
 
 
@@ -179,9 +179,9 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
         )
         if parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16":
             found.append(Lever({"parallel.reduce_dtype": None}, "gradients are summed in bf16: less exact"))
-    turns, changes, note = cfg.gradient_accumulation_steps, {}, "more rows a step"
+    turns, changes, note = cfg.gradient_accumulation_steps, {}, "more sequences a step"
     if turns % 2 == 0:
-        changes, note = {"gradient_accumulation_steps": turns // 2}, "the same rows a step"
+        changes, note = {"gradient_accumulation_steps": turns // 2}, "the same sequences a step"
     if parallel.data_shard == -1:
         found.append(Lever(changes, note, text=f"--nproc_per_node {2 * ranks}", ranks=2 * ranks))
     offload = not cfg.memory.cpu_offload
@@ -200,13 +200,13 @@ def _weights(cfg: Any) -> list[Lever]:
     if cfg.optimizer.implementation not in ("auto", "fused"):
         found.append(Lever({"optimizer.implementation": "fused"}))
     if not cfg.memory.optimizer_offload:
-        found.append(Lever({"memory.optimizer_offload": True}, "states in host memory; they visit the device"))
+        found.append(Lever({"memory.optimizer_offload": True}, "offloaded optimizer states, stepped in chunks"))
     if not cfg.memory.optimizer_in_backward:
         changes: dict[str, Any] = {"memory.optimizer_in_backward": True, "clip_grad_norm": None}
         note = "gradients are not clipped"
         if cfg.gradient_accumulation_steps > 1:
             changes["gradient_accumulation_steps"] = 1
-            note += ", and a step has fewer rows"
+            note += ", and a step has fewer sequences"
         found.append(Lever(changes, note))
     if cfg.optimizer.name == "adamw":
         if cfg.optimizer.state_bits is None:
@@ -237,12 +237,12 @@ def _length(cfg: Any, settings: PlanSettings) -> list[Lever]:
         note = (
             "shorter packs: more of them"
             if cfg.data.packing
-            else f"data.truncation={cfg.data.truncation} for longer rows"
+            else f"data.truncation={cfg.data.truncation} for longer sequences"
         )
         found.append(Lever({"max_seq_len": half}, note, tokens=half, timed=False))
     histogram = sequence.histogram
     if histogram and not cfg.data.packing and 2 * histogram["p50"] <= cfg.max_seq_len and sequence.group == 1:
         documents = cfg.max_seq_len / histogram["p50"]
-        note = f"about {documents:.0f} documents in a row of {cfg.max_seq_len} tokens, in place of one and padding"
+        note = f"about {documents:.0f} documents in a sequence of {cfg.max_seq_len} tokens, in place of one and padding"
         found.append(Lever({"data.packing": True}, note, tokens=cfg.max_seq_len, documents=documents, timed=False))
     return found

@@ -83,7 +83,7 @@ def _names_layers(wrapping: str | list[str]) -> bool:
 
 
 def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int) -> _Short:
-    # States that are stepped in backward are made there: what visits the device next is known from the first step.
+    # States that are stepped in backward are made there: whose states come next is known from the first step.
     steps = (FIRST, STEADY) if settings.timed or cfg.memory.optimizer_in_backward else (STEADY,)
     found = simulate_rank(recipe_class, cfg, replace(settings, phases=()), next(iter(settings.traced_ranks), 0), steps)
     trace = found.trace

@@ -15,7 +15,6 @@ from typing import Any
 
 from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
-from recipe_lib.plan.report import paint, table_lines
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.search_space import (
@@ -39,7 +38,8 @@ from recipe_lib.plan.search.trials import (
     usable_bytes,
     value_of,
 )
-from recipe_lib.plan.tables import Table, duration
+from recipe_lib.plan.tables import duration
+from recipe_lib.report.terminal import WIDEST, Table, open_console, put, put_table, text_of
 from recipe_lib.units import format_bytes, format_count
 
 CHECKPOINTING_KEY = "memory.activation_checkpointing"
@@ -340,7 +340,7 @@ def speed_text(found: PlannedSettings) -> str:
 def render_search(result: Search) -> str:
     """The settings as a table: what to type, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
-    rows = f"{result.rows} rows a step"
+    rows = f"{result.rows} sequences a step"
     shown = result.found or ([result.closest] if result.closest else [])
     if result.found:
         title = f"FOUND  settings that fit {where}, {rows}, fastest first"
@@ -348,13 +348,16 @@ def render_search(result: Search) -> str:
         lacking = f"; closest, short of {format_bytes(-shown[0].margin)}:" if shown else ""
         title = f"DOES NOT FIT  {where}, {rows}, with none of the settings tried{lacking}"
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
-    lines = [("heading", title)]
+    console = open_console(WIDEST)
+    put(console, title, wrap=False)
     for number, one in enumerate(shown, 1):
         sizes = map(format_bytes, (one.active, one.reserved, one.reserved_expandable))
         step = "not planned" if one.seconds is None else duration(one.seconds)
         cells = [*sizes, step, speed_text(one), one.verdict]
-        table = table_lines(Table("", header, [cells], ("verdict",)), 100)
-        lines += [("", ""), ("", f"  {number}. {override_text(one.changes) or 'as the config has it'}"), *table]
+        console.print()
+        put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
+        put_table(console, Table("", header, [cells], ("verdict",)))
     how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
-    lines += [("", ""), ("soft", f"  tokens/s are for ranking; {how}")]
-    return paint(lines, False).rstrip("\n")
+    console.print()
+    put(console, f"tokens/s are for ranking; {how}", indent=2, wrap=False)
+    return text_of(console).rstrip("\n")

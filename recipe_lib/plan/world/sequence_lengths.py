@@ -78,9 +78,9 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
         return _of_rows(cfg, rows, choice, ranks)
     if choice != "auto":
         raise ConfigError(
-            f"--sequence {choice}: the rows' lengths are not at hand ({reason}); give a number of tokens, or max"
+            f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of tokens, or max"
         )
-    source = f"max_seq_len, as rows are not at hand: {reason}"
+    source = f"max_seq_len, as the dataset is not available: {reason}"
     return Sequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
 
 

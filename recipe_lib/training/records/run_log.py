@@ -1,4 +1,4 @@
-"""Everything a run says while it trains, behind one object: metrics.jsonl, the progress line, trackers, the summary."""
+"""Everything a run says while it trains, in one object: metrics.jsonl, the progress line, trackers, the summary."""
 
 import dataclasses
 import time
@@ -85,7 +85,7 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._progress.close()
         if isinstance(error, Exception) and not self._closed:
-            with suppress(Exception):  # the error itself is what the user is told
+            with suppress(Exception):  # the error itself is what the user reads
                 self.close("failed")
         unlock_output(self._lock)
         self._lock = None

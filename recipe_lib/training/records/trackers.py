@@ -1,4 +1,4 @@
-"""Trackers: tensorboard, wandb and trackio behind one small protocol; each an extra, imported when asked for."""
+"""Trackers: tensorboard, wandb and trackio with one small protocol; each an extra, imported when asked for."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tracker(Protocol):
-    """Where metrics go beside metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records the numbers of one step."""

@@ -8,13 +8,9 @@ import torch
 from torch import nn
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, stages_of_rank
-from recipe_lib.config.schema import (
-    DpoFinetuneConfig,
-    FullFinetuneConfig,
-    LoraFinetuneConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.optim.optimizers import optimizer_state_bytes

@@ -46,7 +46,7 @@ def test_what_is_found_is_confirmed_by_its_plan():
         assert rows * 2 // one.changes.get("parallel.pipeline", 1) == 128
         assert one.active <= 36 * MIB
     text = str(result)
-    assert text.startswith("FOUND  settings that fit 2 x 24GB, 128 rows a step")
+    assert text.startswith("FOUND  settings that fit 2 x 24GB, 128 sequences a step")
     assert f"batch_size={result.found[0].changes['batch_size']} " in text
 
 

@@ -98,7 +98,7 @@ def test_a_choice_that_needs_no_rows():
     found = planned_sequence(cfg, "auto")
     assert found.tokens == 128
     assert "absent.jsonl: no such file" in found.source
-    with pytest.raises(ConfigError, match=r"^--sequence p99: .*not at hand \(absent.jsonl: no such file"):
+    with pytest.raises(ConfigError, match=r"^--sequence p99: .*not available \(absent.jsonl: no such file"):
         planned_sequence(cfg, "p99")
 
 
@@ -121,7 +121,9 @@ def test_beside_a_run_nothing_is_tokenized(tmp_path: Path):
 def test_without_a_tokenizer_rows_have_no_lengths():
     found = planned_sequence(load("llama3/8B_full"))
     assert found.tokens == load("llama3/8B_full").max_seq_len
-    assert found.source.startswith("max_seq_len, as rows are not at hand: meta-llama/Meta-Llama-3-8B: no such folder")
+    assert found.source.startswith(
+        "max_seq_len, as the dataset is not available: meta-llama/Meta-Llama-3-8B: no such folder"
+    )
 
 
 @pytest.mark.parametrize("choice", ["0", "-1", "1.5", "p98", "", "longest", "²"])

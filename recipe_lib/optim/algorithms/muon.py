@@ -8,7 +8,6 @@ than one whole matrix (in bf16), and computes a share of the work.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,47 +16,54 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipe_lib.config.optimizers import OptimizerFacts
+from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, ChunkedOptimizer, StateChunk, Trained
-from recipe_lib.optim.state_layout import Numbers, pieces, wide
+from recipe_lib.errors import ConfigError
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained
+from recipe_lib.optim.state_layout import Numbers, is_layer_matrix, pieces, wide
+
+FACTS = OptimizerFacts(
+    keys=("betas", "eps", "momentum", "state_bits", "master_weights", "stochastic_rounding"),
+    states=("exp_avg", "exp_avg_sq"),
+    layer_matrix_states=("momentum_buffer",),
+)
 
 MOMENTUM = 0.95  # where the config has none
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 _RMS = 0.2
-_IN_A_LAYER = re.compile(r"\.\d+\.")  # one of a list of modules
 
 
-def is_orthogonalized(parameter: Tensor, name: str) -> bool:
-    """Whether Muon's rule is for a parameter: a matrix of a layer, an adapter's two among them.
-
-    Not embedding and output head, nor their adapters, nor anything that is no matrix.
-    """
-    return parameter.dim() == 2 and _IN_A_LAYER.search(f".{name}") is not None
-
-
-def states_of(parameter: Tensor, name: str) -> tuple[str, ...]:
-    """The names of the states that are kept of a parameter."""
-    return ("momentum_buffer",) if is_orthogonalized(parameter, name) else ADAMW_STATES
+@register("optimizer.name", "muon", FACTS)
+def muon(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> "Muon":
+    """Muon for the layers' matrices, AdamW for the rest."""
+    if not isinstance(params, Trained) or len(params.names) < len(params):
+        raise ConfigError(
+            "optimizer.name: found muon for parameters without names, by which it knows the layers' matrices; give "
+            "build_optimizer model.named_parameters(), or use adamw"
+        )
+    return Muon(params, cfg)
 
 
 class Muon(ChunkedOptimizer):
     """Muon's rule for matrices of layers, AdamW's for the others. `momentum` None: 0.95. A step is a collective."""
 
     def __init__(self, params: Trained, cfg: OptimizerConfig):
-        super().__init__(params, cfg, {"betas": tuple(cfg.betas), "eps": cfg.eps, "momentum": momentum_of(cfg)})
+        momentum = MOMENTUM if cfg.momentum is None else cfg.momentum
+        super().__init__(params, cfg, {"betas": tuple(cfg.betas), "eps": cfg.eps, "momentum": momentum})
         self._turns: dict[nn.Parameter, int] = {}
         for found in self._by_exchange([one for one in params if not self.is_elementwise(one)]).values():
             self._turns |= {matrix: turn for turn, matrix in enumerate(found)}
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """One momentum for a matrix of a layer, AdamW's two for others."""
-        return states_of(parameter, self.names.get(parameter, ""))
+        return FACTS.states_of(self.cfg, layer_matrix=not self.is_elementwise(parameter))
 
     def is_elementwise(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter may be stepped by rows: not one that is made orthogonal, which takes it whole."""
-        return not is_orthogonalized(parameter, self.names.get(parameter, ""))
+        return not is_layer_matrix(parameter, self.names.get(parameter, ""))
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -105,11 +111,6 @@ class Muon(ChunkedOptimizer):
             mean.keep()
             found[rows].copy_(gradient.lerp(mean.values, momentum))
         return found
-
-
-def momentum_of(cfg: OptimizerConfig) -> float:
-    """The config's momentum, or the usual one."""
-    return MOMENTUM if cfg.momentum is None else cfg.momentum
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

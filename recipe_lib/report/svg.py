@@ -1,12 +1,46 @@
-"""Line charts as SVG text: axes with round numbers, one curve a series, the last value written out."""
+"""Drawings as SVG text, escaped by the XML library: axes with round numbers, line charts."""
 
-import html
 import math
 from dataclasses import dataclass
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 WIDTH, HEIGHT = 480, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 44, 28
 _MOST_POINTS = 600
+
+
+def drawing(width: float, height: float, label: str) -> Element:
+    """An empty picture. label: for readers that do not see it."""
+    return Element("svg", {"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": label})
+
+
+def put(
+    parent: Element, tag: str, style: str = "", text: str | None = None, title: str = "", **places: float | str
+) -> None:
+    """Adds an element. style: its class. title: shown over it. places: attributes, `text_anchor` for `text-anchor`."""
+    attributes = {name.replace("_", "-"): _place(value) for name, value in places.items()}
+    element = SubElement(parent, tag, ({"class": style} if style else {}) | attributes)
+    element.text = text
+    if title:
+        SubElement(element, "title").text = title
+
+
+def _place(value: float | str) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def as_text(picture: Element) -> str:
+    """The picture as it stands in a page."""
+    return tostring(picture, encoding="unicode")
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most `most` + 1 round numbers (1, 2 or 5 times a power of ten apart) from low to high."""
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    first = math.ceil(low / gap - 1e-9)
+    return [number * gap for number in range(first, math.floor(high / gap + 1e-9) + 1)]
 
 
 @dataclass(frozen=True)
@@ -55,24 +89,25 @@ def draw_chart(title: str, unit: str, curves: list[Curve], *, from_zero: bool) -
     groups = [max(1, math.ceil(len(curve.points) / _MOST_POINTS)) for curve in curves]
     frame = _frame(curves, from_zero)
     notes = [f"mean and range of {max(groups)} steps"] if max(groups) > 1 else []
-    heading = html.escape(", ".join([f"{title}, {unit}" if unit else title, *notes]))
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{heading}">',
-        f'<text class="title" x="0" y="14">{heading}</text>',
-        *_axes(frame),
-    ]
+    heading = ", ".join([f"{title}, {unit}" if unit else title, *notes])
+    picture = drawing(WIDTH, HEIGHT, heading)
+    put(picture, "text", "title", heading, x=0, y=14)
+    for value in ticks(frame.low, frame.high, 5):
+        y = frame.y(value)
+        put(picture, "line", "grid", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y)
+        put(picture, "text", text=_short(value), x=_LEFT - 8, y=y + 4, text_anchor="end")
+    for step in ticks(frame.left, frame.right, 6):
+        if step == int(step):
+            put(picture, "text", text=_short(step), x=frame.x(step), y=HEIGHT - 10, text_anchor="middle")
+    legend = 0
     for number, (curve, group) in enumerate(zip(curves, groups, strict=True)):
-        parts += _draw_curve(frame, _marks(curve.points, group), number, with_band=group > 1)
-    return "".join([*parts, *_legend(curves), "</svg>"])
-
-
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most `most` + 1 round numbers (1, 2 or 5 times a power of ten apart) from low to high."""
-    raw = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    first = math.ceil(low / gap - 1e-9)
-    return [number * gap for number in range(first, math.floor(high / gap + 1e-9) + 1)]
+        _draw_curve(picture, frame, _marks(curve.points, group), number, with_band=group > 1)
+        last = next(value for _, value in reversed(curve.points) if value is not None)
+        text = f"{curve.name} {_short(last, digits=4)}"
+        put(picture, "rect", f"key c{number}", x=legend, y=24, width=10, height=3, rx=1)
+        put(picture, "text", text=text, x=legend + 15, y=30)
+        legend += 15 + 7 * len(text) + 18
+    return as_text(picture)
 
 
 def _marks(points: list[tuple[int, float | None]], group: int) -> list[list[_CurvePoint]]:
@@ -100,46 +135,20 @@ def _frame(curves: list[Curve], from_zero: bool) -> _PlotArea:
     return _PlotArea(left, right if right > left else left + 1, low, high + margin)
 
 
-def _axes(frame: _PlotArea) -> list[str]:
-    parts = []
-    for value in ticks(frame.low, frame.high, 5):
-        y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>')
-    for step in ticks(frame.left, frame.right, 6):
-        if step == int(step):
-            parts.append(f'<text x="{frame.x(step):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{_short(step)}</text>')
-    return parts
-
-
-def _draw_curve(frame: _PlotArea, runs: list[list[_CurvePoint]], number: int, *, with_band: bool) -> list[str]:
+def _draw_curve(
+    picture: Element, frame: _PlotArea, runs: list[list[_CurvePoint]], number: int, *, with_band: bool
+) -> None:
     """The band and the line, broken between runs; a mark that stands alone, and the last one, as dots."""
-    parts = []
     for run in runs:
         if with_band:
             around = [frame.place(mark.step, mark.high) for mark in run]
             around += [frame.place(mark.step, mark.low) for mark in reversed(run)]
-            parts.append(f'<polygon class="band c{number}" points="{" ".join(around)}"/>')
+            put(picture, "polygon", f"band c{number}", points=" ".join(around))
         line = " ".join(frame.place(mark.step, mark.mean) for mark in run)
-        parts.append(f'<polyline class="curve c{number}" points="{line}"/>')
+        put(picture, "polyline", f"curve c{number}", points=line)
     alone = [run[0] for run in runs if len(run) == 1]
     for mark in dict.fromkeys([*alone, runs[-1][-1]]):
-        x, y = frame.x(mark.step), frame.y(mark.mean)
-        parts.append(f'<circle class="dot c{number}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
-    return parts
-
-
-def _legend(curves: list[Curve]) -> list[str]:
-    """The name and the last value of each curve, in one line under the title."""
-    parts = []
-    x = 0.0
-    for number, curve in enumerate(curves):
-        last = next(value for _, value in reversed(curve.points) if value is not None)
-        text = f"{curve.name} {_short(last, digits=4)}"
-        parts.append(f'<rect class="key c{number}" x="{x:.0f}" y="24" width="10" height="3" rx="1"/>')
-        parts.append(f'<text x="{x + 15:.0f}" y="30">{html.escape(text)}</text>')
-        x += 15 + 7 * len(text) + 18
-    return parts
+        put(picture, "circle", f"dot c{number}", cx=frame.x(mark.step), cy=frame.y(mark.mean), r=3)
 
 
 def _short(value: float, digits: int = 3) -> str:

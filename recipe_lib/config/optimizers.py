@@ -1,0 +1,76 @@
+"""What is known of an optimizer without importing it: the keys that it reads, and the states that it keeps.
+
+Each file of `recipe_lib/optim/algorithms` is an optimizer of that name, with `FACTS = OptimizerFacts(...)` of literals.
+They are read here as text, so that config needs no torch; a plugin gives the same to `register`.
+"""
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ALGORITHMS = Path(__file__).resolve().parent.parent / "optim" / "algorithms"
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """Facts of one optimizer.
+
+    keys: those of the section `optimizer` that it reads, beside name, lr and weight_decay; others are idle.
+    states: the state tensors that it keeps of a parameter, each of its shape. layer_matrix_states: of a matrix of a
+    layer, if these are others; such a matrix is stepped whole. states_need: a key without which it keeps none.
+    torch_class: the class of torch.optim that it may be, whose rule is for each element by itself.
+    """
+
+    keys: tuple[str, ...]
+    states: tuple[str, ...]
+    layer_matrix_states: tuple[str, ...] | None = None
+    states_need: str | None = None
+    torch_class: str | None = None
+
+    def states_of(self, cfg: Any, *, layer_matrix: bool) -> tuple[str, ...]:
+        """The names of the states kept of a parameter. cfg: the section `optimizer`."""
+        if self.states_need is not None and not getattr(cfg, self.states_need):
+            return ()
+        return self.states if self.layer_matrix_states is None or not layer_matrix else self.layer_matrix_states
+
+    def state_bits(self, cfg: Any) -> int | None:
+        """Bits of a state's numbers; None: those of the parameter."""
+        return cfg.state_bits if "state_bits" in self.keys else None
+
+    def keeps_master(self, cfg: Any) -> bool:
+        """Whether the weights are also kept in fp32."""
+        return "master_weights" in self.keys and bool(cfg.master_weights)
+
+
+@cache
+def built_in_optimizers() -> dict[str, OptimizerFacts]:
+    """The optimizers that ship, by name, in the order of the alphabet."""
+    return {path.stem: _read(path) for path in sorted(ALGORITHMS.glob("[!_]*.py"))}
+
+
+_of_plugins: dict[str, OptimizerFacts] = {}
+
+
+def optimizer_facts(name: str) -> OptimizerFacts | None:
+    """What is known of an optimizer; None: of one that a plugin registered without facts."""
+    return built_in_optimizers().get(name) or _of_plugins.get(name)
+
+
+def every_facts() -> list[OptimizerFacts]:
+    """Those that ship, and those of plugins."""
+    return [*built_in_optimizers().values(), *_of_plugins.values()]
+
+
+def keep_facts(name: str, facts: OptimizerFacts) -> None:
+    """Makes known what a plugin says of its optimizer."""
+    _of_plugins[name] = facts
+
+
+def _read(path: Path) -> OptimizerFacts:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FACTS":
+            assert isinstance(node.value, ast.Call)
+            return OptimizerFacts(**{str(word.arg): ast.literal_eval(word.value) for word in node.value.keywords})
+    raise TypeError(f"{path}: has no line FACTS = OptimizerFacts(...) of literals")

@@ -1,0 +1,50 @@
+"""What a recipe's batch and model are, for all that plans or divides them; its config class says so."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recipe_lib.config.schema_adapters import LoraConfig
+
+
+class RecipeFacts:
+    """Those of full fine-tuning; the config of a recipe of another kind overrides what is different."""
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Whether a row is a pair of answers: data.format=preference."""
+        return False
+
+    @property
+    def sequences_per_item(self) -> int:
+        """Sequences of a micro-batch for each of `batch_size`."""
+        return 2 if self.trains_on_pairs else 1
+
+    @property
+    def own_loss(self) -> str | None:
+        """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss, ipo`."""
+        return None
+
+    @property
+    def trained_adapters(self) -> "LoraConfig | None":
+        """The settings of what is trained; None: every parameter is."""
+        return None
+
+    @property
+    def adapters_instead(self) -> dict[str, str]:
+        """Keys and values by which the recipe trains adapters in place of every parameter; empty: it cannot."""
+        return {}
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether a step also evaluates micro-batches by a frozen model."""
+        return False
+
+    @property
+    def copies_model(self) -> bool:
+        """Whether that is a second copy of the model, as there are no adapters that could be turned off."""
+        return self.runs_reference and self.trained_adapters is None
+
+    @property
+    def sums_losses(self) -> bool:
+        """Whether the output head makes a sum of losses, and its gradients in forward; else numbers of tokens."""
+        return True

@@ -1,0 +1,23 @@
+"""Config of the recipe that trains adapters."""
+
+from dataclasses import dataclass, field
+
+from recipe_lib.config.keys import key
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
+
+
+@dataclass
+class LoraFinetuneConfig(FullFinetuneConfig):
+    """Config of `lora_finetune_distributed`."""
+
+    recipe: str = key(
+        "lora_finetune_distributed",
+        "The recipe this config is for.",
+        known_as="torchtune: the first word of `tune run`",
+    )
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As everywhere."""
+        return self.lora

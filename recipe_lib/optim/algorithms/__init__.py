@@ -1,0 +1,7 @@
+"""The optimizers that ship: a file each, whose name is that of `optimizer.name`; importing this registers them."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

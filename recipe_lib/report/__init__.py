@@ -1,0 +1,1 @@
+"""What a reader sees: one HTML page for runs and plans, its drawings, and tables for the terminal. No torch in here."""

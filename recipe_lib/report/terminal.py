@@ -1,0 +1,152 @@
+"""Tables, pairs and paragraphs for a terminal, laid out by rich: plain text of a stable width, styled if asked for.
+
+Everything that is shown goes through `visible`: control characters of a user's files are written out.
+"""
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from rich import table as rich_table
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from recipe_lib.errors import visible
+
+NARROWEST, WIDEST = 80, 120
+GOOD, BAD, WARNING, HEADING, SOFT = "bold green", "bold red", "bold yellow", "bold", "dim"
+_GAP, _SHORTEST = 2, 12  # columns between two; letters that a text which is cut keeps
+_ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
+
+
+@dataclass
+class Table:
+    """rows: a text for each of `header`. left: the headers of text columns, numbers stand at the right. optional:
+    headers to leave out where the room is short, the first of them first. notes: sentences below it. headed: whether
+    the header is shown. fold: what is too long goes on in the next line."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    left: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    headed: bool = True
+    fold: bool = False
+
+
+def wants_color(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that is to show styles; NO_COLOR (no-color.org) and TERM=dumb say no."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width(otherwise: int = 100) -> int:
+    """Columns of the terminal between 80 and 120; without a terminal `otherwise`."""
+    return min(max(WIDEST, otherwise), max(NARROWEST, shutil.get_terminal_size((otherwise, 24)).columns))
+
+
+def open_console(width: int, color: bool = False) -> Console:
+    """A console that collects what it prints for `text_of`; whatever the environment says, styles only with color."""
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        height=25,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+
+
+def text_of(console: Console) -> str:
+    """What was printed, without spaces at the ends of lines."""
+    assert isinstance(console.file, io.StringIO)
+    return _ENDS.sub(lambda found: "\x1b[0m" if "\x1b" in found[0] else "", console.file.getvalue())
+
+
+def put(console: Console, text: str, style: str = "", indent: int = 0, *, wrap: bool = True) -> None:
+    """A paragraph; unwrapped what people copy."""
+    if wrap:
+        console.print(_indented(Text(visible(text), style), indent))
+    else:
+        console.print(Text(" " * indent + visible(text), style), soft_wrap=True)
+
+
+def heading(console: Console, text: str) -> None:
+    """An empty line and a title."""
+    console.print()
+    put(console, text, HEADING)
+
+
+def put_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
+    """Names and values, the values below each other."""
+    grid = rich_table.Table.grid(padding=(0, _GAP, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in pairs:
+        grid.add_row(Text(visible(name)), Text(visible(value)))
+    console.print(_indented(grid, 2))
+
+
+def put_list(console: Console, sentences: Iterable[str]) -> None:
+    """A sentence a line, with a dash before it."""
+    grid = rich_table.Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        grid.add_row("-", Text(visible(sentence)))
+    console.print(_indented(grid, 2))
+
+
+def put_table(console: Console, table: Table) -> None:
+    """Header, rows and notes. Optional columns go, the first of them first, until what is left fits into the room.
+
+    An optional text column that comes last is cut rather than left out while 12 letters of it fit. Where that does not
+    do, the longest text column is cut.
+    """
+    shown, cut = _shown(table, console.width - 2)
+    grid = rich_table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=table.headed,
+                            header_style=SOFT)  # fmt: skip
+    for at in shown:
+        side: Literal["left", "right"] = "left" if table.header[at] in table.left else "right"
+        grid.add_column(visible(table.header[at]), justify=side, no_wrap=at not in cut, overflow="fold")
+    for row in table.rows:
+        grid.add_row(
+            *(
+                Text(visible(row[at]), no_wrap=not table.fold, overflow="fold" if table.fold else "ellipsis")
+                for at in shown
+            )
+        )
+    console.print(_indented(grid, 2))
+    for note in table.notes:
+        put(console, note, indent=2)
+
+
+def table_lines(table: Table, width: int) -> list[str]:
+    """The same as lines of text: the header, then a line for each row."""
+    console = open_console(width)
+    put_table(console, table)
+    return text_of(console).splitlines()
+
+
+def _shown(table: Table, room: int) -> tuple[list[int], list[int]]:
+    """Places of the columns that are shown; of those that may be cut."""
+    places, optional = list(range(len(table.header))), list(table.optional)
+    widths = [max(cell_len(visible(row[at])) for row in [table.header, *table.rows]) for at in places]
+    while (over := sum(widths[at] + _GAP for at in places) - _GAP - room) > 0 and optional:
+        last = places[-1]
+        if table.header[last] == optional[0] and widths[last] - over >= max(_SHORTEST, len(table.header[last])):
+            return places, [last]
+        places.remove(table.header.index(optional.pop(0)))
+    return places, [at for at in places if table.header[at] in table.left]
+
+
+def _indented(block: RenderableType, columns: int) -> RenderableType:
+    return Padding(block, (0, 0, 0, columns), expand=False) if columns else block

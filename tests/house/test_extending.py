@@ -1,0 +1,222 @@
+"""docs/extending.md is followed to the letter in a copy of the repository: each change has as many files of the library
+as the page counts, and what comes of it runs and computes what it should."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.house.files import ROOT
+
+PAGE = ROOT / "docs" / "extending.md"
+SECTION = re.compile(r"^## (.+?): (.+)$", re.MULTILINE)
+EDIT = re.compile(
+    r"^(?:New file|In) `([^`]+)`(?:, (a copy of|above|below|in place of) `([^`\n]+)`)?[^`\n]*\n"
+    r"(?:\n```\w+\n(.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def sections() -> dict[str, tuple[str, str]]:
+    """`A recipe` -> what the heading says of files, and the section's text."""
+    parts = SECTION.split(PAGE.read_text(encoding="utf-8"))
+    return {name: (files, text) for name, files, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)}
+
+
+def follow(text: str, root: Path) -> list[str]:
+    """Makes every change that a section tells; the files it concerns."""
+    touched = []
+    for name, how, what, block in EDIT.findall(text):
+        path = root / name
+        touched.append(name)
+        if how == "a copy of":
+            shutil.copy(root / what, path)
+        elif not how:
+            assert not path.exists(), name
+            path.write_text(block, encoding="utf-8")
+        else:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            (at,) = [number for number, line in enumerate(lines) if line.strip() == what]
+            first, last = {"above": (at, at), "below": (at + 1, at + 1), "in place of": (at, at + 1)}[how]
+            lines[first:last] = [block]
+            path.write_text("".join(lines), encoding="utf-8")
+    return list(dict.fromkeys(touched))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for folder in ("recipe_lib", "recipes", "configs", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def python(root: Path, *words: str) -> str:
+    """What a process of the copy prints."""
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tune(root: Path, *words: str) -> str:
+    return python(root, "-m", "recipe_lib.cli.main", *words)
+
+
+@pytest.mark.parametrize("name", ["A family in the library's decoder", "A recipe", "An optimizer"])
+def test_the_page_counts_right(name: str, copy: Path) -> None:
+    said, text = sections()[name]
+    touched = follow(text, copy)
+    assert len([file for file in touched if file.startswith(("recipe_lib/", "recipes/"))]) == int(said.split()[0])
+    for file in touched:
+        if file.endswith(".py"):
+            compile((copy / file).read_text(encoding="utf-8"), file, "exec")
+
+
+def test_the_page_counts_the_files_of_a_mesh_dimension() -> None:
+    """Those that it names, and the new one."""
+    said, text = sections()["A mesh dimension"]
+    named = set(re.findall(r"`(recipe_lib/[\w/]+\.py)`", text))
+    assert all((ROOT / name).is_file() for name in named) and len(named) + 1 == int(said.split()[0])
+
+
+def test_every_block_of_code_is_followed() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    counted = Counter(re.findall(r"^```(\w+)$", text, re.MULTILINE))
+    assert counted["python"] + counted["yml"] == sum(bool(block) for *_, block in EDIT.findall(text))
+
+
+LOGITS = """
+import sys, torch
+from pathlib import Path
+from transformers import Olmo2Config, Olmo2ForCausalLM
+from recipe_lib.checkpoint.huggingface import load_weights
+from recipe_lib.models import build_meta, read_config, spec_from_config
+
+shape = dict(vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4)
+torch.manual_seed(0)
+config = Olmo2Config(**shape, num_key_value_heads=2, initializer_range=0.2, pad_token_id=0, eos_token_id=1)
+theirs = Olmo2ForCausalLM(config).double().eval()
+for name, value in theirs.named_parameters():
+    if "norm" in name:
+        torch.nn.init.uniform_(value, 0.5, 1.5)
+theirs.save_pretrained("tiny")
+spec = spec_from_config(read_config(Path("tiny")), "tiny")
+ours = build_meta(spec, torch.float64).to_empty(device="cpu")
+load_weights(ours, spec, Path("tiny"), 0)
+tokens = torch.randint(0, 96, (2, 17))
+with torch.no_grad():
+    print(float((ours(tokens) - theirs(tokens).logits).abs().max()), float(theirs(tokens).logits.std()))
+"""
+
+
+@pytest.mark.slow
+def test_the_family_has_the_logits_of_transformers(copy: Path) -> None:
+    follow(sections()["A family in the library's decoder"][1], copy)
+    difference, spread = map(float, python(copy, "-c", LOGITS).split())
+    assert difference < 1e-5 * spread  # transformers computes its norms in fp32
+
+
+@pytest.mark.slow
+def test_the_family_is_refused_by_tensor_parallel(copy: Path) -> None:
+    """Rather than trained by the forward of another layer."""
+    follow(sections()["A family in the library's decoder"][1], copy)
+    work = """
+from recipe_lib.errors import ConfigError
+from recipe_lib.models import build_meta, spec_from_config
+from recipe_lib.parallel.modified_model import refuse_for_tensor
+import torch
+shape = dict(vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=1, num_attention_heads=4)
+spec = spec_from_config(dict(shape, model_type="olmo2"), "tiny")
+try:
+    refuse_for_tensor(build_meta(spec, torch.float32))
+except ConfigError as error:
+    print(error)
+"""
+    assert "parallel.tensor: found another forward of model.layers.0" in python(copy, "-c", work)
+
+
+@pytest.mark.slow
+def test_the_recipe_runs(copy: Path) -> None:
+    """Its loss is cross-entropy with distill.weight 0, and with a teacher that is the model nothing more."""
+    follow(sections()["A recipe"][1], copy)
+    assert "distill_distributed: Distillation: every parameter is trained" in tune(copy, "ls", "distill_distributed")
+    tune(copy, "validate", "demo/distill")
+    short = ["data.max_samples=64", "batch_size=4", "optimizer.lr=1e-3"]
+    plain = ["full_finetune_distributed", "--config", "demo/full", "~validation.source", "lr_scheduler.warmup_steps=0"]
+    tune(copy, "run", "--no-plan", *plain, *short, "max_steps=1", "output_dir=outputs/demo")
+    start = [*short, "max_steps=2", "~model.preset", "model.path=outputs/demo/model"]
+    tune(copy, "run", "--no-plan", *plain, *start, "output_dir=outputs/plain")
+    losses = {}
+    for share in (0, 0.5, 1):
+        options = [*start, f"distill.weight={share}", f"output_dir=outputs/share_{share}"]
+        tune(copy, "run", "--no-plan", "distill_distributed", "--config", "demo/distill", *options)
+        lines = (copy / f"outputs/share_{share}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses[share] = [json.loads(line)["loss"] for line in lines]
+    lines = (copy / "outputs/plain/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert losses[0] == pytest.approx([json.loads(line)["loss"] for line in lines], rel=1e-4)
+    assert losses[1][0] == pytest.approx(0, abs=1e-5)  # the teacher is what the model begins with
+    assert losses[0.5][0] == pytest.approx(losses[0][0] / 2, rel=1e-4)
+
+
+STEPS = """
+import json, torch
+from torch import nn
+from recipe_lib.config.schema import OptimizerConfig
+from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes
+torch.manual_seed(0)
+cfg = OptimizerConfig(name="lion", lr=0.1, betas=[0.9, 0.99], weight_decay=0.5)
+weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+found = [weight.tolist()]
+optimizer = build_optimizer(cfg, [weight], torch.device("cpu"))
+gradients = [torch.randn_like(weight) for _ in range(4)]
+for gradient in gradients:
+    weight.grad = gradient.clone()
+    optimizer.step()
+    found.append(weight.tolist())
+print(json.dumps([found, [each.tolist() for each in gradients], optimizer_state_bytes(cfg, [weight])]))
+"""
+
+
+@pytest.mark.slow
+def test_the_optimizer_steps_by_its_formula(copy: Path) -> None:
+    follow(sections()["An optimizer"][1], copy)
+    weights, gradients, stored = json.loads(python(copy, "-c", STEPS))
+    assert stored == 15 * 8
+    for row in range(3):
+        for column in range(5):
+            value, mean = weights[0][row][column], 0.0
+            for step, gradient in enumerate(gradients):
+                given = gradient[row][column]
+                mixed = 0.9 * mean + 0.1 * given
+                value = value * (1 - 0.1 * 0.5) - 0.1 * ((mixed > 0) - (mixed < 0))
+                mean = 0.99 * mean + 0.01 * given
+                assert weights[step + 1][row][column] == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_the_same_file_is_a_plugin(tmp_path: Path) -> None:
+    ((_, _, _, block),) = EDIT.findall(sections()["An optimizer"][1])
+    (tmp_path / "lion.py").write_text(block, encoding="utf-8")
+    plugin = ["--plugin", str(tmp_path / "lion.py"), "optimizer.name=lion", "optimizer.eps=1e-6"]
+    assert "optimizer.eps has no effect: optimizer.name is lion" in tune(ROOT, "validate", "demo/full", *plugin)
+
+
+@pytest.mark.slow
+def test_the_optimizer_is_planned_and_trained(copy: Path) -> None:
+    """Its keys are checked, its states are in the plan to the byte, and a run of two steps ends."""
+    follow(sections()["An optimizer"][1], copy)
+    words = ["full_finetune_distributed", "--config", "demo/full", "optimizer.name=lion"]
+    said = tune(copy, "validate", "demo/full", "optimizer.name=lion", "optimizer.eps=1e-6")
+    assert "optimizer.eps has no effect: optimizer.name is lion" in said
+    said = tune(copy, "plan", *words, "--json", "plan.json")
+    alive = json.loads((copy / "plan.json").read_text(encoding="utf-8"))["rank_plans"][0]["alive"]
+    held = {kind: sum(one["bytes"] for one in alive if one["kind"] == kind) for kind in ("parameters", "optimizer")}
+    assert held["optimizer"] == held["parameters"] > 10**6  # one state of each parameter's type
+    assert re.search(r"^ +optimizer +1\.74 MiB .* 38 tensors$", said, re.MULTILINE)
+    tune(copy, "run", "--no-plan", *words, "max_steps=2", "data.max_samples=64", "~validation.source")
