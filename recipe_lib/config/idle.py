@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from recipe_lib.config.optimizers import built_in_optimizers, optimizer_facts
+from recipe_lib.config.optimizer_facts import built_in_optimizers, optimizer_facts
 
 Condition = str | Callable[[Any], str | None]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from recipe_lib.config.optimizers import OptimizerFacts, built_in_optimizers, keep_facts
+from recipe_lib.config.optimizer_facts import OptimizerFacts, built_in_optimizers, keep_facts
 from recipe_lib.config.paths import expand
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, UserError

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from recipe_lib.config.optimizers import optimizer_facts
+from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError

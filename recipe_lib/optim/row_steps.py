@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipe_lib.config.optimizers import every_facts
+from recipe_lib.config.optimizer_facts import every_facts
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
 from recipe_lib.optim.state_layout import laid_out, local_of
 

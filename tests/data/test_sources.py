@@ -206,7 +206,7 @@ def test_real_files(realdata):
     assert len(rows) == 1319 and rows[-1][0].endswith("test.jsonl:1319")
     text = (folder / "alpaca" / "identity.json").read_text().split("\n")
     for place, row in read(folder / "alpaca" / "identity.json"):
-        line = int(re.search(r":(\d+) \(row", place).group(1))
+        line = int(re.search(r":(\d+) \(sample", place).group(1))
         assert json.dumps(row["instruction"], ensure_ascii=False) in text[line], place
 
 

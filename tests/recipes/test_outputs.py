@@ -370,7 +370,7 @@ def test_two_processes_run_a_copied_recipe_from_anywhere(runs: dict[str, Any], o
     assert ended.stdout == ""
     assert "devices: 2 cpu" in ended.stderr and "step 3/3" in ended.stderr
     assert "Warning" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
-    assert ended.stderr.count("global batch: 8 rows") == 1  # one rank speaks
+    assert ended.stderr.count("global batch: 8 sequences") == 1  # one rank speaks
     assert steps(tmp_path / "out") == steps(runs["folder"] / "fp32")
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 

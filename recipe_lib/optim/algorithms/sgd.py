@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recipe_lib.config.optimizers import OptimizerFacts
+from recipe_lib.config.optimizer_facts import OptimizerFacts
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
 

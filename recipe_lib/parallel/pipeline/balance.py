@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank
-from recipe_lib.config.optimizers import optimizer_facts
+from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.schema import OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec

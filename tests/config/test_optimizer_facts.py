@@ -5,7 +5,7 @@ import pytest
 from recipe_lib.config.describe import about
 from recipe_lib.config.idle import why_idle
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.optimizers import OptimizerFacts, built_in_optimizers, optimizer_facts
+from recipe_lib.config.optimizer_facts import OptimizerFacts, built_in_optimizers, optimizer_facts
 from recipe_lib.config.registry import names, register
 from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig
 
@@ -38,7 +38,7 @@ def test_keys_that_an_optimizer_does_not_read_are_idle() -> None:
 def test_a_plugin_gives_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = FullFinetuneConfig(optimizer=OptimizerConfig(name="lion"))
     assert optimizer_facts("lion") is None and why_idle(cfg, KEYS["optimizer.eps"]) is None
-    monkeypatch.setattr("recipe_lib.config.optimizers._of_plugins", {})
+    monkeypatch.setattr("recipe_lib.config.optimizer_facts._of_plugins", {})
     facts = OptimizerFacts(keys=("betas",), states=("exp_avg",))
     register("optimizer.name", "lion", facts)(len)
     assert optimizer_facts("lion") is facts
