@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from recipe_lib.config.local_files import check_transformers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
@@ -22,6 +20,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     Raises SetupError if transformers is not installed, CheckpointError for a model_type that it does not have.
     """
     require_transformers()
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     kind = config.get("model_type")

@@ -53,7 +53,7 @@ def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert (plan.verdict, plan.ranks, plan.recipe, plan.config) == (FITS, 2, RECIPE, "demo/full")
     assert plan.overrides == CONFIG[2:]
     assert 0 < plan.sequence["tokens"] < 128
-    assert "200 rows" in plan.sequence["source"]
+    assert "200 sequences" in plan.sequence["source"]
     assert [rank.rank for rank in plan.rank_plans] == [0]
     assert files["html"].read_text(encoding="utf-8").lower().startswith("<!doctype html>")
     assert files["snapshot"].stat().st_size > 1000
