@@ -34,7 +34,7 @@ PEER_FAILED = 7  # of a rank that ends because another one has failed or hangs
 
 # Letters to Unicode that show nothing: Hangul fillers, and the supplementary variation selectors.
 _BLANKS = re.compile("[\u115f\u1160\u3164\uffa0\U000e0100-\U000e01ef]")
-# Format characters with a shape of their own (Arabic, Syriac and Kaithi number and verse signs).
+# Format characters with their own shape (Arabic, Syriac and Kaithi number and verse signs).
 _SIGNS = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd]")
 _JOINERS = "\u200c\u200d"
 

@@ -166,7 +166,7 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
     """What PEFT looks for, and what merging has to know of the base."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
-    stored = stored_weights(model)  # what is quantized has types of its own
+    stored = stored_weights(model)  # what is quantized has its own types
     dtype = next(
         parameter.dtype
         for name, parameter in model.named_parameters()

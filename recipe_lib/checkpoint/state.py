@@ -187,8 +187,7 @@ def _publish(
 
 
 def _prune(root: Path, keep: int) -> None:
-    """Removes the states older than the newest `keep`, counting only those with all their files, so one is always
-    left."""
+    """Removes states older than the newest `keep`, counting those with all their files, so one is always left."""
     kept = 0
     for path, _ in _readable(root):
         try:

@@ -161,7 +161,7 @@ def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: 
 def plan_shards(
     spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int, extras: Collection[str] = ()
 ) -> dict[str, list[PlannedTensor]]:
-    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has one of its own.
+    """File name -> its tensors, filled in the model's order; a tensor larger than a shard has its own.
 
     extras: the parameters that the model's family does not have; they come last.
     """

@@ -193,5 +193,5 @@ def _check_kind(kind: Any, where: str) -> None:
 
 
 def _is_plain_section(kind: Any) -> bool:
-    """A dataclass without sections of its own, which a list may hold."""
+    """A dataclass without sections inside, which a list may hold."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind) and set(read_schema(kind).sections) == {""}

@@ -41,7 +41,7 @@ def load_config(sources: Sources, overrides: Sequence[str] = (), schema: type = 
 
     sources: a shipped name (`llama3/8B_full`) or a path; or several, of which the later ones win, key by key.
     overrides: `key=value`, `section.key=value`, or `~key` for the default; later ones win. schema: FullFinetuneConfig
-    or a subclass, with keys and sections of its own. Raises ConfigError with every fault of the files and the
+    or a subclass, with additional keys and sections. Raises ConfigError with every fault of the files and the
     overrides, a line each.
     """
     return load(sources, overrides, schema).cfg

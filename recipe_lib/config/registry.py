@@ -2,7 +2,7 @@
 
 A config holds a registered name and never an import path, so that nothing in a config runs. The names that
 ship are declared here, with the module that registers them; that module is imported when one is first
-asked for, which keeps torch out of config checks. A plugin registers names of its own:
+asked for, which keeps torch out of config checks. A plugin registers its own names:
 
     from recipe_lib.config import register
 

@@ -1,4 +1,4 @@
-"""Special tokens that a sample only writes must stay text: a letter of our own inside each keeps it from being
+"""Special tokens that a sample only writes must stay text: a private-use letter inside each keeps it from being
 found."""
 
 import re

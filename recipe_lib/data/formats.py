@@ -130,7 +130,7 @@ def read_preference(sample: RawSample) -> Preference:
 def _continued(before: list[Message], answer: list[Message]) -> list[Message]:
     """The whole conversation: the answer holds what comes before it already, or goes on from it."""
     held = answer[: len(before)] == before and len(answer) > len(before)
-    # A dataset may repeat the question of its conversations in a column of its own.
+    # A dataset may repeat the question of its conversations in a separate column.
     repeated = len(before) == 1 and before[0]["role"] == "user" and before[0] in answer
     return answer if held or repeated else [*before, *answer]
 

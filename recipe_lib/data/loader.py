@@ -51,7 +51,7 @@ Planned = tuple[list[np.ndarray], int | None]
 
 
 class _Order:
-    """The slots of each step; workers are sent these and need no plan of their own."""
+    """The slots of each step; workers are sent these and need no plan."""
 
     def __init__(self, plan: DataPlan, first_step: int, last_step: int) -> None:
         self.plan, self.steps = plan, range(first_step, last_step)

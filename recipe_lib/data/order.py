@@ -143,7 +143,7 @@ class DataPlan:
         return self._epochs[number]
 
     def _draw(self, number: int) -> _Epoch:
-        """An epoch's items in order, and their packs in an order of their own."""
+        """An epoch's items in order, and their packs in another order."""
         items = self._taken(number)
         if self._shuffle:
             items = items[_drawn_order(len(items), self._seed, number, _ORDER)]

@@ -1,6 +1,6 @@
 """Which messages are trained, where those that are no answers stand in a rendering, and what a rendering leaves out.
 
-Such a message is found by writing a letter of our own in its place. `recipe_lib.data.answers` finds answers.
+Such a message is found by writing a private-use letter in its place. `recipe_lib.data.answers` finds answers.
 """
 
 import json

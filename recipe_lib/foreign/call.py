@@ -2,7 +2,7 @@
 
 A causal language model of transformers makes the logits of all tokens. Here its forward runs with the output
 projection left out: what that would have read is kept, and what is done to its result afterwards (a scale, a soft cap)
-is written down while it is done to a stand-in of one column. Then the projection, as a module of its own that FSDP
+is written down while it is done to a stand-in of one column. Then the projection, as a separate module that FSDP
 gathers, makes the loss in chunks of tokens. Where a forward cannot be divided like that, it makes all logits.
 """
 
@@ -52,7 +52,7 @@ class _Division:
 class ExternalModel(LanguageModel):
     """Mixed into the class of a model of another library, which then has our call signature (`Decoder.forward`).
 
-    class_forward: the forward of its own class, or what tensor parallel makes of it.
+    class_forward: the forward of its class, or what tensor parallel makes of it.
     """
 
     class_forward: Callable[..., Any]

@@ -1,6 +1,6 @@
 """The proof that an inferred plan is right, before a rank's weights are read by it.
 
-A small model of the same class and with the same adapters gets random weights on the host and a plan of its own, which
+A small model of the same class and with the same adapters gets random weights on the host and its own plan, which
 has to treat every parameter, and exchange at every call, as that of the large model does. It passes the certificate
 (`recipe_lib.foreign.tensor_plan.certificate`), and the gradients that its ranks come to are those of the whole model.
 A model that is small already is proven as it is. The outcome is kept in the cache folder by the hash of the plan.

@@ -1,5 +1,5 @@
 """Chat templates. A template is a program, and mostly somebody else's, also where the user has named its file: it is
-rendered in a process of its own with bounded memory and time (`template_process`).
+rendered in a separate process with bounded memory and time (`template_process`).
 
 There is one such process for each of ours, whatever the number of templates. It is started anew after a fork, since
 two processes cannot share its pipes, and after it had to be stopped.

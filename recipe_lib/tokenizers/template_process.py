@@ -1,4 +1,4 @@
-"""Renders chat templates in a sandbox; as a program, in a process of its own.
+"""Renders chat templates in a sandbox; as a program, in a separate process.
 
 Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special tokens by name,
 `raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}` (which marks what an answer is).
@@ -50,7 +50,7 @@ class TemplateFault(Exception):  # noqa: N818  (an outcome, turned into a DataEr
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` renders as what is between, in a scope of its own as transformers has
+    """`{% generation %} ... {% endgeneration %}` renders as what is between, in its own scope as transformers has
     it; the environment's `marks` stand around it, a letter each or nothing."""
 
     tags = {"generation"}

@@ -57,7 +57,7 @@ class SentencePieceVocabulary:
     """A sentencepiece model (protobuf), encoded by the sentencepiece library."""
 
     # Appended to the protobuf, where a later field wins: normalizer_spec {add_dummy_prefix: false,
-    # remove_extra_whitespaces: false}. Text that goes on from other text must not get a first space of its own.
+    # remove_extra_whitespaces: false}. Text that goes on from other text must not get a leading space.
     NO_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
 
     matches_added = False

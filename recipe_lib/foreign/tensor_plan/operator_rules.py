@@ -279,7 +279,7 @@ def embedding(step: OperatorCall) -> list[Dims]:
 
 @rule("convolution")
 def convolution(step: OperatorCall) -> list[Dims] | None:
-    """Mixes channels unless each has a kernel of its own (depthwise); places are blocked."""
+    """Mixes channels unless each has its own kernel (depthwise); places are blocked."""
     data, weight, bias = step.get("input"), step.get("weight"), step.get("bias")
     ours, kernel = step.dims(data), step.dims(weight)
     for node in (*ours[2:], *kernel[2:]):
