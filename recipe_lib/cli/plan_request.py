@@ -15,6 +15,7 @@ from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.recipes import RecipeFile, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
 from recipe_lib.config.load import load
+from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.config.paths import list_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import quote, show
@@ -169,7 +170,7 @@ def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) ->
         from recipe_lib.plan.timing.calibration import read_calibration
 
         calibration = read_calibration(arguments.calibration, hardware)
-    different = max(1, ranks // (cfg.parallel.pipeline * cfg.parallel.tensor))
+    different = max(1, ranks // same_batch_ranks(cfg.parallel))
     sequence = planned_sequence(cfg, arguments.sequence, ranks=different, wait=arguments.wait)
     settings = PlanSettings(
         hardware=hardware,

@@ -11,6 +11,7 @@ from recipe_lib.errors import SetupError
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
 DATA_DIMS = ("data_replicate", "data_shard")  # along these, ranks have different batches
 MODEL_DIMS = tuple(name for name in MESH_DIMS if name not in DATA_DIMS)  # along these, the same one
+TOKEN_DIMS = ("tensor",)  # along these, each has a part of the same tokens between layers
 
 
 def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
@@ -26,6 +27,21 @@ def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
         )
     sizes |= dict(zip(DATA_DIMS, _data_shape(parallel, size // inner, inner), strict=True))
     return {name: sizes[name] for name in MESH_DIMS}
+
+
+def same_batch_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that have the same batch."""
+    return math.prod(getattr(parallel, name) for name in MODEL_DIMS)
+
+
+def token_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that share the tokens of a micro-batch between layers."""
+    return math.prod(getattr(parallel, name) for name in TOKEN_DIMS)
+
+
+def padded_multiple(cfg: Any) -> int:
+    """What the length of every padded sequence is a multiple of."""
+    return math.lcm(cfg.data.pad_to_multiple_of, token_ranks(cfg.parallel))
 
 
 def _dividing(parallel: ParallelConfig) -> list[str]:

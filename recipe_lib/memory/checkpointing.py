@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from math import lcm
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import micro_batches, padded_multiple, token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
@@ -92,9 +91,9 @@ def _choose(
     assert cfg.memory.activation_budget_gib is not None
     rows, count = micro_batches(cfg)
     rows *= cfg.sequences_per_item
-    multiple = lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor)
+    multiple = padded_multiple(cfg)
     length = -(-cfg.max_seq_len // multiple) * multiple
-    costs = layer_costs(model, rows, length, cfg.parallel.tensor, kernels_of(device), pipeline)
+    costs = layer_costs(model, rows, length, token_ranks(cfg.parallel), kernels_of(device), pipeline)
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)
     return choose(costs, cfg.memory.activation_budget_gib, moments)
 

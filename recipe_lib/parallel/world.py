@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipe_lib import errors
-from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
+from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, TOKEN_DIMS, mesh_shape, token_ranks
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
@@ -74,12 +74,20 @@ class World:
         Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on the others.
         """
         if self.data_ranks > 1 or self.pipeline is not None:
-            dist.all_reduce(tensor, group=None if self.tensor is None else self._other_groups())
+            dist.all_reduce(tensor, group=self._other_groups() if _shares_tokens(self.mesh) else None)
         return tensor
 
+    def group(self, name: str) -> Group | None:
+        """The ranks along a dimension of the mesh, of which this is one; None where it is alone."""
+        names = self.mesh.mesh_dim_names or ()
+        size = self.mesh.shape[names.index(name)]
+        if size == 1:
+            return None
+        return Group(self.mesh.get_group(name).group_name, size, self.mesh.get_local_rank(name))
+
     def _other_groups(self) -> dist.ProcessGroup:
-        """The ranks that have this one's place in other tensor-parallel groups."""
-        return _flat_without_tensor(self.mesh).get_group()
+        """The ranks that have this one's place in other groups of ranks that share tokens, as in tensor parallel."""
+        return _flat_without_tokens(self.mesh).get_group()
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on any; over the host's group. A collective."""
@@ -205,7 +213,8 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
     group, place = None, None
     if sizes["tensor"] > 1:
         group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
-        _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
+    if _shares_tokens(mesh):
+        _flat_without_tokens(mesh)  # by all ranks, before one of them needs it
     if sizes["pipeline"] > 1:
         place = PipelineRank(mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist()))
     data_rank, data_ranks = 0, 1
@@ -214,9 +223,14 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
     return World(rank, size, local_rank, device, mesh, data_rank, data_ranks, group, place)
 
 
-def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
-    """All dimensions but `tensor` as one."""
-    return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
+def _shares_tokens(mesh: DeviceMesh) -> bool:
+    names = mesh.mesh_dim_names or ()
+    return any(mesh.shape[names.index(name)] > 1 for name in TOKEN_DIMS if name in names)
+
+
+def _flat_without_tokens(mesh: DeviceMesh) -> DeviceMesh:
+    """All dimensions but those that share tokens as one."""
+    return mesh[tuple(name for name in MESH_DIMS if name not in TOKEN_DIMS)]._flatten("data")
 
 
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
@@ -229,8 +243,8 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
     groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
     if parallel.pipeline == 1 and len(groups) < 2:
         return groups
-    together = parallel.tensor > 1 and (parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS))
-    return [*groups, *([size // parallel.tensor] if together else []), size]
+    together = token_ranks(parallel) > 1 and (parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS))
+    return [*groups, *([size // token_ranks(parallel)] if together else []), size]
 
 
 def _read_environment() -> tuple[int, int, int]:

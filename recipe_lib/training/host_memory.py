@@ -4,7 +4,7 @@ import os
 
 from torch import nn
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import micro_batches, token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_bytes
@@ -76,4 +76,4 @@ def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -
 def longest_tokens(cfg: FullFinetuneConfig) -> int:
     """Tokens that a layer of this rank is given in the longest micro-batch."""
     sequences = micro_batches(cfg)[0] * cfg.sequences_per_item
-    return sequences * cfg.max_seq_len // cfg.parallel.tensor
+    return sequences * cfg.max_seq_len // token_ranks(cfg.parallel)

@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import (
     DataPlan,
@@ -89,7 +88,7 @@ class TrainingData:
             batch_size=rows,
             accumulation=count,
             pad_id=self.tokenizer.pad_id,
-            multiple=lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor),
+            multiple=padded_multiple(cfg),
             workers=cfg.data.num_workers,
             device=world.device,
         )
@@ -105,7 +104,7 @@ class TrainingData:
             world.data_ranks,
             cfg.validation.batch_size or cfg.batch_size,
             self.tokenizer.pad_id,
-            multiple=lcm(cfg.data.pad_to_multiple_of, cfg.parallel.tensor),
+            multiple=padded_multiple(cfg),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         ):
             yield batches.to(world.device)

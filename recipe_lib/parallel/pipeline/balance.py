@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank
+from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank, token_ranks
 from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.schema import OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
@@ -115,7 +115,7 @@ def _read(cfg: Any) -> _Run:
     rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
     on_host = memory is not None and memory.optimizer_offload
     return _Run(
-        tokens=rows * length * getattr(cfg, "sequences_per_item", 1) // cfg.parallel.tensor,
+        tokens=rows * length * getattr(cfg, "sequences_per_item", 1) // token_ranks(cfg.parallel),
         length=length,
         again="none" if memory is None else memory.activation_checkpointing,
         width=width,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
+from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, token_ranks
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import Later, put_off, splittable
@@ -384,9 +384,9 @@ class _Step:
     def _shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of hidden states between stages: `[b, s, d]`, or a tensor-parallel rank's `[n, d]`."""
         pipeline = self._pipeline
-        tensor, width = pipeline._world.tensor, pipeline._model.spec.width
+        ranks, width = token_ranks(pipeline._parallel), pipeline._model.spec.width
         shape = self._batches[number].tokens.shape
-        return ((*shape, width) if tensor is None else (shape.numel() // tensor.size, width)), pipeline._dtype
+        return ((*shape, width) if ranks == 1 else (shape.numel() // ranks, width)), pipeline._dtype
 
     def _tag(self, what: str, stage: int, number: int) -> int:
         """By the stage that receives."""

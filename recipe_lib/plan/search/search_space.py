@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, stage_count
+from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, same_batch_ranks, stage_count
 from recipe_lib.errors import SetupError
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.trials import Changes, changed, value_of
@@ -38,7 +38,7 @@ def rows_of(cfg: Any) -> int:
 
 def data_ranks(cfg: Any, ranks: int) -> int:
     """Ranks with different batches."""
-    return max(1, ranks // (cfg.parallel.tensor * cfg.parallel.pipeline))
+    return max(1, ranks // same_batch_ranks(cfg.parallel))
 
 
 def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:

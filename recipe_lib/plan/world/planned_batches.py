@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from math import lcm
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.data.batches import make_step
@@ -78,7 +77,7 @@ class PlannedData:
         packed, ranks = self._cfg.data.packing, self._world.data_ranks
         slots = [np.arange(self.rows.items) if packed else np.zeros(1, dtype=np.int64)] * (batch_size * accumulation)
         length = self._shape.tokens * (self.rows.group if packed else 1)
-        multiple = lcm(self._cfg.data.pad_to_multiple_of, self._cfg.parallel.tensor)
+        multiple = padded_multiple(self._cfg)
         with unset_fake_temporarily():  # lengths are read from them
             step = make_step(
                 self.rows, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,
