@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.data.sources import read_rows
+from recipe_lib.data.sources import read_samples
 from recipe_lib.errors import USER_ERROR, UserError, exit_code_of, visible
 from recipe_lib.models import read_config
 from recipe_lib.reading import open_regular, parse_json, read_bytes, read_json
@@ -78,7 +78,7 @@ READERS: dict[str, Callable[[Path, str], object]] = {
     "chat template": chat_template,
     "YAML": lambda folder, kind: load_config(make(folder, kind, "x.yaml")),
 } | {
-    suffix: (lambda folder, kind, suffix=suffix: list(read_rows(str(make(folder, kind, f"x{suffix}")), "train")))
+    suffix: (lambda folder, kind, suffix=suffix: list(read_samples(str(make(folder, kind, f"x{suffix}")), "train")))
     for suffix in (".jsonl", ".json", ".txt", ".parquet")
 }
 

@@ -179,7 +179,7 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
         )
         for kind in ("selective", "budget")
     ),
-    ({"compile=true", "memory.mlp_tiles=3"}, "would put the pieces' work beside each other again"),
+    ({"compile=true", "memory.mlp_tiles=3"}, "would run the tiles side by side again"),
     ({TORCH_LOSS, f"loss={LOSS}"}, "it computes cross-entropy and nothing else"),
     ({TORCH_LOSS, TENSOR}, "of which each rank of a tensor-parallel group has a part"),
 )
