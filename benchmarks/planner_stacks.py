@@ -23,7 +23,7 @@ from recipe_lib.memory import apply_activation_checkpointing, checkpointing
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
-from recipe_lib.parallel import DTYPES, materialize
+from recipe_lib.parallel import DTYPES, Parallel, materialize
 
 RECIPE = "full_finetune_distributed"
 FSDP1, FSDP2, OURS = "FSDP1", "FSDP2", "ours"
@@ -76,6 +76,7 @@ class _Imitated:
         if stack.sharding == OURS and not (stack.norms or stack.expanded_keys or stack.saved_matmuls or stack.mixed):
             super().setup_model()  # type: ignore[misc]
             return
+        self.parallel = Parallel()  # nothing that the recipe's own calls decide
         self.model = build_meta(self.spec, torch.float32 if stack.mixed else DTYPES[cfg.dtype])
         for module in self.model.modules():
             if stack.norms and isinstance(module, Norm):

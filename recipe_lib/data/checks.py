@@ -47,7 +47,7 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
     shared = overlap(training, validation)
     if len(shared):
         get_logger().info(
-            "warning: %d of %d validation %s of %s are training %s as well (first: %s); take them out of one",
-            len(shared), len(validation), "sequences", validation.report.source, "sequences",
-            validation.place(int(shared[0])),
+            "warning: %d of %d validation sequences of %s are training sequences as well (first: %s); take them out of "
+            "one",
+            len(shared), len(validation), validation.report.source, validation.place(int(shared[0])),
         )  # fmt: skip

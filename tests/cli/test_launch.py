@@ -65,7 +65,7 @@ def stop_one(rank):
 
     parallel = ParallelConfig(heartbeat_timeout_seconds=1.5)
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
-        world.heartbeat.enter("step 2", beats.STEP)
+        world.heartbeat.enter("step 2", beats.STEP_SECONDS)
         world.any(False)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -204,7 +204,8 @@ def test_the_same_file_is_a_plugin(tmp_path: Path) -> None:
     ((_, _, _, block),) = EDIT.findall(sections()["An optimizer"][1])
     (tmp_path / "lion.py").write_text(block, encoding="utf-8")
     plugin = ["--plugin", str(tmp_path / "lion.py"), "optimizer.name=lion", "optimizer.eps=1e-6"]
-    assert "optimizer.eps has no effect: optimizer.name is lion" in tune(ROOT, "validate", "demo/full", *plugin)
+    said = tune(ROOT, "validate", "demo/full", f"output_dir={tmp_path / 'new'}", *plugin)
+    assert "optimizer.eps has no effect: optimizer.name is lion" in said
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ class Ours(Tool):
         result = self.start(setup, command)
         if result.code != 0:
             return None
-        slots = json.loads(result.lines[-1][1])["rows"]
+        slots = json.loads(result.lines[-1][1])["sequences"]
         return [[piece["text"] for piece in row["pieces"] if piece["trained"]] for slot in slots for row in slot]
 
     def states(self, setup: Setup) -> list[Path]:

@@ -71,7 +71,7 @@ WORDS: dict[str, str] = {
         "overlap",
         "also (in|trained|train)",
         "trained on as well",
-        "training rows as well",
+        "training (rows|sequences) as well",
         "contaminat",
         "leak",
         "(same|shared) (rows|examples)",
