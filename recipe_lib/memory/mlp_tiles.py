@@ -136,7 +136,12 @@ class _Pieces(torch.autograd.Function):
         ctx.kept = None
         hidden = hidden.detach()
         total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
-        with _as_leaves(modules) as leaves, _random_again(hidden, ctx.random), deferred.put_off_nothing(), _computing():
+        with (
+            _as_leaves(modules) as leaves,
+            _random_again(hidden, ctx.random),
+            deferred.weight_gradients_at_once(),
+            _computing(),
+        ):
             for part in _parts(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)
                 with torch.enable_grad():
