@@ -55,8 +55,8 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors from other ranks that
-    are not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
+    """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors from other ranks,
+    not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
     their way, counted until the other rank has taken them; it may be sooner.
 
     most: alive at once during the action, `StageBytes.work` counted.
