@@ -7,7 +7,7 @@ one that was sent until it has been taken. The last stage's head and loss run at
 their gradients, as large as the vocabulary, never wait for other micro-batches.
 
 torch's own stages and their runtime are not used: in 2.13 they keep receive buffers, input gradients and sent tensors
-through a step, and their split backward leaves out gradients of stages behind frozen ones and of resharded parameters.
+through a step, and their split backward leaves out gradients of stages after frozen ones and of resharded parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -217,7 +217,7 @@ class Pipeline:
         return [found[str(stage)] for stage in range(self._stages + 1)]
 
     def _is_trained(self, stage: int) -> bool:
-        """Of the layers, and of the embedding on the first stage: the head is behind all stages."""
+        """Of the layers, and of the embedding on the first stage: the head is after all stages."""
         trunk = self._model.model
         modules = [trunk.layers.get_submodule(str(number)) for number in self.layers[stage]]
         modules += [trunk.embed_tokens] if stage == 0 else []

@@ -192,13 +192,13 @@ def taken_by(
 ) -> dict[Action, int]:
     """By send of a rank's list: the number of the action before which the other rank has taken it, at the latest.
 
-    Two ranks exchange in one order: who has used what comes behind a send in it knows that the send is done. The
-    length of the list where nothing comes behind it. skipped: see `live_bytes`.
+    Two ranks exchange in one order: who has used what comes after a send in it knows that the send is done. The
+    length of the list where nothing comes after it. skipped: see `live_bytes`.
     """
     stages = stage_count(parallel)
     used = {received_for(action, stages): number for number, action in enumerate(order) if action.kind in COMPUTE}
     found: dict[Action, int] = {}
-    open_: dict[int, list[Action]] = {}  # by the other rank, sends that nothing has come behind so far
+    open_: dict[int, list[Action]] = {}  # by the other rank, sends that nothing has come after so far
     for action in order:
         if action.kind in COMPUTE or _is_skipped(action, skipped):
             continue
