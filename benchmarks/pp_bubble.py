@@ -63,7 +63,7 @@ class _Sleeping(torch.autograd.Function):
             sleep_a_tick(seconds)
             return [torch.zeros_like(weight)]
 
-        if deferred.puts_off():
+        if deferred.defers():
             deferred.note([weight], weight_gradient)
         else:
             weight_gradient()

@@ -25,7 +25,7 @@ from recipe_lib.ops import deferred
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
-from recipe_lib.parallel.pipeline.balance import put_off_of_layer
+from recipe_lib.parallel.pipeline.balance import deferred_of_layer
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.pipeline.schedule_memory import Live, StageBytes, live_bytes, taken_in
 from recipe_lib.parallel.pipeline.schedule_time import simulate
@@ -92,7 +92,7 @@ def stage_bytes(spec: DecoderSpec, layers: int, checkpointing: str, *, last: boo
     whole = 6 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width + 2 + spec.num_heads
     each = spec.width if checkpointing == "full" else whole
     kept = tokens * _FP32 * (layers * each + spec.head_width) + (boundary_bytes() if last else 0)
-    return StageBytes(kept, layers * put_off_of_layer(spec) * tokens * _FP32 if splits else 0)
+    return StageBytes(kept, layers * deferred_of_layer(spec) * tokens * _FP32 if splits else 0)
 
 
 _TOLD = 256  # bytes of a message, at most
@@ -213,21 +213,21 @@ def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str
     init_weights(model, 1, spec)
     for module in model.modules():
         if splits and type(module) is nn.Linear:
-            module.forward = MethodType(_put_off, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_deferred, module)  # type: ignore[method-assign]
     alone = _Alone(model, cfg.memory.loss_chunks)
     found: dict[int, dict[str, int]] = {stage: {} for stage in range(stages)}
     with deferred.splittable() if splits else nullcontext():
         for stage in range(stages):
             layers = range(stage * each, (stage + 1) * each)
-            for puts_off in (False, True) if splits else (False,):
+            for defers in (False, True) if splits else (False,):
                 for rows in micro_batches(2):
-                    sizes = alone.work(rows, layers, puts_off, first=stage == 0, last=stage == stages - 1)
-                names = ("forward_work", "input_work" if puts_off else "backward_work", "weight_work")
+                    sizes = alone.work(rows, layers, defers, first=stage == 0, last=stage == stages - 1)
+                names = ("forward_work", "input_work" if defers else "backward_work", "weight_work")
                 found[stage] |= dict(zip(names, sizes, strict=True))
     return found
 
 
-def _put_off(module: nn.Linear, hidden: Tensor) -> Tensor:
+def _deferred(module: nn.Linear, hidden: Tensor) -> Tensor:
     return deferred.linear(hidden, module.weight, module.bias)
 
 
@@ -239,8 +239,8 @@ class _Alone:
         self._storages = Storages(peaks=True)
         self._storages.ignored = lambda: [one.grad for one in model.parameters() if one.grad is not None]
 
-    def work(self, rows: Rows, layers: range, puts_off: bool, *, first: bool, last: bool) -> tuple[int, int, int]:
-        """Of forward, of backward or input gradient, of what was put off."""
+    def work(self, rows: Rows, layers: range, defers: bool, *, first: bool, last: bool) -> tuple[int, int, int]:
+        """Of forward, of backward or input gradient, of what was deferred."""
         model = self._model
         with self._storages:
             shape = (*rows.tokens.shape, WIDTH)
@@ -255,7 +255,7 @@ class _Alone:
             if not last:
                 del hidden
             before = self._begin()
-            inside: Any = deferred.put_off() if puts_off else nullcontext([])
+            inside: Any = deferred.defer_weight_gradients() if defers else nullcontext([])
             with inside as later:
                 if last:
                     loss = model.lm_head(

@@ -26,7 +26,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers, use_low_precision
 from recipe_lib.memory import matmul_dtype as lever
 from recipe_lib.models import build_meta
-from recipe_lib.ops.deferred import put_off, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, splittable
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.ops.low_precision import scaled_linear
 from recipe_lib.units import GIB, MIB
@@ -302,12 +302,12 @@ def adapters_unasked(kind: str, whose: str) -> str:
 
 
 def deferred(kind: str, whose: str) -> str:
-    """What a zero-bubble schedule can put off."""
+    """What a zero-bubble schedule can defer."""
     model = filled(changed(small_model(), kind, whose))
     tokens, labels = small_batch()
     with splittable():
         loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
-        with put_off() as later:
+        with defer_weight_gradients() as later:
             loss.backward()
     linears = {id(m.weight) for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers." in n}
     noted = sum(id(weight) in linears for entry in later for weight in entry.weights)

@@ -3,7 +3,7 @@
 The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA, arXiv 2106.09685).
 DoRA (arXiv 2402.09353) also trains the length m `[out]` of every row: the matrix is `m * (W + scaling * B A) / norms`,
 where the norms are those of the rows of `W + scaling * B A`, and no gradient flows through them. Parameters have the
-names that PEFT gives them, behind the name of the module: `lora_A.weight`, `lora_B.weight`, `lora_magnitude_vector`,
+names that PEFT gives them, after the name of the module: `lora_A.weight`, `lora_B.weight`, `lora_magnitude_vector`,
 `lora_embedding_A`, `lora_embedding_B`; the frozen ones keep theirs.
 """
 

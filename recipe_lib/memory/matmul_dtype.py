@@ -29,7 +29,7 @@ FP8_CAPABILITY = (8, 9)
 def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.device | None = None) -> None:
     """Lets the layers' linears multiply in `matmul_dtype` (fp8, int8), in place, on a meta model; None: as they did.
 
-    Names and types of parameters stay, so that checkpoints are those of any other run. Called behind the adapters and
+    Names and types of parameters stay, so that checkpoints are those of any other run. Called after the adapters and
     before layers are checkpointed and compiled. device: that the model is for. Raises ConfigError for FP8 where
     `device` (None: this machine's GPU) does not multiply it, for weights that are quantized, and where there is no
     linear to change.

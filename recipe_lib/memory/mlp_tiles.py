@@ -2,7 +2,7 @@
 
 A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and about six in backward; with c pieces
 they are `[n / c, f]`. What is kept is its input `[n, d]` alone: each piece is computed again in backward, whatever
-`memory.activation_checkpointing` says. A layer that is computed again itself stops before its MLP where nothing behind
+`memory.activation_checkpointing` says. A layer that is computed again itself stops before its MLP where nothing after
 that is kept, so that with `full` a piece is still computed twice, not three times. (Chunks of a feed-forward layer:
 arXiv 2001.04451.) It has not run on CUDA; bytes are those of the simulated device, values those of a CPU.
 """
@@ -26,7 +26,7 @@ _in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd'
 def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None:
     """Lets each layer's MLP compute `chunks` pieces of the tokens one after the other, in place; 1: nothing changes.
 
-    Called behind whatever changes what an MLP computes (adapters, sharing, low precision) and before layers are
+    Called after whatever changes what an MLP computes (adapters, sharing, low precision) and before layers are
     checkpointed and sharded. Pieces are even to within a token; fewer tokens than pieces are a piece each. The sum of
     the pieces' weight gradients is made in the weights' dtype, and handed to each weight once. Raises ConfigError for
     a model without MLPs of the decoder's.
@@ -136,7 +136,12 @@ class _Pieces(torch.autograd.Function):
         ctx.kept = None
         hidden = hidden.detach()
         total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
-        with _as_leaves(modules) as leaves, _random_again(hidden, ctx.random), deferred.put_off_nothing(), _computing():
+        with (
+            _as_leaves(modules) as leaves,
+            _random_again(hidden, ctx.random),
+            deferred.weight_gradients_at_once(),
+            _computing(),
+        ):
             for part in _parts(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)
                 with torch.enable_grad():
@@ -169,7 +174,7 @@ def _as_leaves(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _random_again(hidden: Tensor, state: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, random numbers (dropout) come as they came from that state; behind it, as if none had been drawn."""
+    """Inside, random numbers (dropout) come as they came from that state; after it, as if none had been drawn."""
     host, devices, states = state
     kind = hidden.device.type
     with torch.random.fork_rng(devices=devices, enabled=True, device_type="cuda" if kind == "cpu" else kind):

@@ -123,13 +123,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = Norm(spec, spec.width)
 
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
-        """The stream `[b, s, d]` behind this layer."""
+        """The stream `[b, s, d]` after this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class SandwichLayer(DecoderLayer):
-    """Norms before and behind attention and MLP (Gemma 2 and 3, whose files use the names like this)."""
+    """Norms before and after attention and MLP (Gemma 2 and 3, whose files use the names like this)."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -137,7 +137,7 @@ class SandwichLayer(DecoderLayer):
         self.post_feedforward_layernorm = Norm(spec, spec.width)
 
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
-        """The stream `[b, s, d]` behind this layer."""
+        """The stream `[b, s, d]` after this layer."""
         attended = self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
@@ -273,7 +273,7 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, what `head_loss` makes of them.
 
-        positions: `[b, s]`; None: 0, 1, ... in each row, behind what the cache holds. attention: the documents of each
+        positions: `[b, s]`; None: 0, 1, ... in each row, after what the cache holds. attention: the documents of each
         row; None: one. labels: `labels[b, i]` is the token that follows `tokens[b, i]`; -100 counts nothing.
         head_loss: `fn(hidden, weight, labels)`, see `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token
         losses. cache: keys and values of earlier tokens; this call's are added to it.

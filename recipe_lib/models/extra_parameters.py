@@ -198,7 +198,7 @@ def _keep_part(model: nn.Module, name: str, tensor: Tensor, value: Tensor | None
 
 @contextmanager
 def _seeded(key: str) -> Iterator[None]:
-    """Inside the block the host's generators draw what follows from the key; behind it they go on as before."""
+    """Inside the block the host's generators draw what follows from the key; after it they go on as before."""
     state = random.getstate()
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -267,7 +267,7 @@ def _gemma(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Gemma 2: soft caps, norms behind attention and MLP, every second layer with a window."""
+    """Gemma 2: soft caps, norms after attention and MLP, every second layer with a window."""
     layers, pattern = common["num_layers"], fields.integer("sliding_window_pattern")
     return _gemma(fields, common) | {
         "activation": _activation(fields, "hidden_activation"),

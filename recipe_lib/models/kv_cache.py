@@ -18,7 +18,7 @@ class KVCache:
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts new k, v `[b, k, s, e]` behind those of `layer`; returns all, `[b, k, length + s, e]`.
+        """Appends new k, v `[b, k, s, e]` to those of `layer`; returns all, `[b, k, length + s, e]`.
 
         The decoder moves `length` on when every layer has its own. Raises ValueError when there is no room left.
         """

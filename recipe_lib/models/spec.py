@@ -55,7 +55,7 @@ class DecoderSpec:
     embedding_scale: float | None  # embeddings are multiplied by it (Gemma)
     activation: str  # `silu`, `gelu` or `gelu_tanh`
     norm_offset: bool  # norms multiply by 1 + weight (Gemma)
-    post_norms: bool  # attention and MLP have a norm behind them too (Gemma 2, 3)
+    post_norms: bool  # attention and MLP have a norm after them too (Gemma 2, 3)
     head_norms: bool  # queries and keys have a norm over each head (Qwen 3, Gemma 3)
     qkv_bias: bool
     output_bias: bool  # of attention's output projection

@@ -3,7 +3,7 @@
 Shapes: q `[b, h, s, e]`, keys and values `[b, k, t, e]` with h a multiple of k; t is s, or what a cache holds plus s.
 What depends on the batch alone (masks, document boundaries, which kernel) is settled once, by `prepare_attention`.
 
-Rows are right-padded, so a plain causal mask is enough for them: no token looks at the padding behind it.
+Rows are right-padded, so a plain causal mask is enough for them: no token looks at the padding after it.
 """
 
 import inspect
@@ -73,7 +73,7 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
 
 
 def document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
-    """Positions int64 `[b, s]` that start from 0 with each document (and with the padding behind the last)."""
+    """Positions int64 `[b, s]` that start from 0 with each document (and with the padding after the last)."""
     positions = torch.arange(row_length).repeat(len(lengths), 1)
     for row, parts in enumerate(lengths):
         start = 0

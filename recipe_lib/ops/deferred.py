@@ -1,4 +1,4 @@
-"""Weight gradients that are put off: backward gives what goes on to the layer before, and notes what a weight's takes.
+"""Weight gradients that are deferred: backward gives what goes on to the layer before, and notes what a weight's takes.
 
 A zero-bubble schedule of a pipeline cuts a stage's backward in two: the gradient of its input, for which another rank
 waits, and the gradients of its weights, which nobody waits for (arXiv 2401.10241). Here that is settled in each linear:
@@ -6,8 +6,8 @@ its backward computes the one and notes, for the other, its input `[.., i]` and 
 So autograd runs once, whatever is frozen, checkpointed or sharded, and a checkpointed layer is computed again once.
 
     with splittable():
-        hidden = model(...)                  # linears become ones that can be put off
-        with put_off() as later:
+        hidden = model(...)                  # linears become ones that can be deferred
+        with defer_weight_gradients() as later:
             hidden.backward(gradient)        # no weight of such a linear has a gradient yet
     for entry in later:
         entry.run()                          # adds it to the weight's
@@ -24,11 +24,11 @@ from torch import Tensor
 
 # Of the process, not of a thread: on a GPU backward runs in threads of autograd's own.
 _splittable = False
-_later: "list[Later] | None" = None
+_deferred: "list[DeferredGradients] | None" = None
 
 
 @dataclass
-class Later:
+class DeferredGradients:
     """Gradients that are not computed yet. weights: as the linear saw them, perhaps parts of parameters.
 
     compute: gives a gradient for each of them; it holds what that takes, until `run`.
@@ -51,7 +51,7 @@ class Later:
 
 @contextmanager
 def splittable() -> Iterator[None]:
-    """Inside, forwards make linears whose weight gradient can be put off; their backward is run inside too."""
+    """Inside, forwards make linears whose weight gradient can be deferred; their backward is run inside too."""
     global _splittable
     before, _splittable = _splittable, True
     try:
@@ -61,46 +61,46 @@ def splittable() -> Iterator[None]:
 
 
 @contextmanager
-def put_off() -> Iterator[list[Later]]:
+def defer_weight_gradients() -> Iterator[list[DeferredGradients]]:
     """Inside, backward puts off the weight gradients that can be, and notes them in the list, last layer first."""
-    global _later
-    before, _later = _later, []
+    global _deferred
+    before, _deferred = _deferred, []
     try:
-        yield _later
+        yield _deferred
     finally:
-        _later = before
+        _deferred = before
 
 
 @contextmanager
-def put_off_nothing() -> Iterator[None]:
-    """Inside, backward computes all weight gradients at once, within `put_off` too."""
-    global _later
-    before, _later = _later, None
+def weight_gradients_at_once() -> Iterator[None]:
+    """Inside, backward computes all weight gradients at once, within `defer_weight_gradients` too."""
+    global _deferred
+    before, _deferred = _deferred, None
     try:
         yield
     finally:
-        _later = before
+        _deferred = before
 
 
 def is_splittable() -> bool:
-    """Whether a forward is to be made of linears that can be put off; not in code that is being compiled."""
+    """Whether a forward is to be made of linears that can be deferred; not in code that is being compiled."""
     return _splittable and not torch.compiler.is_compiling()
 
 
-def puts_off() -> bool:
-    """Whether the backward that runs now is to put off what it can."""
-    return _later is not None
+def defers() -> bool:
+    """Whether the backward that runs now is to defer what it can."""
+    return _deferred is not None
 
 
 def note(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]) -> None:
     """Puts off the gradients of `weights`, which `compute` gives."""
-    if _later is None:
-        raise RuntimeError("nothing is put off here")
-    _later.append(Later(weights, compute))
+    if _deferred is None:
+        raise RuntimeError("nothing is deferred here")
+    _deferred.append(DeferredGradients(weights, compute))
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be put off where that is asked for."""
+    """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be deferred where that is asked for."""
     if is_splittable() and weight.requires_grad and torch.is_grad_enabled():
         return _Linear.apply(hidden, weight, bias)
     return F.linear(hidden, weight, bias)
@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
         (gradient,), (hidden,), weight = gradients, ctx.saved_tensors, ctx.weight
         hidden_grad = gradient @ weight.detach() if ctx.needs_input_grad[0] else None
         bias_grad = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
-        if puts_off():
+        if defers():
             hidden = hidden.detach()  # its graph would keep the stage's input until then
             note([weight], lambda: [_weight_gradient(gradient, hidden)])
             return hidden_grad, None, bias_grad

@@ -171,7 +171,7 @@ class _GatherLinears(torch.autograd.Function):
         weights, source = saved[:count], saved[count:]
         del saved
         wants = (wanted[0], wanted[5 : 5 + count], wanted[5 + count :])
-        if deferred.puts_off() and source:
+        if deferred.defers() and source:
             source = [one.detach() for one in source]  # their graph would keep what came before until then
             if ctx.norm is not None:  # FSDP frees the norm's weight with the layer, before that is read
                 source[1] = source[1].clone()
@@ -270,7 +270,7 @@ class _GatedLinear(torch.autograd.Function):
         wants_input, wants_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         gate, up, weight = ctx.saved_tensors
         activation = ctx.activation
-        if wants_weight and deferred.puts_off():
+        if wants_weight and deferred.defers():
             wants_weight = False
             gate, up = gate.detach(), up.detach()  # their graph would keep what came before until then
             deferred.note(

@@ -232,7 +232,7 @@ class _ScaledLinear(torch.autograd.Function):
         if hidden is None:
             return hidden_grad, None, None
         flat = hidden.detach().reshape(-1, weight.shape[1])
-        if ctx.parameter is not None and deferred.puts_off():
+        if ctx.parameter is not None and deferred.defers():
             deferred.note([ctx.parameter], lambda: [scaled_product(gradient.t(), flat.t(), kind)])
             return hidden_grad, None, None
         return hidden_grad, scaled_product(gradient.t(), flat.t(), kind), None

@@ -86,7 +86,7 @@ class _EmbeddingByRows(torch.autograd.Function):
         grad_output = grad_output.contiguous()
         for number, rows in enumerate(ctx.rows.pieces):
             count = rows.stop - rows.start
-            # Tokens of other pieces have the row behind the last, which is passed over as padding is.
+            # Tokens of other pieces have the row after the last, which is passed over as padding is.
             own = tokens - rows.start
             own.masked_fill_((own < 0) | (own >= count), count)
             piece = make(grad_output, own, count + 1, count, False)[:count]

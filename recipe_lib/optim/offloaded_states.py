@@ -35,7 +35,7 @@ class OffloadedStates:
         self._arrived: dict[Chunk, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
         self._sent: dict[Chunk, Any] = {}  # event, of states that are where they wait again
-        self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came behind whose
+        self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came after whose
         self._last: nn.Parameter | None = None
         optimizer.step = self.step  # type: ignore[method-assign]
 

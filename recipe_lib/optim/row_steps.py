@@ -53,7 +53,7 @@ class RowSteps:
         self._hold = hold or (lambda piece, shape: torch.empty(shape, dtype=piece.dtype, device=piece.device))
         self._pieces: dict[nn.Parameter, list[slice]] = {}
         self._wholes: dict[nn.Parameter, dict[str, Tensor]] = {}  # of a first step that is not over
-        self._counts: dict[str, Any] = {}  # and the like, behind the last piece
+        self._counts: dict[str, Any] = {}  # and the like, after the last piece
 
     def pieces(self, parameter: nn.Parameter) -> list[slice]:
         """Runs of rows of this rank's part, of at most CHUNK_BYTES of states (a row, if that has more) and nearly
@@ -109,7 +109,7 @@ class RowSteps:
         return made[key]
 
     def finish(self, parameter: nn.Parameter, number: int) -> None:
-        """Call it behind each piece: with the last one the parameter has its states, and has counted the step."""
+        """Call it after each piece: with the last one the parameter has its states, and has counted the step."""
         if number + 1 == len(self.pieces(parameter)):
             found = self._counts | self._wholes.pop(parameter, {})
             if found:

@@ -90,7 +90,7 @@ def _with_times(plan: PipelinePlan, time: PipelineTime) -> None:
 
 
 def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
-    in_flight, put_off = counted_in_flight(orders_of(cfg.parallel, count)[place])
+    in_flight, deferred = counted_in_flight(orders_of(cfg.parallel, count)[place])
     modules = outermost(found.modules)
     sends, sent = _exchanged(found.trace, "send")
     receives, received = _exchanged(found.trace, "recv")
@@ -102,7 +102,7 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
         parameters=sum(row.parameters for row in modules),
         trained=sum(row.trained for row in modules),
         in_flight=in_flight,
-        put_off=put_off,
+        deferred=deferred,
         compute=0.0,
         idle=0.0,
         sends=sends,

@@ -36,7 +36,7 @@ def _row(plan: Plan, place: StagePlan, rank: RankPlan) -> list[str]:
         str(place.rank),
         layers_text(place),
         format_count(place.parameters),
-        f"{place.in_flight}+{place.put_off}" if place.put_off else str(place.in_flight),
+        f"{place.in_flight}+{place.deferred}" if place.deferred else str(place.in_flight),
         format_bytes(rank.peak.active),
         *map(format_bytes, kinds.values()),
         format_bytes(rank.peak.active - sum(kinds.values())),

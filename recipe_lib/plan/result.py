@@ -11,7 +11,7 @@ from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it. 2: `active` counts whole blocks.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
 
@@ -179,7 +179,7 @@ class StagePlan:
     """The stages of one place in a pipeline; its memory is in the rank plan of `rank`. place: in the pipeline. rank:
     that was planned for it. stages: their numbers. layers: first and last layer of each. parameters, trained: elements
     of them, without other parallelism. in_flight: the most micro-batches between forward and backward at a time, each
-    stage counted; put_off: the most with deferred weight gradients. compute: seconds of a step that it computes.
+    stage counted; deferred: the most with deferred weight gradients. compute: seconds of a step that it computes.
     idle: share of the pipeline's time that it does not. sends, receives: tensors of a step; sent, received: their
     bytes."""
 
@@ -190,7 +190,7 @@ class StagePlan:
     parameters: int
     trained: int
     in_flight: int
-    put_off: int
+    deferred: int
     compute: float
     idle: float
     sends: int

@@ -14,7 +14,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import MLP
-from recipe_lib.ops.deferred import put_off, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, splittable
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
@@ -123,14 +123,14 @@ def test_a_parameter_is_told_of_its_gradient_once() -> None:
     assert sorted(told) == sorted(found.keys() - {"loss"})
 
 
-def test_weight_gradients_of_pieces_are_not_put_off() -> None:
+def test_weight_gradients_of_pieces_are_not_deferred() -> None:
     """They would hold every piece's inner tensors until they are made."""
     wanted = backward(decoder(1))
     model = decoder(CHUNKS)
     tokens, labels = small_batch()
     with splittable():
         loss = model(tokens, labels=labels, head_loss=CrossEntropy(3))
-        with put_off() as later:
+        with defer_weight_gradients() as later:
             loss.backward()
     for entry in later:
         entry.run()

@@ -13,7 +13,7 @@ from tests.recipes.runs import FULL, LORA, arguments, done, run_here, steps
 CASES: dict[str, tuple[str, ...]] = {
     "fsdp": (FULL, "gradient_accumulation_steps=2"),
     "tensor, inputs alone": (FULL, "parallel.tensor=2", "memory.activation_checkpointing=full"),
-    "pipeline, two stages a rank, weight gradients put off": (
+    "pipeline, two stages a rank, deferred weight gradients": (
         FULL, "parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "gradient_accumulation_steps=4", "batch_size=1",
     ),
     "adapters, packed rows, kept gathered": (

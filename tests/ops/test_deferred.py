@@ -1,4 +1,4 @@
-"""Weight gradients that are put off are those that autograd would have made, and hold nothing once they are added."""
+"""Weight gradients that are deferred are those that autograd would have made, and hold nothing once they are added."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.deferred import linear, put_off, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, linear, splittable
 
 
 def made(dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[nn.Parameter]]:
@@ -47,7 +47,7 @@ def test_they_come_when_they_are_asked_for_and_are_the_same(mode: str, dtype: to
 
     with splittable():
         out = checkpoint(counted, hidden, use_reentrant=False) if mode == "full" else counted(hidden)
-        with put_off() as later:
+        with defer_weight_gradients() as later:
             out.square().sum().backward()
     tight = {"atol": 0, "rtol": 0} if dtype == torch.bfloat16 else {"atol": 1e-12, "rtol": 1e-12}
     torch.testing.assert_close(hidden.grad, wanted, **tight)
@@ -68,7 +68,7 @@ def test_nothing_is_held_once_they_are_added() -> None:
     known = weakref.ref(inner)
     with splittable():
         out = network(inner, parameters)
-        with put_off() as later:
+        with defer_weight_gradients() as later:
             out.sum().backward()
     del inner, out
     gc.collect()
@@ -87,7 +87,7 @@ def test_gradients_add_up_and_go_through_parts_of_parameters() -> None:
     hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64)
     with splittable():
         for _ in range(2):
-            with put_off() as later:
+            with defer_weight_gradients() as later:
                 linear(hidden, fused[2:5]).sum().backward()
             later[0].run()
     wanted = torch.zeros_like(fused)
@@ -99,12 +99,12 @@ def test_frozen_weights_and_whole_backwards_note_nothing() -> None:
     hidden, parameters = made()
     parameters[0].requires_grad_(False)
     with splittable():
-        with put_off() as later:
+        with defer_weight_gradients() as later:
             network(hidden.requires_grad_(), parameters).sum().backward()
         assert [entry.weights[0] is parameters[2] for entry in later] == [True]
         parameters[2].grad = None
         network(hidden, parameters).sum().backward()
         assert parameters[2].grad is not None
-    assert not deferred.puts_off() and not deferred.is_splittable()
-    with pytest.raises(RuntimeError, match="nothing is put off"):
+    assert not deferred.defers() and not deferred.is_splittable()
+    with pytest.raises(RuntimeError, match="nothing is deferred"):
         deferred.note([parameters[0]], lambda: [None])

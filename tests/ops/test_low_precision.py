@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import low_precision
-from recipe_lib.ops.deferred import put_off, splittable
+from recipe_lib.ops.deferred import defer_weight_gradients, splittable
 from recipe_lib.ops.low_precision import KINDS, quantize_rows, scaled_linear, scaled_product
 from tests.torchao_oracle import convert, rounded_rows
 
@@ -171,14 +171,14 @@ def test_in_bf16_ours_are_nearer_to_the_product_of_the_codes(kind: str):
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_gradients_can_be_put_off_and_frozen_weights_have_none(kind: str):
+def test_gradients_can_be_deferred_and_frozen_weights_have_none(kind: str):
     hidden, weight, bias, gradient = operands(torch.bfloat16)
     at_once = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     scaled_linear(*at_once, kind).backward(gradient.unsqueeze(0))
     later_on = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     with splittable():
         out = scaled_linear(*later_on, kind)
-        with put_off() as later:
+        with defer_weight_gradients() as later:
             out.backward(gradient.unsqueeze(0))
         assert later_on[1].grad is None and len(later) == 1
         later.pop().run()

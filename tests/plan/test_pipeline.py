@@ -84,7 +84,7 @@ def test_few_micro_batches_have_the_peak_and_the_operators_of_all(found: dict[st
 
 @pytest.mark.parametrize("schedule", QUICK)
 def test_every_operation_is_on_one_place(found: dict[str, Any], schedule: str):
-    """Weight gradients that are put off are operations of the model too."""
+    """Weight gradients that are deferred are operations of the model too."""
     assert found[schedule]["flops"] == found["flops"]
 
 

@@ -161,7 +161,7 @@ class Cut:
         return list(whole.split([self.part(rank, ranks)[self.dim] for rank in range(ranks)], dim=self.dim))
 
     def joined(self, received: Tensor, sizes: list[int]) -> Tensor:
-        """What the exchanging ranks share, of their parts one behind the other, of so many elements."""
+        """What the exchanging ranks share, of their parts one after the other, of so many elements."""
         if self.dim == 0:
             return received.view(self.shape)
         parts = received.split(sizes)

@@ -187,7 +187,7 @@ def memory_of(spec: DecoderSpec, cfg: Any, shards: int = 1) -> Cost:
     vocabulary = spec.vocab_size * spec.width
     layer = layer_weights(spec) * (per_weight if run.trained else run.layer_width / parts)
     layer += _adapter_weights(spec, run.adapters) * (2 * run.width + run.states) / parts
-    kept, put_off = kept_of_layer(spec, run.again), put_off_of_layer(spec) if run.trained else 0
+    kept, deferred = kept_of_layer(spec, run.again), deferred_of_layer(spec) if run.trained else 0
     logits = run.tokens * parallel.tensor / run.chunks * spec.vocab_size * (run.width + 8) / parallel.tensor
     head = vocabulary * per_entry + logits + (vocabulary * run.width / parallel.tensor if run.trained else 0)
     ends = {rank_of_stage(parallel, 0): vocabulary * per_entry}
@@ -198,7 +198,7 @@ def memory_of(spec: DecoderSpec, cfg: Any, shards: int = 1) -> Cost:
 
     def cost(rank: int, counts: dict[int, int]) -> float:
         elements = max(
-            sum(counts[stage] * (ahead * kept + later * put_off) for stage, ahead, later in moment)
+            sum(counts[stage] * (ahead * kept + later * deferred) for stage, ahead, later in moment)
             for moment in flights[rank]
         )
         return layer * sum(counts.values()) + ends.get(rank, 0) + elements * run.tokens * run.width
@@ -234,7 +234,7 @@ def kept_of_layer(spec: DecoderSpec, checkpointing: str) -> int:
     return 4 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width
 
 
-def put_off_of_layer(spec: DecoderSpec) -> int:
+def deferred_of_layer(spec: DecoderSpec) -> int:
     """Elements a token that a layer's weight gradients take: each linear's input, shared ones once, and its output's
     gradient."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width

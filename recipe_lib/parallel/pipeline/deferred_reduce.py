@@ -1,4 +1,4 @@
-"""Put-off weight gradients and FSDP: gradients that are made after backward are reduced after it too, unit by unit."""
+"""Deferred weight gradients and FSDP: gradients that are made after backward are reduced after it too, unit by unit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_lib.ops.deferred import Later
+from recipe_lib.ops.deferred import DeferredGradients
 
 
-class HeldBack:
-    """The FSDP units with weights whose gradients are put off; without FSDP there are none.
+class DeferredReduction:
+    """The FSDP units with weights whose gradients are deferred; without FSDP there are none.
 
     Private parts of torch's FSDP2 are used here: a unit's reduction (`post_backward`), and what its root does at the
     end of backward.
@@ -21,7 +21,7 @@ class HeldBack:
         """model: sharded, or not."""
         self._root: Any = model if isinstance(model, FSDPModule) else None
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._units = [unit for unit in units if any(_is_put_off(entry) for entry in _parameters(unit))]
+        self._units = [unit for unit in units if any(_is_deferred(entry) for entry in _parameters(unit))]
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:
@@ -34,7 +34,7 @@ class HeldBack:
             for unit in self._units:
                 unit.set_requires_gradient_sync(True, recurse=False)
 
-    def add(self, later: list[Later]) -> None:
+    def add(self, later: list[DeferredGradients]) -> None:
         """Computes the gradients, last layer first, and reduces those of a unit before the next one's are made."""
         units = self._places() if self._root is not None else {}
         current: FSDPModule | None = None
@@ -75,7 +75,7 @@ def _parameters(unit: FSDPModule) -> list[Any]:
     return [] if group is None else group.fsdp_params
 
 
-def _is_put_off(entry: Any) -> bool:
+def _is_deferred(entry: Any) -> bool:
     """Whether a parameter of FSDP's is the trained weight of a linear."""
     return entry.sharded_param.requires_grad and isinstance(entry._module_info.module, nn.Linear)
 

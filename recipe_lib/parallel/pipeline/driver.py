@@ -7,7 +7,7 @@ one that was sent until it has been taken. The last stage's head and loss run at
 their gradients, as large as the vocabulary, never wait for other micro-batches.
 
 torch's own stages and their runtime are not used: in 2.13 they keep receive buffers, input gradients and sent tensors
-through a step, and their split backward leaves out gradients of stages behind frozen ones and of resharded parameters.
+through a step, and their split backward leaves out gradients of stages after frozen ones and of resharded parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, token_ranks
 from recipe_lib.errors import ConfigError
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.deferred import Later, put_off, splittable
+from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.parallel.pipeline import schedules as kinds
-from recipe_lib.parallel.pipeline.deferred_reduce import HeldBack
+from recipe_lib.parallel.pipeline.deferred_reduce import DeferredReduction
 from recipe_lib.parallel.pipeline.schedule_memory import taken_in
 from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, with_transfers
@@ -217,7 +217,7 @@ class Pipeline:
         return [found[str(stage)] for stage in range(self._stages + 1)]
 
     def _is_trained(self, stage: int) -> bool:
-        """Of the layers, and of the embedding on the first stage: the head is behind all stages."""
+        """Of the layers, and of the embedding on the first stage: the head is after all stages."""
         trunk = self._model.model
         modules = [trunk.layers.get_submodule(str(number)) for number in self.layers[stage]]
         modules += [trunk.embed_tokens] if stage == 0 else []
@@ -246,8 +246,8 @@ class _Step:
         self._leaving: dict[tuple[str, int, int], Tensor] = {}
         self._sent: dict[Action, OnItsWay] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._later: dict[tuple[int, int], list[Later]] = {}
-        self._held = HeldBack(pipeline._model)
+        self._later: dict[tuple[int, int], list[DeferredGradients]] = {}
+        self._held = DeferredReduction(pipeline._model)
         self._do = {
             kinds.FORWARD: self._forward,
             kinds.BACKWARD: self._backward,
@@ -306,7 +306,7 @@ class _Step:
             pipeline._hidden = None
 
     def _backward(self, stage: int, number: int) -> None:
-        """The whole backward, nothing put off."""
+        """The whole backward, nothing deferred."""
         kept = self._kept.pop((stage, number))
         gradient = self._output_gradient(stage, number, kept)
         if kept.graph is not None:
@@ -330,8 +330,8 @@ class _Step:
         return hidden.grad
 
     def _input_gradient(self, stage: int, number: int) -> None:
-        """Backward without the weight gradients of linears, which are put off."""
-        with self._held.unreduced(), put_off() as later:
+        """Backward without the weight gradients of linears, which are deferred."""
+        with self._held.unreduced(), defer_weight_gradients() as later:
             self._backward(stage, number)
         self._later[stage, number] = later
 

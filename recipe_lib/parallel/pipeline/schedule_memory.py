@@ -1,7 +1,7 @@
 """What a rank of a pipeline holds for backward after each of its actions, in bytes, from the sizes of its stages.
 
 A stage keeps of a micro-batch: from forward on what autograd needs; from the input gradient on, where the weight
-gradients are put off, what those take; then nothing. A tensor from another rank is there from its receive until it is
+gradients are deferred, what those take; then nothing. A tensor from another rank is there from its receive until it is
 used, one between two stages of the same rank from when it is made; one for another rank from when it is made until that
 rank has taken it. Parameters, gradients and states are not counted. No torch.
 """
@@ -29,14 +29,14 @@ from recipe_lib.parallel.pipeline.schedules import (
 @dataclass(frozen=True)
 class StageBytes:
     """Of one micro-batch. kept: after its forward, the stage's input included, of the last stage its output too.
-    put_off: after its input gradient, until its weight gradients are made. Each storage counts once.
+    deferred: after its input gradient, until its weight gradients are made. Each storage counts once.
 
     forward_work, backward_work, input_work, weight_work: the most bytes that an F, B, I or W has alive at once beyond
     what was alive before it.
     """
 
     kept: int
-    put_off: int = 0
+    deferred: int = 0
     forward_work: int = 0
     backward_work: int = 0
     input_work: int = 0
@@ -55,8 +55,8 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes after an action. kept, put_off: of the stages, see `StageBytes`. received: of tensors from other ranks that
-    are not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
+    """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors from other ranks,
+    not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
     their way, counted until the other rank has taken them; it may be sooner.
 
     most: alive at once during the action, `StageBytes.work` counted.
@@ -64,7 +64,7 @@ class Live:
 
     action: Action
     kept: int
-    put_off: int
+    deferred: int
     received: int
     handed: int
     waiting: int
@@ -79,7 +79,7 @@ class Live:
     @property
     def held(self) -> int:
         """What this rank alone decides about: all but `sent`."""
-        return self.kept + self.put_off + self.received + self.handed + self.waiting
+        return self.kept + self.deferred + self.received + self.handed + self.waiting
 
 
 def live_bytes(
@@ -121,7 +121,7 @@ class _Accounts:
         self._count = stage_count(parallel)
         self._taken = taken_by(order, parallel, skipped) if taken is None else taken
         self._transfers = {action for action in order if action.kind not in COMPUTE}
-        self._kept = self._put_off = 0
+        self._kept = self._deferred = 0
         self._received, self._handed = set[Action](), set[Action]()  # receives; those that need no transfer
         self._waiting, self._sent = set[Action](), set[Action]()  # sends
 
@@ -145,7 +145,7 @@ class _Accounts:
                 Live(
                     action,
                     self._kept,
-                    self._put_off,
+                    self._deferred,
                     len(self._received) * self._boundary,
                     len(self._handed) * self._boundary,
                     len(self._waiting) * self._boundary,
@@ -157,7 +157,7 @@ class _Accounts:
 
     def _alive(self) -> int:
         tensors = len(self._received) + len(self._handed) + len(self._waiting) + len(self._sent)
-        return self._kept + self._put_off + tensors * self._boundary
+        return self._kept + self._deferred + tensors * self._boundary
 
     def _compute(self, action: Action) -> None:
         stage = self._stages[action.stage]
@@ -168,10 +168,10 @@ class _Accounts:
         if action.kind == FORWARD:
             self._kept += stage.kept
         elif action.kind == WEIGHT:
-            self._put_off -= stage.put_off
+            self._deferred -= stage.deferred
         else:
             self._kept -= stage.kept
-            self._put_off += stage.put_off if action.kind == INPUT else 0
+            self._deferred += stage.deferred if action.kind == INPUT else 0
         exchange = exchange_of(action, self._count)
         if exchange is None or _is_skipped(exchange[0], self._skipped):
             return
@@ -192,13 +192,13 @@ def taken_by(
 ) -> dict[Action, int]:
     """By send of a rank's list: the number of the action before which the other rank has taken it, at the latest.
 
-    Two ranks exchange in one order: who has used what comes behind a send in it knows that the send is done. The
-    length of the list where nothing comes behind it. skipped: see `live_bytes`.
+    Two ranks exchange in one order: who has used what comes after a send in it knows that the send is done. The
+    length of the list where nothing comes after it. skipped: see `live_bytes`.
     """
     stages = stage_count(parallel)
     used = {received_for(action, stages): number for number, action in enumerate(order) if action.kind in COMPUTE}
     found: dict[Action, int] = {}
-    open_: dict[int, list[Action]] = {}  # by the other rank, sends that nothing has come behind so far
+    open_: dict[int, list[Action]] = {}  # by the other rank, sends that nothing has come after so far
     for action in order:
         if action.kind in COMPUTE or _is_skipped(action, skipped):
             continue
@@ -258,9 +258,9 @@ def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_p
 def counted_in_flight(order: Sequence[Action]) -> tuple[int, int]:
     """(the most micro-batches between F and B or I, the most between I and W) of a rank's list, stages counted
     separately: what `in_flight` says by formula where there is one."""
-    kept = put_off = most_kept = most_put_off = 0
+    kept = deferred = most_kept = most_deferred = 0
     for action in order:
         kept += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(action.kind, 0)
-        put_off += {INPUT: 1, WEIGHT: -1}.get(action.kind, 0)
-        most_kept, most_put_off = max(most_kept, kept), max(most_put_off, put_off)
-    return most_kept, most_put_off
+        deferred += {INPUT: 1, WEIGHT: -1}.get(action.kind, 0)
+        most_kept, most_deferred = max(most_kept, kept), max(most_deferred, deferred)
+    return most_kept, most_deferred

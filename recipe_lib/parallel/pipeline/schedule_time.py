@@ -62,7 +62,7 @@ class Timeline:
         return sum(span.end - span.start for span in self.spans if span.rank == rank)
 
     def idle_share(self, rank: int) -> float:
-        """The part of `total` in which a rank does not compute, waiting before its first and behind its last action
+        """The part of `total` in which a rank does not compute, waiting before its first and after its last action
         included."""
         return (self.total - self.busy(rank)) / self.total
 

@@ -81,7 +81,7 @@ def _sooner(order: list[Action], most: int) -> list[Action]:
 def _orderly(name: str, ranks: int, micro_batches: int) -> int:
     """The next number of micro-batches, this one or a larger, that torch's class has a whole order for.
 
-    With any other it leaves out backwards or counts on behind the last micro-batch, without a word. What is too many
+    With any other it leaves out backwards or counts on after the last micro-batch, without a word. What is too many
     is left out of the larger order, which stays a legal one: micro-batches do not wait for each other.
     """
     if name == "dualpipev":

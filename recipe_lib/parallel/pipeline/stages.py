@@ -1,7 +1,7 @@
 """A decoder cut down to what one rank of a pipeline has: its stages' layers, and embedding or head where they belong.
 
 The model keeps its class, and its parameters their names. What it does when it is called is the part of it whose turn
-it is, as the pipeline's driver says: the layers of a stage, or behind the last of them final norm and output head.
+it is, as the pipeline's driver says: the layers of a stage, or after the last of them final norm and output head.
 """
 
 from types import MethodType

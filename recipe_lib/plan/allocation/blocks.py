@@ -100,7 +100,7 @@ def segment_size(size: int) -> int:
 
 
 def growable_size(block: Block) -> int:
-    """Bytes that the block has, with the addresses behind it that have no memory yet."""
+    """Bytes that the block has, with the addresses after it that have no memory yet."""
     following = block.next
     return block.size + (following.size if following and not following.mapped else 0)
 

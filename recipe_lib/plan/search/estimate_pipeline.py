@@ -170,9 +170,9 @@ def _peak(cfg: Any, place: int, found: _Place, count: int) -> int:
         got, given = boundary if stage else 0, boundary if stage < last else 0
         kept = found.change[stage, "F"] + got - given
         # What backward gives goes on to the stage before; the last stage gets nothing for it from another one.
-        put_off = found.change.get((stage, "I"), 0) + kept - got + given if (stage, "I") in found.change else 0
+        deferred = found.change.get((stage, "I"), 0) + kept - got + given if (stage, "I") in found.change else 0
         forward, backward, inputs, weights = (found.most.get((stage, kind), 0) for kind in ("F", "B", "I", "W"))
-        sizes[stage] = StageBytes(kept, max(0, put_off), forward, backward, inputs, weights)
+        sizes[stage] = StageBytes(kept, max(0, deferred), forward, backward, inputs, weights)
     live = live_bytes(order, parallel, sizes, boundary, taken=taken_of(parallel, place, count))
     inside = found.held + _gradients(found) + peak_bytes(live)
     return max(inside, found.outside)

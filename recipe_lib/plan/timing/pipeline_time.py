@@ -1,7 +1,7 @@
 """When each rank of a pipeline does what, and how long its step takes: the ranks' own traces on one time line.
 
 What a rank computes in an action takes what the schedule of its own trace says; when it can begin, and when a tensor
-has arrived, is simulated over all ranks. Before, between and behind what goes through the pipeline (making batches,
+has arrived, is simulated over all ranks. Before, between and after what goes through the pipeline (making batches,
 norms, the optimizer) each rank waits for the slowest.
 """
 
@@ -76,7 +76,7 @@ def pipeline_time(
 
 
 def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
-    """(seconds before the first run of actions, between runs, and behind the last; by run those of each action)."""
+    """(seconds before the first run of actions, between runs, and after the last; by run those of each action)."""
     gaps, runs = [0.0], list[_Seconds]()
     ended, running = 0.0, False
     for (number, begin), (_, end) in zip(timing.actions, [*timing.actions[1:], (-1, 0.0)], strict=True):

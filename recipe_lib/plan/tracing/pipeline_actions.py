@@ -130,7 +130,8 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
     order = orders_of(parallel, count, training=training)[place]
     # Each stage counts in digits of its own, so that the sums tell how many of each are alive.
     sizes = {
-        stage: StageBytes(kept=_BASE**at, put_off=_BASE**at) for at, stage in enumerate(stages_of_rank(parallel, place))
+        stage: StageBytes(kept=_BASE**at, deferred=_BASE**at)
+        for at, stage in enumerate(stages_of_rank(parallel, place))
     }
     found: dict[_State, list[Action]] = defaultdict(list)
     before: _State = ()
@@ -138,7 +139,7 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
     trained: set[tuple[int, str]] = set()
     for live in live_bytes(order, parallel, sizes, 1, taken=taken_of(parallel, place, count, training=training)):
         action = live.action
-        after = (live.kept, live.put_off, live.received, live.handed, live.waiting, live.sent)
+        after = (live.kept, live.deferred, live.received, live.handed, live.waiting, live.sent)
         state = (action.stage, action.kind, previous, tuple(sorted(trained)), before, after)
         found[state].append(action)
         before, previous = after, (action.stage, action.kind)
@@ -153,7 +154,7 @@ def _by_state(parallel: ParallelConfig, place: int, count: int, training: bool) 
 
 
 def name_parts(trace: Trace) -> None:
-    """Weight gradients that were put off are a part of backward, and what is exchanged one of what it is for.
+    """Weight gradients that were deferred are a part of backward, and what is exchanged one of what it is for.
 
     What an input gradient leaves behind for them is kept like an activation, and so is a tensor that was received.
     """

@@ -330,9 +330,9 @@ def test_compiled_layers_run_where_backward_is_whole() -> None:
 
 def test_a_gradient_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: without the weights' half of backward their gradients are missing."""
-    from recipe_lib.ops.deferred import Later
+    from recipe_lib.ops.deferred import DeferredGradients
 
-    monkeypatch.setattr(Later, "run", lambda entry: None)
+    monkeypatch.setattr(DeferredGradients, "run", lambda entry: None)
     for faults in run_ranks(compare, 2, [Case("zbv")]):
         assert any("mlp.up_proj.weight" in fault for fault in faults)
 

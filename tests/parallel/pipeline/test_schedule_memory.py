@@ -99,7 +99,7 @@ def test_bytes_between_two_stages_of_a_rank_by_hand():
     parallel = pipeline("zbv", 2)
     order = [action for action in lists(parallel, 3)[1] if action.micro_batch == 0]
     found = live_bytes(order, parallel, {1: StageBytes(100, 30), 2: StageBytes(50, 20)}, boundary=8)
-    rows = [(str(e.action), e.kept, e.put_off, e.received, e.handed, e.waiting, e.sent) for e in found]
+    rows = [(str(e.action), e.kept, e.deferred, e.received, e.handed, e.waiting, e.sent) for e in found]
     assert rows == [
         ("1RF0", 0, 0, 8, 0, 0, 0),
         ("1F0", 100, 0, 0, 8, 0, 0),  # on to stage 2
