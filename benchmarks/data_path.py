@@ -158,7 +158,7 @@ def ours(folder: Path) -> dict[str, Any]:
     with start_world(cfg) as world:
         data = TrainingData(cfg, resolve_model(cfg.model), world)
         packs = data.plan.steps(0)  # of one pack each
-    report = data.rows.report
+    report = data.dataset.report
     return {
         "inside": time.perf_counter() - began,
         "tokens": report.tokens,

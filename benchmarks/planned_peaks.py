@@ -3,6 +3,7 @@
     python benchmarks/planned_peaks.py                       all configs, some three plans each
     python benchmarks/planned_peaks.py llama3/8B_full        one of them
     python benchmarks/planned_peaks.py --headers             the headers alone, from the plans that are kept
+    python benchmarks/planned_peaks.py --check               what each header says, planned anew beside the kept bytes
 
 The plans are kept in benchmarks/planned_peaks.json: bytes of the heaviest rank, sequences as long as max_seq_len
 allows. A config is meant for the fewest GPUs of 24 GB that its plan fits with a margin (see `fits`), 8 at most; else of
@@ -99,7 +100,7 @@ def plan_config(name: str) -> tuple[str, Plans]:
     from tests.plan.apart import apart
 
     plans: Plans = {}
-    total = total_bytes((configs_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+    total = total_bytes(text_of(name))
     for ranks in RANKS:
         if total / ranks > FIRST[-1] * 10**9:
             continue
@@ -145,7 +146,7 @@ def header(text: str, plans: Plans) -> str:
 def _peak(plan: dict[str, int], ranks: int) -> str:
     peak = f"{format_bytes(plan['active'])} active, {format_bytes(plan['reserved'])} reserved"
     many = f"{ranks} ranks" if ranks > 1 else "1 rank"
-    return f"# Planned peak of a rank: {peak} ({many}, rows of {plan['tokens']} tokens)."
+    return f"# Planned peak of a rank: {peak} ({many}, sequences of {plan['tokens']} tokens)."
 
 
 def _flags(ranks: int, nodes: int) -> str:
@@ -173,6 +174,23 @@ def write_header(name: str, plans: Plans) -> None:
     path.write_text(header(path.read_text(encoding="utf-8"), plans), encoding="utf-8")
 
 
+def check(name: str, plans: Plans) -> bool:
+    """Plans what a config's header says, and prints it as a row of a table beside what is kept. Whether it is equal."""
+    from tests.plan.apart import apart
+
+    ranks = meant_for(plans)[1] if _HEADER.search(text_of(name)) else 1
+    kept = plans[str(ranks)]
+    found = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
+    numbers = [f"{one[key]:,}" for key in ("active", "reserved") for one in (kept, found)]
+    print(f"| {name} | {ranks} | {' | '.join(numbers)} | {'same' if found == kept else 'CHANGED'} |", flush=True)
+    return found == kept
+
+
+def text_of(name: str) -> str:
+    """A shipped config's text."""
+    return (configs_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+
+
 def read_plans() -> dict[str, Plans]:
     """The plans that are kept, by config."""
     return json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else {}
@@ -183,9 +201,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CONFIG")
     parser.add_argument("--headers", action="store_true", help="write headers from the plans that are kept")
+    parser.add_argument("--check", action="store_true", help="plan again and compare with the plans that are kept")
     arguments = parser.parse_args()
     kept = read_plans()
     chosen = arguments.names or [name for name in names() if name in kept or not arguments.headers]
+    if arguments.check:
+        print("| config | ranks | active kept | now | reserved kept | now | |\n|---|---:|---:|---:|---:|---:|---|")
+        with multiprocessing.pool.ThreadPool(os.cpu_count()) as pool:
+            same = pool.map(lambda name: check(name, kept[name]), chosen, chunksize=1)
+        print(f"{sum(same)} of {len(same)} the same")
+        sys.exit(not all(same))
     if not arguments.headers:
         import recipe_lib.plan.build_plan  # noqa: F401  (once, for all processes)
 

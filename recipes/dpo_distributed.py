@@ -70,7 +70,7 @@ class DpoFinetune:
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one."""
         self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
-        check_pairs(self.data.rows, self.data.validation_rows)
+        check_pairs(self.data.dataset, self.data.validation_dataset)
 
     def setup_model(self) -> None:
         """The model and, when all of it is trained, a frozen reference; neither has values yet."""

@@ -36,14 +36,14 @@ DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the te
 
 
 def run(words: list[str]) -> int:
-    """Prints rows, or the findings over all of them."""
+    """Prints samples, or the findings over all of them."""
     arguments = read(words)
     for plugin in arguments.plugin:
         load_plugin(plugin)
     configs = take_configs(arguments)
     recipe = recipe_for(configs, arguments.recipe)
     cfg = load_config(configs, arguments.overrides, recipe.schema())
-    return show_rows(cfg, arguments) if arguments.action == "show" else check_rows(cfg, arguments)
+    return show_samples(cfg, arguments) if arguments.action == "show" else check_samples(cfg, arguments)
 
 
 def _one_of(names: Iterable[str]) -> str:
@@ -58,7 +58,9 @@ def read(words: list[str]) -> argparse.Namespace:
     parser = Parser("data", DESCRIPTION)
     parser.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
     add_configs(parser, words)
-    parser.add_argument("--rows", type=int, default=5, metavar="N", help="show: how many sequences (packs); default: 5")
+    parser.add_argument(
+        "--limit", type=int, default=5, metavar="N", help="show: how many sequences (packs); default: 5"
+    )
     parser.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
     parser.add_argument("--validation", action="store_true", help="show: sequences of validation.source")
     parser.add_argument(
@@ -71,8 +73,8 @@ def read(words: list[str]) -> argparse.Namespace:
     for name in arguments.allow:
         if name not in FINDINGS:
             raise ConfigError(f"--allow: unknown fault {show(name)}{did_you_mean(name, FINDINGS) or _one_of(FINDINGS)}")
-    if arguments.rows < 1:
-        raise ConfigError(f"--rows: found {arguments.rows}, expected a number >= 1")
+    if arguments.limit < 1:
+        raise ConfigError(f"--limit: found {arguments.limit}, expected a number >= 1")
     if arguments.step < 0:
         raise ConfigError(f"--step: found {arguments.step}, expected a number >= 0")
     return arguments
@@ -90,38 +92,42 @@ def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
     source = resolve_model(cfg.model) if cfg.tokenizer.path is None else None
     tokenizer = load_tokenizer_of(cfg, source)
-    rows = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)
-    return tokenizer, rows, build_validation_dataset(cfg, tokenizer), source
+    dataset = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)
+    return tokenizer, dataset, build_validation_dataset(cfg, tokenizer), source
 
 
-def show_rows(cfg: Any, arguments: argparse.Namespace) -> int:
-    """Prints the first rows, or packs, of a step's order."""
+def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
+    """Prints the first samples, or packs, of a step's order."""
     from recipe_lib.data.inspect import show_item
 
-    tokenizer, rows, validation, _ = read_datasets(cfg, tolerant=False)
+    tokenizer, dataset, validation, _ = read_datasets(cfg, tolerant=False)
     if arguments.validation:
         if validation is None:
             raise ConfigError("--validation: the config has no validation.source; set it, or leave --validation out")
-        slots = [[item] for item in range(min(arguments.rows, validation.items))]
+        slots = [[item] for item in range(min(arguments.limit, validation.items))]
     else:
-        slots = list(slots_of(cfg, rows, arguments.step, arguments.rows))
-    shown = [[show_item(validation if arguments.validation else rows, item, tokenizer) for item in s] for s in slots]
+        slots = list(slots_of(cfg, dataset, arguments.step, arguments.limit))
+    shown = [[show_item(validation if arguments.validation else dataset, item, tokenizer) for item in s] for s in slots]
     if arguments.json:
-        print(json.dumps({"sequences": [[dataclasses.asdict(row) for item in slot for row in item] for slot in shown]}))
+        print(
+            json.dumps(
+                {"sequences": [[dataclasses.asdict(document) for item in slot for document in item] for slot in shown]}
+            )
+        )
         return DONE
     for number, slot in enumerate(shown, start=1):
-        documents = [row for item in slot for row in item]
+        documents = [document for item in slot for document in item]
         print_slot(number, documents, packed=cfg.data.packing and not arguments.validation)
     return DONE
 
 
-def slots_of(cfg: Any, rows: Any, step: int, count: int) -> Iterable[list[int]]:
+def slots_of(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int]]:
     """The items of the first slots that a run of one process takes from a step on."""
     from recipe_lib.data import DataPlan
     from recipe_lib.training import derive_seed
 
     plan = DataPlan(
-        rows,
+        dataset,
         seed=derive_seed(cfg.seed, "data"),
         slots_per_step=1,
         shuffle=cfg.data.shuffle,
@@ -137,27 +143,29 @@ def slots_of(cfg: Any, rows: Any, step: int, count: int) -> Iterable[list[int]]:
 
 
 def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
-    """One row of a batch: a document, a pair, or a pack of them."""
+    """One sequence of a batch: a document, a pair, or a pack of them."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    tokens, trained = sum(row.tokens for row in documents), sum(row.trained for row in documents)
+    tokens, trained = sum(document.tokens for document in documents), sum(document.trained for document in documents)
     what = "pack" if packed else "sequence"
     held = f" in {len(documents)} documents" if len(documents) > 1 else ""
     console.print(
         Text(f"── {what} {number}: {tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})")
     )
-    for at, row in enumerate(documents, start=1):
+    for at, document in enumerate(documents, start=1):
         if len(documents) > 1:
-            which = f", {row.answer}" if row.answer else ""
+            which = f", {document.answer}" if document.answer else ""
             console.print(
-                Text(f"-- document {at} of {len(documents)}{which}: {visible(row.place)}, {row.tokens} tokens")
+                Text(
+                    f"-- document {at} of {len(documents)}{which}: {visible(document.place)}, {document.tokens} tokens"
+                )
             )
         else:
-            console.print(Text(f"   {visible(row.place)}"))
+            console.print(Text(f"   {visible(document.place)}"))
         line, colors = Text(), console.is_terminal
-        for trained, pieces in itertools.groupby(row.pieces, key=lambda piece: piece.trained):
+        for trained, pieces in itertools.groupby(document.pieces, key=lambda piece: piece.trained):
             line.append("«" if trained and not colors else "")
             for piece in pieces:
                 style = COLORS[trained, piece.special] if colors else ""
@@ -167,25 +175,25 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
     console.print()
 
 
-def check_rows(cfg: Any, arguments: argparse.Namespace) -> int:
+def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     """Prints counts, the length histogram and what is wrong; exit code 2 if something is that was not allowed."""
     from recipe_lib.data.inspect import ids_used, inspect, special_tokens
 
-    tokenizer, rows, validation, source = read_datasets(cfg, tolerant=True)
+    tokenizer, dataset, validation, source = read_datasets(cfg, tolerant=True)
     untrained = None
     if source is not None and source.folder is not None:
         from recipe_lib.checkpoint.embeddings import untrained_embeddings
 
         special = special_tokens(tokenizer)
-        used = sorted(special.keys() & ids_used(rows, validation))
+        used = sorted(special.keys() & ids_used(dataset, validation))
         untrained = [special[token] for token in untrained_embeddings(source.spec, source.folder, used, special)]
-    found = inspect(rows, validation, cfg.max_seq_len, untrained)
+    found = inspect(dataset, validation, cfg.max_seq_len, untrained)
     faults = [finding for finding in found.findings if finding.name not in arguments.allow]
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in found.findings]
         print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}))
     else:
-        report(found, rows.report.lines())
+        report(found, dataset.report.lines())
     for finding in faults:
         for line in (finding.line, *(f"  {place}" for place in finding.places)):
             print(f"error: {finding.name}: {visible(line)}", file=sys.stderr)

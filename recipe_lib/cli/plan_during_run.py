@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
-WAIT_SECONDS = 300  # for the run to have tokenized its rows
+WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # the phases that a run measures
 MEMORY_KINDS = ("active", "allocated", "reserved")
 # With more layers, times the micro-batches that a plan goes through, a whole plan takes longer than there is time for.

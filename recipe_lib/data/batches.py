@@ -152,7 +152,7 @@ class _StepSlots:
 
     def batches(self, own: Sequence[int]) -> StepBatches:
         """own: numbers of this rank's micro-batches."""
-        rows = [self.rows_of(number) for number in range(len(self.slots) // self.batch_size)]
+        rows = [self.sequences_of(number) for number in range(len(self.slots) // self.batch_size)]
         numbers = np.array([number for micro_batch in rows for row in micro_batch for number in row], dtype=np.int64)
         return StepBatches(
             micro_batches=[self.batch(rows[number]) for number in own],
@@ -162,7 +162,7 @@ class _StepSlots:
             items=len(numbers) // self.dataset.group,
         )
 
-    def rows_of(self, number: int) -> list[list[int]]:
+    def sequences_of(self, number: int) -> list[list[int]]:
         """For each row of a micro-batch the dataset's sequences in it: all of a slot's, or one of them each."""
         group = self.dataset.group
         slots = self.slots[number * self.batch_size : (number + 1) * self.batch_size]

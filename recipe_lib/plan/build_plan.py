@@ -14,7 +14,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, pipeline_assumptions, rows_of_all, staged
+from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
@@ -105,7 +105,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         margin=usable - heaviest.reserved - more,
         rank_plans=ranks,
         outside=outside,
-        layers=rows_of_all([_layers(simulated[rank]) for rank in traced]) if pipeline else _layers(found),
+        layers=layers_of_all([_layers(simulated[rank]) for rank in traced]) if pipeline else _layers(found),
         communication=_communication(found.trace, settings),
         time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
         pipeline=pipeline.plan if pipeline else None,

@@ -43,7 +43,7 @@ def staged(
     """The pipeline of a plan; None without one. simulated, timings: by rank; timings: None where none are wanted."""
     if cfg.parallel.pipeline == 1:
         return None
-    rows, count = micro_batches(cfg)
+    size, count = micro_batches(cfg)
     firsts: dict[int, int] = {}  # by place, the first rank simulated
     for rank, found in simulated.items():
         firsts.setdefault(found.coordinates["pipeline"], rank)
@@ -53,7 +53,7 @@ def staged(
         schedule=cfg.parallel.pipeline_schedule,
         stages_per_rank=stages_per_rank(cfg.parallel),
         micro_batches=count,
-        rows=rows,
+        micro_batch_size=size,
         traced=[traced_micro_batches(cfg, place) for place in firsts],
         places=places,
         ideal=theoretical_bubble(
@@ -141,7 +141,7 @@ def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
     return lines
 
 
-def rows_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
+def layers_of_all(places: Sequence[list[LayerRow]]) -> list[LayerRow]:
     """The table of modules of a whole model from those of its places, each module once, in the model's order."""
     found: dict[str, tuple[tuple[int, int, int], LayerRow]] = {}
     for rows in places:

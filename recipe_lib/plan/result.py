@@ -202,15 +202,15 @@ class StagePlan:
 @dataclass
 class PipelinePlan:
     """A step of a pipeline. schedule: the order of its micro-batches. stages_per_rank: as it says. micro_batches: of a
-    step. rows: of each. traced: micro-batches that were simulated at each place; the others are like the last of them.
-    places: first to last. seconds: from the first forward to the last backward; bubble: share of all ranks' time in it
-    in which they do not compute; spans: what they do; None, None and empty where places or times were left out. ideal:
-    the bubble of equal stages whose tensors arrive at once, None where no formula is known."""
+    step. micro_batch_size: sequences of each. traced: micro-batches that were simulated at each place; the others are
+    like the last of them. places: first to last. seconds: from the first forward to the last backward; bubble: share of
+    all ranks' time in it in which they do not compute; spans: what they do; None, None and empty where places or times
+    were left out. ideal: the bubble of equal stages whose tensors arrive at once, None where no formula is known."""
 
     schedule: str
     stages_per_rank: int
     micro_batches: int
-    rows: int
+    micro_batch_size: int
     traced: list[int]
     places: list[StagePlan]
     seconds: float | None = None

@@ -312,7 +312,7 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
 
 def _pipeline_text(pipeline: PipelinePlan) -> str:
     """Its schedule, and how much of it is waiting."""
-    sequences = f"{pipeline.rows} sequence{'s' if pipeline.rows != 1 else ''}"
+    sequences = f"{pipeline.micro_batch_size} sequence{'s' if pipeline.micro_batch_size != 1 else ''}"
     text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
     if pipeline.bubble is not None and pipeline.seconds is not None:
         text += (

@@ -32,12 +32,12 @@ def derived_numbers(
     data: "TrainingData",
 ) -> list[str]:
     """Lines for the log, each number with its unit and how it comes about. Collective in a pipeline."""
-    rows, plan = data.rows, data.plan
+    dataset, plan = data.dataset, data.plan
     return [
         _devices(cfg, world),
-        *_batch(cfg, world, rows, plan),
+        *_batch(cfg, world, dataset, plan),
         *_pipeline(cfg, parallel),
-        _steps(cfg, rows, plan),
+        _steps(cfg, dataset, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
         *_model(cfg, model, parallel, levers),
         *describe_extra(model, world),
@@ -56,20 +56,20 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
 
 
-def _batch(cfg: FullFinetuneConfig, world: "World", rows: "Dataset", plan: "DataPlan") -> list[str]:
+def _batch(cfg: FullFinetuneConfig, world: "World", dataset: "Dataset", plan: "DataPlan") -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
-    global_rows = cfg.batch_size * accumulation * world.data_ranks
-    share = rows.report.label_token_fraction
-    per_row = rows.report.tokens / max(1, rows.items)
-    step_tokens = rows.report.tokens / plan.steps(0) if cfg.data.packing else per_row * global_rows
-    unit = "packed sequences" if cfg.data.packing else "sequences" if rows.group == 1 else "pairs"
-    longest = cfg.max_seq_len * rows.group
+    global_batch_size = cfg.batch_size * accumulation * world.data_ranks
+    share = dataset.report.label_token_fraction
+    per_item = dataset.report.tokens / max(1, dataset.items)
+    step_tokens = dataset.report.tokens / plan.steps(0) if cfg.data.packing else per_item * global_batch_size
+    unit = "packed sequences" if cfg.data.packing else "sequences" if dataset.group == 1 else "pairs"
+    longest = cfg.max_seq_len * dataset.group
     return [
-        f"global batch: {global_rows} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
+        f"global batch: {global_batch_size} {unit} = batch_size {cfg.batch_size} x gradient_accumulation_steps "
         f"{accumulation} x data ranks {world.data_ranks}",
         f"tokens per step: {format_count(step_tokens)} on average, {format_count(step_tokens * share)} label tokens "
-        f"({share:.1%}); at most {format_count(global_rows * longest)} "
-        f"({global_rows} {unit} x {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})",
+        f"({share:.1%}); at most {format_count(global_batch_size * longest)} "
+        f"({global_batch_size} {unit} x {'2 x ' if longest > cfg.max_seq_len else ''}max_seq_len {cfg.max_seq_len})",
     ]
 
 
@@ -78,26 +78,26 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
     pipeline = parallel.pipeline
     if pipeline is None:
         return []
-    rows, count = micro_batches(cfg)
+    batch_size, count = micro_batches(cfg)
     stages = stage_count(cfg.parallel)
     here = " and ".join(
         f"stage {stage} (layer{f's {of.start} to {of.stop - 1}' if len(of) > 1 else f' {of.start}'})"
         for stage, of in pipeline.layers.items()
     )
     return [
-        f"pipeline: {count} micro-batches of {rows} row{'s' if rows > 1 else ''} through {stages} stages, "
-        f"{cfg.parallel.pipeline_schedule}; here {here}"
+        f"pipeline: {count} micro-batches of {batch_size} sequence{'s' if batch_size > 1 else ''} through "
+        f"{stages} stages, {cfg.parallel.pipeline_schedule}; here {here}"
     ]
 
 
-def _steps(cfg: FullFinetuneConfig, rows: "Dataset", plan: "DataPlan") -> str:
+def _steps(cfg: FullFinetuneConfig, dataset: "Dataset", plan: "DataPlan") -> str:
     steps, full = plan.total_steps(cfg.epochs, cfg.max_steps), plan.total_steps(cfg.epochs, None)
     cut = "" if steps == full else f", cut by max_steps from {full}"
     if cfg.max_steps is not None and cfg.max_steps > full:
         cut = f"; max_steps {cfg.max_steps} needs more epochs"
-    unit = "sequences" if rows.group == 1 else "pairs"
+    unit = "sequences" if dataset.group == 1 else "pairs"
     packed = " in packs" if cfg.data.packing else ""
-    return f"steps: {steps} ({plan.steps(0)} per epoch of {rows.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
+    return f"steps: {steps} ({plan.steps(0)} per epoch of {dataset.items} {unit}{packed} x {cfg.epochs} epochs{cut})"
 
 
 def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:

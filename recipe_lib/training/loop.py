@@ -24,7 +24,7 @@ from recipe_lib.training.records.communication import CommunicationProbe, descri
 from recipe_lib.training.records.metrics import step_metrics
 from recipe_lib.training.records.run_log import RunLog
 from recipe_lib.training.resume import save_run
-from recipe_lib.training.same_rows import check_same_rows
+from recipe_lib.training.same_batches import check_same_batches
 from recipe_lib.training.stop import StopSignal
 from recipe_lib.training.training_data import TrainingData
 
@@ -100,7 +100,7 @@ class TrainingLoop:
             set_learning_rate(self._optimizer, self._lr)
             batches = next(source)
             if first:
-                check_same_rows(batches, self._world)
+                check_same_batches(batches, self._world)
                 first = False
             yield batches
             del batches

@@ -123,26 +123,26 @@ def open_output(cfg: FullFinetuneConfig) -> None:
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """CheckpointError unless a step means the same rows now as in the run that saved the state at `path`."""
+    """CheckpointError unless a step means the same sequences now as in the run that saved the state at `path`."""
     if saved["seed"] != now["seed"]:
         raise CheckpointError(
-            f"{path}: was saved with seed={saved['seed']}, found seed={now['seed']}; the order of the rows follows "
-            f"from it: set seed={saved['seed']}"
+            f"{path}: was saved with seed={saved['seed']}, found seed={now['seed']}; the order of the sequences "
+            f"follows from it: set seed={saved['seed']}"
         )
-    if saved["rows_per_step"] != now["rows_per_step"]:
+    if saved["global_batch_size"] != now["global_batch_size"]:
         raise CheckpointError(
-            f"{path}: was saved with a global batch of {saved['rows_per_step']} sequences, found "
-            f"{now['rows_per_step']}; make batch_size x gradient_accumulation_steps x ranks "
-            f"{saved['rows_per_step']} again"
+            f"{path}: was saved with a global batch of {saved['global_batch_size']} sequences, found "
+            f"{now['global_batch_size']}; make batch_size x gradient_accumulation_steps x ranks "
+            f"{saved['global_batch_size']} again"
         )
     for key, was in saved["order"].items():
         if was != now["order"][key]:
             raise CheckpointError(
                 f"{path}: was saved with {key}={json.dumps(was)}, found {key}={json.dumps(now['order'][key])}; the "
-                f"order of the rows follows from it: set {key} as it was"
+                f"order of the sequences follows from it: set {key} as it was"
             )
     if saved["data"] != now["data"]:
         raise CheckpointError(
-            f"{path}: was saved with other rows (fingerprint {saved['data'][:12]}, found {now['data'][:12]}); go on "
+            f"{path}: was saved with other data (fingerprint {saved['data'][:12]}, found {now['data'][:12]}); go on "
             "with the data, tokenizer and max_seq_len of the saved run, or start anew in another output_dir"
         )

@@ -108,9 +108,9 @@ def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | Non
         )
 
 
-def check_pairs(rows: Dataset, validation_rows: Dataset | None) -> None:
-    """ConfigError unless the rows are pairs of answers."""
-    for key, found in (("data.format", rows), ("validation.format", validation_rows)):
+def check_pairs(dataset: Dataset, validation: Dataset | None) -> None:
+    """ConfigError unless the samples are pairs of answers."""
+    for key, found in (("data.format", dataset), ("validation.format", validation)):
         if found is not None and found.group != 2:
             raise ConfigError(
                 f"{key}: found {found.report.format}, whose samples hold one answer, expected pairs of a chosen and a "

@@ -1,4 +1,4 @@
-"""A recipe's data as one object: tokenizer, rows, which of them each step takes, and the batches made of them."""
+"""A recipe's data as one object: tokenizer, datasets, which sequences each step takes, and the batches made of them."""
 
 import os
 from collections.abc import Iterator
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class TrainingData:
     """What `setup_data` of a recipe keeps.
 
-    tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. rows, validation_rows (or
-    None): datasets. plan: which rows each step takes, a function of (seed, epoch, step) alone; total_steps: of the run.
+    tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. dataset,
+    validation_dataset (or None): datasets. plan: which sequences each step takes, a function of (seed, epoch, step)
+    alone; total_steps: of the run.
     """
 
     def __init__(
@@ -49,43 +50,43 @@ class TrainingData:
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         self.tokenizer = load_tokenizer_of(cfg, source)
-        self.rows = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len, prepared=prepared)
-        self.validation_rows = build_validation_dataset(cfg, self.tokenizer, prepared)
-        check_vocabulary(self.tokenizer, source.spec.vocab_size, self.rows, self.validation_rows)
-        warn_of_positions(source.spec.max_positions, self.rows, self.validation_rows)
-        warn_of_overlap(self.rows, self.validation_rows)
-        self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
+        self.dataset = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len, prepared=prepared)
+        self.validation_dataset = build_validation_dataset(cfg, self.tokenizer, prepared)
+        check_vocabulary(self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset)
+        warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
+        warn_of_overlap(self.dataset, self.validation_dataset)
+        self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
         self.plan = DataPlan(
-            self.rows,
+            self.dataset,
             seed=derive_seed(cfg.seed, "data"),
-            slots_per_step=self.rows_per_step,
+            slots_per_step=self.global_batch_size,
             shuffle=cfg.data.shuffle,
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         )
         self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
 
     def identity(self) -> dict[str, Any]:
-        """What has to be the same for a step to mean the same rows."""
+        """What has to be the same for a step to mean the same sequences."""
         order = {"data.shuffle": self._cfg.data.shuffle, "data.packing": self._cfg.data.packing}
         return {
-            "data": self.rows.fingerprint,
-            "rows_per_step": self.rows_per_step,
+            "data": self.dataset.fingerprint,
+            "global_batch_size": self.global_batch_size,
             "seed": self._cfg.seed,
-            "order": order | {"weight": [float(weight) for weight in self.rows.weights]},
+            "order": order | {"weight": [float(weight) for weight in self.dataset.weights]},
         }
 
     def batches(self, first_step: int) -> Iterator[StepBatches]:
         """This rank's micro-batches of each step from `first_step` (from 0) on, on the device."""
         cfg, world = self._cfg, self._world
-        rows, count = micro_batches(cfg)
+        batch_size, count = micro_batches(cfg)
         return step_batches(
-            self.rows,
+            self.dataset,
             self.plan,
             first_step=first_step,
             last_step=self.total_steps,
             data_rank=world.data_rank,
             data_ranks=world.data_ranks,
-            batch_size=rows,
+            batch_size=batch_size,
             accumulation=count,
             pad_id=self.tokenizer.pad_id,
             multiple=padded_multiple(cfg),
@@ -94,12 +95,12 @@ class TrainingData:
         )
 
     def validation_batches(self) -> Iterator[StepBatches]:
-        """All validation rows, each once, one micro-batch a time, on the device."""
-        if self.validation_rows is None:
+        """All validation sequences, each once, one micro-batch a time, on the device."""
+        if self.validation_dataset is None:
             return
         cfg, world = self._cfg, self._world
         for batches in validation_steps(
-            self.validation_rows,
+            self.validation_dataset,
             world.data_rank,
             world.data_ranks,
             cfg.validation.batch_size or cfg.batch_size,
@@ -111,7 +112,9 @@ class TrainingData:
 
     def report(self) -> list[str]:
         """Lines on what was read and what was left out."""
-        return [line for rows in (self.rows, self.validation_rows) if rows for line in rows.report.lines()]
+        return [
+            line for dataset in (self.dataset, self.validation_dataset) if dataset for line in dataset.report.lines()
+        ]
 
 
 def prepare(cfg: FullFinetuneConfig) -> PreparedData | None:

@@ -1,4 +1,4 @@
-"""The loss on rows that are not trained on."""
+"""The loss on data that are not trained on."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -26,7 +26,7 @@ def validation_loss(
     data: TrainingData,
     world: "World",
 ) -> dict[str, float]:
-    """Mean loss of the trained tokens of all validation rows, each counted once; without dropout. Collective.
+    """Mean loss of the trained tokens of all validation sequences, each counted once; without dropout. Collective.
 
     summed_loss: the sum of the token losses of a micro-batch.
     """
@@ -45,7 +45,7 @@ def validation_loss(
 
 
 def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[StepBatches]]:
-    """The validation rows, one micro-batch in each: so many of them as go through a pipeline at a time."""
+    """The validation sequences, one micro-batch in each: so many of them as go through a pipeline at a time."""
     batches = data.validation_batches()
     while together := list(islice(batches, _TOGETHER if parallel.pipeline is not None else 1)):
         yield together

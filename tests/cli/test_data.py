@@ -42,7 +42,7 @@ def between(text: str) -> list[str]:
 
 def test_show_marks_what_is_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     rows = write(tmp_path / "rows.jsonl", ROWS)
-    code, out, err = tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--rows", "2")
+    code, out, err = tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--limit", "2")
     assert (code, err) == (0, "")
     assert "".join(between(out.split("── sequence 2")[0])).startswith("five")
     assert "".join(between(out.split("── sequence 2")[1])).startswith("six")
@@ -94,7 +94,7 @@ def test_pairs_are_told_apart_and_packed_in_twos(capsys: pytest.CaptureFixture[s
     rows = write(tmp_path / "rows.jsonl", pairs)
     words = [*arguments(rows, "data.format=preference", "dpo.trainable=all"), "--recipe", "dpo_distributed"]
     words[0] = "tests/recipes/pairs.yaml"
-    code, out, err = tune(capsys, "show", *words, "--rows", "1")
+    code, out, err = tune(capsys, "show", *words, "--limit", "1")
     assert (code, err) == (0, "")
     assert between(out)[0].startswith("yes") and between(out)[1].startswith("no")
     assert "document 1 of 2, chosen: " in out and "document 2 of 2, rejected: " in out
@@ -190,7 +190,7 @@ def test_check_finds_embeddings_that_were_never_trained(
     [
         (["shwo", "x"], "error: tune data: unknown action shwo; did you mean show?\n"),
         (["check", "tests/recipes/plain.yaml", "--allow", "duplicate"], "did you mean duplicates?"),
-        (["show", "tests/recipes/plain.yaml", "--rows", "0"], "error: --rows: found 0, expected a number >= 1\n"),
+        (["show", "tests/recipes/plain.yaml", "--limit", "0"], "error: --limit: found 0, expected a number >= 1\n"),
     ],
 )
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], line: str):

@@ -162,7 +162,7 @@ def _rows_of(data: Any) -> Rows:
     found: Rows = []
     for step in range(STEPS):
         items = [int(item) for slot in data.plan.slots(step) for item in slot]
-        rows = [data.rows[item * data.rows.group + at] for item in items for at in range(data.rows.group)]
+        rows = [data.dataset[item * data.dataset.group + at] for item in items for at in range(data.dataset.group)]
         found.append([(torch.tensor(row.tokens).long(), torch.tensor(row.labels).long()) for row in rows])
     assert all(len(tokens) <= LENGTH for rows in found for tokens, _ in rows)
     return found

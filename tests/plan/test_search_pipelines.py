@@ -48,7 +48,7 @@ def searched(folder: Path) -> dict[str, Any]:
     return {
         "changes": [one.changes for one in result.found],
         "typed": [override_text(one.changes) for one in result.found],
-        "rows": result.rows,
+        "global_batch_size": result.global_batch_size,
         "active": estimate.active / plan.heaviest.peak.active,
         "seconds": estimate.seconds / plan.time.step,
         "tokens": (estimate.tokens, plan.time.tokens_per_step),
@@ -65,7 +65,7 @@ def test_a_pipeline_wins_where_gathering_is_slow(found: dict[str, Any], tmp_path
     """It is a run that `tune run` takes, with as many rows a step."""
     (changes,), (text,) = found["changes"], found["typed"]
     assert changes["parallel.pipeline"] in (2, 4)
-    assert found["rows"] == ROWS
+    assert found["global_batch_size"] == ROWS
     cfg = load("llama3/8B_lora", *typed(tmp_path), *text.split())
     different = 4 // cfg.parallel.pipeline
     assert cfg.batch_size * cfg.gradient_accumulation_steps * different == ROWS
@@ -83,7 +83,7 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
     from recipe_lib.config.mesh import mesh_shape
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.search_space import data_ranks, micro_batch, pipelines, rows_of, sizes
+    from recipe_lib.plan.search.search_space import batch_per_step, data_ranks, micro_batch, pipelines, sizes
     from recipe_lib.plan.search.trials import changed
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
@@ -94,7 +94,7 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
         for size in sizes(cfg, changes):
             other = changed(cfg, changes | micro_batch(cfg, changes, size))
             assert other is not None
-            assert rows_of(other) * data_ranks(other, ranks) == rows_of(cfg) * data_ranks(cfg, ranks)
+            assert batch_per_step(other) * data_ranks(other, ranks) == batch_per_step(cfg) * data_ranks(cfg, ranks)
             assert other.gradient_accumulation_steps >= other.parallel.pipeline
             assert mesh_shape(other.parallel, ranks)["pipeline"] == changes["parallel.pipeline"]
     return every

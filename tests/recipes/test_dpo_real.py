@@ -63,7 +63,7 @@ def test_the_margin_rises_and_the_export_has_it(kind: str, realdata: Path, tmp_p
     assert last["validation_loss"] < middle["validation_loss"] < 0.693
     assert last["validation_reward_accuracy"] > 0.8
 
-    rows = run.recipe.data.validation_rows
+    rows = run.recipe.data.validation_dataset
     assert rows.items == last["validation_pairs"] > 4
     load = transformers.AutoModelForCausalLM.from_pretrained
     base = load(realdata / "stories260K-hf", dtype=torch.float32)

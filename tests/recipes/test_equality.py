@@ -66,10 +66,10 @@ def uneven_rows(recipe: Any) -> None:
     for end, count in zip(offsets[1:], TRAINED * STEPS, strict=True):
         trained[end - count : end] = 1
     data = recipe.data
-    data.rows = Dataset(ids, offsets, trained, data.rows.report, "uneven rows")
-    data.plan = DataPlan(data.rows, seed=0, slots_per_step=ROWS, shuffle=False, packing_capacity=None)
+    data.dataset = Dataset(ids, offsets, trained, data.dataset.report, "uneven rows")
+    data.plan = DataPlan(data.dataset, seed=0, slots_per_step=ROWS, shuffle=False, packing_capacity=None)
     data.total_steps = STEPS
-    assert list(data.rows.trained_counts) == TRAINED * STEPS
+    assert list(data.dataset.trained_counts) == TRAINED * STEPS
 
 
 def train(
@@ -172,7 +172,7 @@ def mean_of_micro_batches(recipe: Any) -> None:
     honest = recipe.summed_loss
 
     def summed_loss(batch: Any) -> Any:
-        step_tokens = recipe.data.rows.trained_counts[:ROWS].sum()
+        step_tokens = recipe.data.dataset.trained_counts[:ROWS].sum()
         parts = recipe.cfg.gradient_accumulation_steps * recipe.world.data_ranks
         return honest(batch) * step_tokens / max(1, int((batch.labels >= 0).sum())) / parts
 

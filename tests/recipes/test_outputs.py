@@ -134,7 +134,7 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
 
         def watch(recipe: Any) -> None:
             data = recipe.data
-            ids = {tuple(data.rows[number].tokens.tolist()): number for number in range(len(data.rows))}
+            ids = {tuple(data.dataset[number].tokens.tolist()): number for number in range(len(data.dataset))}
             honest = recipe.train_step
 
             def train_step(batches: Any) -> Any:

@@ -174,15 +174,18 @@ def alone(argv: list[str], before_training: Callable[[Any], None] | None = None)
 
 
 REFUSED = {
-    "seed": (["seed=7"], "was saved with seed=42, found seed=7; the order of the rows follows from it: set seed=42"),
+    "seed": (
+        ["seed=7"],
+        "was saved with seed=42, found seed=7; the order of the sequences follows from it: set seed=42",
+    ),
     "global batch": (
         ["gradient_accumulation_steps=2"],
         "was saved with a global batch of 12 sequences, found 8; make batch_size x gradient_accumulation_steps x "
         "ranks 12 again",
     ),
-    "fewer rows": (["data.max_samples=23"], "was saved with other rows (fingerprint "),
-    "other file": (["data.source=examples/demo/heldout.jsonl"], "was saved with other rows (fingerprint "),
-    "shorter rows": (["max_seq_len=20"], "was saved with other rows (fingerprint "),
+    "fewer rows": (["data.max_samples=23"], "was saved with other data (fingerprint "),
+    "other file": (["data.source=examples/demo/heldout.jsonl"], "was saved with other data (fingerprint "),
+    "shorter rows": (["max_seq_len=20"], "was saved with other data (fingerprint "),
     "dtype": (["dtype=bf16"], "this run's model has bfloat16"),
     "optimizer": (["optimizer.name=sgd"], "was saved by another optimizer (it has betas); resume with the run's own"),
 }

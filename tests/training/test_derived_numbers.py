@@ -118,7 +118,8 @@ def test_a_pipeline_is_said() -> None:
     assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
     assert lines[1] == "global batch: 16 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 2"
     assert lines[3] == (
-        "pipeline: 8 micro-batches of 1 row through 4 stages, zbv; here stage 1 (layers 2 to 3) and stage 2 (layer 4)"
+        "pipeline: 8 micro-batches of 1 sequence through 4 stages, zbv; here stage 1 (layers 2 to 3) "
+        "and stage 2 (layer 4)"
     )
 
 

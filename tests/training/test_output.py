@@ -123,9 +123,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "found", "line"),
     [
-        ("seed", 2, "p: was saved with seed=1, found seed=2; the order of the rows follows from it: set seed=1"),
+        ("seed", 2, "p: was saved with seed=1, found seed=2; the order of the sequences follows from it: set seed=1"),
         (
-            "rows_per_step",
+            "global_batch_size",
             16,
             "p: was saved with a global batch of 8 sequences, found 16; make batch_size x "
             "gradient_accumulation_steps x ranks 8 again",
@@ -133,19 +133,19 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         (
             "data",
             "b" * 64,
-            "p: was saved with other rows (fingerprint aaaaaaaaaaaa, found bbbbbbbbbbbb); go on with the data, "
+            "p: was saved with other data (fingerprint aaaaaaaaaaaa, found bbbbbbbbbbbb); go on with the data, "
             "tokenizer and max_seq_len of the saved run, or start anew in another output_dir",
         ),
         (
             "order",
             {"data.packing": True},
-            "p: was saved with data.packing=false, found data.packing=true; the order of the rows follows from it: set "
-            "data.packing as it was",
+            "p: was saved with data.packing=false, found data.packing=true; the order of the sequences follows "
+            "from it: set data.packing as it was",
         ),
     ],
 )
-def test_a_step_must_mean_the_same_rows(key: str, found: object, line: str) -> None:
-    saved = {"seed": 1, "rows_per_step": 8, "data": "a" * 64, "order": {"data.packing": False}}
+def test_a_step_must_mean_the_same_sequences(key: str, found: object, line: str) -> None:
+    saved = {"seed": 1, "global_batch_size": 8, "data": "a" * 64, "order": {"data.packing": False}}
     check_same_data(saved, dict(saved), Path("p"))
     with pytest.raises(CheckpointError) as caught:
         check_same_data(saved, saved | {key: found}, Path("p"))

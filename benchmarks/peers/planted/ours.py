@@ -114,7 +114,7 @@ class Ours(Tool):
 
     def trained_text(self, setup: Setup) -> list[list[str]] | None:
         """From `tune data show --json`."""
-        command = [*self._tune("data"), "show", str(setup.folder / "config.yaml"), "--json", "--rows", "4"]
+        command = [*self._tune("data"), "show", str(setup.folder / "config.yaml"), "--json", "--limit", "4"]
         result = self.start(setup, command)
         if result.code != 0:
             return None

@@ -88,7 +88,7 @@ def attention_backend(architecture: str) -> str:
     """The kernel that torch picks for half-precision attention without a mask: `cudnn`, `flash`, or `cpu`.
 
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention: cuDNN above 9.15 on sm90 and
-    sm100. Documents of packed rows always go through the varlen flash kernel.
+    sm100. Documents of packed sequences always go through the varlen flash kernel.
     """
     if architecture == "cpu":
         return "cpu"

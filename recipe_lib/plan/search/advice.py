@@ -27,15 +27,15 @@ MIN_CHANGE = 0.002
 # From least to most memory.
 CHECKPOINTING = ("full", "selective", "none")
 QUANTIZED = ("nf4", "int8", "none")
-LONG_SEQUENCE = 8192  # tokens of a row from which on an MLP's inner width is worth cutting
+LONG_SEQUENCE = 8192  # tokens of a sequence from which on an MLP's inner width is worth cutting
 MAX_LOSS_CHUNKS = 64
 
 
 @dataclass(frozen=True)
 class Lever:
     """One change to try. changes: of the config. text: to type before them. ranks: in place of the run's. tokens,
-    documents: of a row, where they change. timed: whether the change of the step's time is known. note: for who reads
-    the advice."""
+    documents: of a packed sequence, where they change. timed: whether the change of the step's time is known. note: for
+    who reads the advice."""
 
     changes: Changes = field(default_factory=dict)
     note: str = ""
@@ -133,18 +133,18 @@ def _settings_with(settings: PlanSettings, lever: Lever) -> PlanSettings:
 
 def levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
     """Everything that could be changed, in either direction."""
-    return [*_rows(cfg), *_layers(cfg), *_sharding(cfg, settings.ranks), *_weights(cfg), *_length(cfg, settings)]
+    return [*_batch_sizes(cfg), *_layers(cfg), *_sharding(cfg, settings.ranks), *_weights(cfg), *_length(cfg, settings)]
 
 
-def _rows(cfg: Any) -> list[Lever]:
-    rows, turns = cfg.batch_size, cfg.gradient_accumulation_steps
+def _batch_sizes(cfg: Any) -> list[Lever]:
+    size, turns = cfg.batch_size, cfg.gradient_accumulation_steps
     found = []
-    if rows > 1:
-        fewer = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
-        changes = {"batch_size": fewer, "gradient_accumulation_steps": turns * rows // fewer}
+    if size > 1:
+        smaller = next(other for other in range(size // 2, 0, -1) if size % other == 0)
+        changes = {"batch_size": smaller, "gradient_accumulation_steps": turns * size // smaller}
         found.append(Lever(changes, "the same sequences a step"))
     if turns % 2 == 0:
-        changes = {"batch_size": 2 * rows, "gradient_accumulation_steps": turns // 2}
+        changes = {"batch_size": 2 * size, "gradient_accumulation_steps": turns // 2}
         found.append(Lever(changes, "the same sequences a step"))
     return found
 
@@ -230,7 +230,7 @@ def _weights(cfg: Any) -> list[Lever]:
 
 
 def _length(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Longer and shorter rows."""
+    """Longer and shorter sequences."""
     sequence, found = settings.sequence, []
     if sequence.tokens > 1:
         half = sequence.tokens // 2

@@ -1,7 +1,7 @@
 """The fastest settings of a config that fit a device: estimated by `quick`, the first of them confirmed by whole plans.
 
 For each way to share the model between ranks (pipelines too, where their link is slow) and each kind of activation
-checkpointing, the largest micro-batch that fits is looked for; it divides the rows of a step, which stay as many as the
+checkpointing, the largest micro-batch that fits is looked for; it divides the global batch, which stays as the
 config asks for. What one setting rules out is not tried with another: if a micro-batch does not fit, a larger one does
 not, nor does the same with less checkpointing; and what parameters, gradients and states alone take decides without a
 simulation.
@@ -19,11 +19,11 @@ from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.search_space import (
     SIZE_KEYS,
+    batch_per_step,
+    batch_per_step_with,
     data_ranks,
     micro_batch,
     pipelines,
-    rows_of,
-    rows_with,
     sharings,
     sizes,
     variants,
@@ -76,14 +76,14 @@ class PlannedSettings:
 @dataclass(frozen=True)
 class Search:
     """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
-    rows: of a step, all ranks. tried: settings that were estimated; planned: in full; took: seconds. True if something
-    was found; as text, the table of `render_search`."""
+    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; took:
+    seconds. True if something was found; as text, the table of `render_search`."""
 
     found: list[PlannedSettings]
     closest: PlannedSettings | None
     device: str
     ranks: int
-    rows: int
+    global_batch_size: int
     tried: int
     planned: int
     took: float
@@ -149,7 +149,7 @@ def search(
         closest=None if found else closest,
         device=settings.hardware.name,
         ranks=settings.ranks,
-        rows=rows_of(cfg) * data_ranks(cfg, settings.ranks),
+        global_batch_size=batch_per_step(cfg) * data_ranks(cfg, settings.ranks),
         tried=len(tried),
         planned=len(found) + len(refused),
         took=time.monotonic() - began,
@@ -184,7 +184,7 @@ def _estimate(
 def _first(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
 ) -> _Candidate | None:
-    """The leanest settings: one row at a time, everything computed again."""
+    """The leanest settings: one sequence at a time, everything computed again."""
     kind = {} if CHECKPOINTING_KEY in fixed else checkpointing(cfg, CHECKPOINTING[0])
     size = {} if SIZE_KEYS & set(fixed) else micro_batch(cfg, changes, min(sizes(cfg, changes), default=1))
     return _try(recipe_class, cfg, settings, changes | kind | size, fixed)
@@ -237,7 +237,7 @@ def _micro_batches(
 
     Begins with the kind that computes least again; one that computes more is of use for larger micro-batches only.
     """
-    rows = rows_with(cfg, changes)
+    per_step = batch_per_step_with(cfg, changes)
     left = [cfg.batch_size] if SIZE_KEYS & set(fixed) else sizes(cfg, changes)
     kinds: Iterable[str] = reversed(CHECKPOINTING)
     if CHECKPOINTING_KEY in fixed:
@@ -248,7 +248,7 @@ def _micro_batches(
             _with_micro_batch, recipe_class, cfg, settings, changes | checkpointing(cfg, kind), fixed
         )
         found += _largest(run, left, settings)
-        fitting = [one.changes.get("batch_size", rows) for one in found if one.short <= _doubt(settings)]
+        fitting = [one.changes.get("batch_size", per_step) for one in found if one.short <= _doubt(settings)]
         left = [size for size in left if size > max(fitting, default=0)]
         if not left:
             break
@@ -274,7 +274,7 @@ def _largest(run: Callable[[int], _Candidate | None], sizes: list[int], settings
         found.append(one)
         points[sizes[guess]] = one.short
         low, high = (low, guess) if one.short > _doubt(settings) else (guess + 1, high)
-        if len(points) == 1:  # what is held between steps does not grow with the rows, the rest does at most
+        if len(points) == 1:  # what is held between steps does not grow with the batch, the rest does at most
             points.setdefault(0, one.short - (one.quick.active - one.quick.held))
         likely = [place for place in range(low, high) if _line(points, sizes[place]) <= _doubt(settings)]
         sure = _doubt(settings) if len(found) > 1 else ROUGH * settings.hardware.memory
@@ -340,13 +340,13 @@ def speed_text(found: PlannedSettings) -> str:
 def render_search(result: Search) -> str:
     """The settings as a table: what to type, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
-    rows = f"{result.rows} sequences a step"
+    batch = f"{result.global_batch_size} sequences a step"
     shown = result.found or ([result.closest] if result.closest else [])
     if result.found:
-        title = f"FOUND  settings that fit {where}, {rows}, fastest first"
+        title = f"FOUND  settings that fit {where}, {batch}, fastest first"
     else:
         lacking = f"; closest, short of {format_bytes(-shown[0].margin)}:" if shown else ""
-        title = f"DOES NOT FIT  {where}, {rows}, with none of the settings tried{lacking}"
+        title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
     console = open_console(WIDEST)
     put(console, title, wrap=False)

@@ -17,7 +17,7 @@ SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "optimizer.implementation": lambda cfg, ranks: ("auto",),
 }
 STRATEGY_KEY = "parallel.strategy"
-# The micro-batch, with as many of them as make up the rows of a step.
+# The micro-batch, with as many of them as make up the batch of a step.
 SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
 
 PIPELINE_KEY, SCHEDULE_KEY, COUNT_KEY = (
@@ -31,8 +31,8 @@ LINKS_FOR_PIPELINES = ("pcie_no_p2p",)
 MAX_PIPELINE_LENGTHS = 3  # of pipelines, the longest that there can be
 
 
-def rows_of(cfg: Any) -> int:
-    """Rows of a step on one rank that has rows of its own."""
+def batch_per_step(cfg: Any) -> int:
+    """Sequences of a step on one data rank."""
     return int(cfg.batch_size * cfg.gradient_accumulation_steps)
 
 
@@ -84,7 +84,7 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
     The ranks that a pipeline leaves share or copy its stages. splits: whether backward may be cut in two.
     """
     if settings.hardware.link.kind not in LINKS_FOR_PIPELINES or PIPELINE_KEY in fixed or SIZE_KEYS & set(fixed):
-        return  # with fewer ranks that have rows of their own, a step keeps its rows by more of them on each
+        return  # with fewer data ranks, a step keeps its global batch by more sequences on each
     groups = settings.ranks // cfg.parallel.tensor
     schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
     lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
@@ -106,8 +106,8 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
 
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
-    """Whether ranks, layers and rows of a step can be divided so."""
-    if rows_of(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline or not sizes(cfg, changes):
+    """Whether ranks, layers and the batch of a step can be divided so."""
+    if batch_per_step(cfg) * changes[PIPELINE_KEY] % cfg.parallel.pipeline or not sizes(cfg, changes):
         return False
     other = changed(cfg, changes | micro_batch(cfg, changes, 1))
     if other is None or stage_count(other.parallel) > layer_count(other):
@@ -119,19 +119,19 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
     return True
 
 
-def rows_with(cfg: Any, changes: Changes) -> int:
-    """Rows of a step on a rank that has rows of its own, so that the step keeps all of its rows."""
-    return rows_of(cfg) * int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) // int(cfg.parallel.pipeline)
+def batch_per_step_with(cfg: Any, changes: Changes) -> int:
+    """Sequences of a step on one data rank, so that the global batch stays as it is."""
+    return batch_per_step(cfg) * int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) // int(cfg.parallel.pipeline)
 
 
-def micro_batch(cfg: Any, changes: Changes, rows: int) -> Changes:
-    """Micro-batches of so many rows, as many as make up the step's."""
-    return {"batch_size": rows, "gradient_accumulation_steps": rows_with(cfg, changes) // rows}
+def micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
+    """Micro-batches of that size, as many as make up the global batch."""
+    return {"batch_size": batch_size, "gradient_accumulation_steps": batch_per_step_with(cfg, changes) // batch_size}
 
 
 def sizes(cfg: Any, changes: Changes) -> list[int]:
-    """Rows that a micro-batch can have, fewest first."""
-    whole = rows_with(cfg, changes)
+    """Sequences that a micro-batch can have, fewest first."""
+    whole = batch_per_step_with(cfg, changes)
     found = [size for size in range(1, whole + 1) if whole % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
         return found

@@ -41,7 +41,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
 )
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
-from recipe_lib.plan.world.planned_batches import PlannedData, RowShape, batch_tensors
+from recipe_lib.plan.world.planned_batches import PlannedData, SequenceShape, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
 
@@ -77,7 +77,7 @@ class Simulated:
 def simulate(
     recipe_class: type,
     cfg: FullFinetuneConfig,
-    shape: RowShape,
+    shape: SequenceShape,
     *,
     rank: int = 0,
     ranks: int = 1,
@@ -126,7 +126,7 @@ def simulate(
 
 
 def trace_real_run(
-    recipe_class: type, cfg: FullFinetuneConfig, world: World, shape: RowShape, phases: Sequence[str] = ()
+    recipe_class: type, cfg: FullFinetuneConfig, world: World, shape: SequenceShape, phases: Sequence[str] = ()
 ) -> Simulated:
     """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared with."""
     tracer = Tracer(world.device.type)
@@ -138,7 +138,7 @@ def _run(
     recipe_class: type,
     cfg: FullFinetuneConfig,
     world: World,
-    shape: RowShape,
+    shape: SequenceShape,
     tracer: Tracer,
     phases: Sequence[str],
     steps: Sequence[str] = (FIRST, STEADY),

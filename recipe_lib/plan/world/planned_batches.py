@@ -20,23 +20,23 @@ from recipe_lib.plan.tracing.simulated_micro_batches import Passes
 from recipe_lib.plan.world.sequence_lengths import has_pairs
 
 
-class RowShape(Protocol):
-    """What rows to make. tokens: of a row. documents: of them in a packed row."""
+class SequenceShape(Protocol):
+    """What sequences to make. tokens: of one. documents: of them in a packed one."""
 
     @property
     def tokens(self) -> int:
-        """Length of a row."""
+        """Length of a sequence."""
 
     @property
     def documents(self) -> int:
-        """Documents in a packed row."""
+        """Documents in a packed sequence."""
 
 
 class PlannedData:
     """What a recipe finds as `self.data` in place of what its `setup_data` would have made.
 
-    rows, validation_rows: a dataset of one item. plan, tokenizer: None. total_steps: 1. `batches` yields one step,
-    `validation_batches` one micro-batch, both on the device.
+    dataset, validation_dataset: a dataset of one item. plan, tokenizer: None. total_steps: 1. `batches` yields one
+    step, `validation_batches` one micro-batch, both on the device.
     """
 
     tokenizer = chat_template = tokenizer_path = plan = None
@@ -46,7 +46,7 @@ class PlannedData:
         self,
         cfg: FullFinetuneConfig,
         world: World,
-        shape: RowShape,
+        shape: SequenceShape,
         traced_micro_batches: int | None = None,
         passes: Passes | None = None,
     ) -> None:
@@ -54,8 +54,8 @@ class PlannedData:
         passes: notes where each of those begins and ends."""
         self._cfg, self._world, self._shape, self._traced = cfg, world, shape, traced_micro_batches
         self._passes = passes
-        self.rows = self.validation_rows = _rows(cfg, shape)
-        self.rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
+        self.dataset = self.validation_dataset = _dataset(cfg, shape)
+        self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
 
     def batches(self, first_step: int = 0) -> Iterator[StepBatches]:
         """One step of this rank."""
@@ -75,12 +75,12 @@ class PlannedData:
 
     def _step(self, batch_size: int, accumulation: int) -> StepBatches:
         packed, ranks = self._cfg.data.packing, self._world.data_ranks
-        slots = [np.arange(self.rows.items) if packed else np.zeros(1, dtype=np.int64)] * (batch_size * accumulation)
-        length = self._shape.tokens * (self.rows.group if packed else 1)
+        slots = [np.arange(self.dataset.items) if packed else np.zeros(1, dtype=np.int64)] * (batch_size * accumulation)
+        length = self._shape.tokens * (self.dataset.group if packed else 1)
         multiple = padded_multiple(self._cfg)
         with unset_fake_temporarily():  # lengths are read from them
             step = make_step(
-                self.rows, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,
+                self.dataset, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,
             )  # fmt: skip
         counted = (step.trained_tokens, step.total_tokens, step.padded_tokens, step.items)
         whole = StepBatches(step.micro_batches, *(ranks * count for count in counted))
@@ -124,8 +124,8 @@ def _without_bytes(step: StepBatches) -> StepBatches:
     return replace(step, micro_batches=batches)
 
 
-def _rows(cfg: FullFinetuneConfig, shape: RowShape) -> Dataset:
-    """The items of a packed row, or one item."""
+def _dataset(cfg: FullFinetuneConfig, shape: SequenceShape) -> Dataset:
+    """The items of a packed sequence, or one item."""
     group = 2 if has_pairs(cfg) else 1
     documents = max(1, min(shape.documents, shape.tokens // 2)) if cfg.data.packing else 1
     bounds = np.linspace(0, shape.tokens, documents + 1).astype(np.int64)

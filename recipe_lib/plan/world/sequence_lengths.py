@@ -1,6 +1,6 @@
-"""How long the rows are that a plan is made for: from the data itself where it is at hand, else from max_seq_len.
+"""How long the sequences are that a plan is made for: from the data itself where it is there, else from max_seq_len.
 
-What decides on memory is the widest micro-batch of a run: the longest row, or with packing the fullest pack, which
+What decides on memory is the widest micro-batch of a run: the longest sequence, or with packing the fullest pack, which
 all packs of an epoch are padded to.
 """
 
@@ -38,12 +38,13 @@ PAIRS = "preference"
 
 @dataclass(frozen=True)
 class Sequence:
-    """The rows of a plan.
+    """The sequences of a plan.
 
-    tokens: of a row, before it is padded to data.pad_to_multiple_of; of packed pairs, half of a pack. source: where
-    that is from, a phrase for the report. histogram: of the documents' lengths, `rows`, `p50`, `p90`, `p99`, `max`;
-    None where they are not known. steps: optimizer steps of the run, where known. group: rows that stay together, 2 for
-    pairs. pack: documents (pairs) in a packed row, on average; 1 without packing or where it is not known.
+    tokens: of a sequence, before it is padded to data.pad_to_multiple_of; of packed pairs, half of a pack. source:
+    where that is from, a phrase for the report. histogram: of the documents' lengths, `sequences`, `p50`, `p90`, `p99`,
+    `max`; None where they are not known. steps: optimizer steps of the run, where known. group: sequences that stay
+    together, 2 for pairs. pack: documents (pairs) in a packed sequence, on average; 1 without packing or where it is
+    not known.
     """
 
     tokens: int
@@ -55,27 +56,27 @@ class Sequence:
 
     @property
     def documents(self) -> int:
-        """Documents (pairs) of a packed row, as a whole number."""
+        """Documents (pairs) of a packed sequence, as a whole number."""
         return max(1, round(self.pack))
 
 
 def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: float | None = None) -> Sequence:
-    """The rows that a config is planned for.
+    """The sequences that a config is planned for.
 
-    choice: `auto`, the longest row (fullest pack) of the data if they are at hand, else `max`; `max`, max_seq_len; a
-    number of tokens; `p50`, `p90` or `p99` of the rows' lengths. ranks: with different batches. wait: None, small files
-    that are not in the cache are tokenized now; else they are not, and so many seconds another process is given to.
-    Nothing comes over the network. Raises ConfigError.
+    choice: `auto`, the longest sequence (fullest pack) of the data if they are there, else `max`; `max`, max_seq_len; a
+    number of tokens; `p50`, `p90` or `p99` of the sequences' lengths. ranks: with different batches. wait: None, small
+    files that are not in the cache are tokenized now; else they are not, and so many seconds another process is given
+    to. Nothing comes over the network. Raises ConfigError.
     """
     group = 2 if has_pairs(cfg) else 1
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
-        _check_steps(cfg, _stored_rows(cfg), ranks)
+        _check_steps(cfg, _stored_dataset(cfg), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
         return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
-    rows, reason = _rows(cfg, wait)
-    if rows is not None:
-        return _of_rows(cfg, rows, choice, ranks)
+    dataset, reason = _dataset(cfg, wait)
+    if dataset is not None:
+        return _of_dataset(cfg, dataset, choice, ranks)
     if choice != "auto":
         raise ConfigError(
             f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of tokens, or max"
@@ -104,53 +105,56 @@ def _number(choice: str, longest: int) -> int | None:
 
 
 def has_pairs(cfg: Any) -> bool:
-    """Whether rows come in pairs, by the format of any source."""
+    """Whether sequences come in pairs, by the format of any source."""
     return PAIRS in {source.format or cfg.data.format for source in resolved_sources(cfg.data)}
 
 
-def _of_rows(cfg: Any, rows: "Dataset", choice: str, ranks: int) -> Sequence:
-    """From the lengths of tokenized rows."""
-    lengths = rows.lengths
+def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequence:
+    """From the lengths of tokenized sequences."""
+    lengths = dataset.lengths
     found = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
-    histogram = {"rows": len(lengths)} | dict(zip(PERCENTILES, found, strict=True)) | {"max": int(lengths.max())}
+    histogram = {"sequences": len(lengths)} | dict(zip(PERCENTILES, found, strict=True)) | {"max": int(lengths.max())}
     capacity = cfg.max_seq_len if cfg.data.packing else None
-    order = DataPlan(rows, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
+    order = DataPlan(dataset, seed=cfg.seed, slots_per_step=1, shuffle=cfg.data.shuffle, packing_capacity=capacity)
     slots = order.total_steps(1)
-    whole = _check_steps(cfg, rows, ranks)
+    whole = _check_steps(cfg, dataset, ranks)
     fullest = order.pack_length(0)
-    split = f" from {rows.report.samples_read:,} samples" if rows.report.split_sequences else ""
-    count = f"{len(rows):,} sequences{split}"
+    split = f" from {dataset.report.samples_read:,} samples" if dataset.report.split_sequences else ""
+    count = f"{len(dataset):,} sequences{split}"
     if fullest is not None:
-        tokens, source = -(-fullest // rows.group), f"fullest of {slots:,} packs of {count}"
+        tokens, source = -(-fullest // dataset.group), f"fullest of {slots:,} packs of {count}"
     elif choice in PERCENTILES:
         tokens, source = histogram[choice], f"{choice} of {count}"
     else:
         tokens, source = histogram["max"], f"longest of {count}"
-    pack = rows.items / slots if cfg.data.packing else 1.0
-    return Sequence(tokens, source, histogram, whole, rows.group, pack)
+    pack = dataset.items / slots if cfg.data.packing else 1.0
+    return Sequence(tokens, source, histogram, whole, dataset.group, pack)
 
 
-def _check_steps(cfg: Any, rows: "Dataset | None", ranks: int) -> int | None:
-    """Optimizer steps of the run; None without rows. Raises the DataError of a run whose epochs have not one step."""
-    if rows is None:
+def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
+    """Optimizer steps of the run; None without dataset. Raises the DataError of a run whose epochs have not one
+    step."""
+    if dataset is None:
         return None
     capacity = cfg.max_seq_len if cfg.data.packing else None
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
-    order = DataPlan(rows, seed=cfg.seed, slots_per_step=per_step, shuffle=cfg.data.shuffle, packing_capacity=capacity)
+    order = DataPlan(
+        dataset, seed=cfg.seed, slots_per_step=per_step, shuffle=cfg.data.shuffle, packing_capacity=capacity
+    )
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
-def _stored_rows(cfg: Any) -> "Dataset | None":
-    """The rows that an earlier run has tokenized, if it has."""
+def _stored_dataset(cfg: Any) -> "Dataset | None":
+    """The dataset that an earlier run has tokenized, if it has."""
     try:
         return _stored(cfg, _tokenizer(cfg), 0.0)
     except UserError:
         return None
 
 
-def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
-    """The tokenized rows of a config, or None and why they are not there. wait None: raises DataErrors of rows, and of
-    rows for validation, that are there."""
+def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
+    """The tokenized dataset of a config, or None and why it is not there. wait None: raises DataErrors of samples, and
+    of those for validation, that are there."""
     try:
         tokenizer = _tokenizer(cfg)
         stored = _stored(cfg, tokenizer, wait or 0.0)
@@ -172,7 +176,7 @@ def _rows(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
 
 
 def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
-    """Raises the DataError of a run that finds none of its rows for validation, if these are small local files."""
+    """Raises the DataError of a run that finds none of its samples for validation, if these are small local files."""
     source = cfg.validation.source
     if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
@@ -184,7 +188,7 @@ def _tokenizer(cfg: Any) -> "Tokenizer":
 
 
 def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
-    """The rows as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
+    """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
     if not cfg.data.cache:
         return None
     build = data_build._Build(cfg.data, tokenizer, cfg.max_seq_len, data_build._sources(cfg.data, None, None, None))

@@ -37,7 +37,7 @@ def step_metrics(
 ) -> dict[str, Any]:
     """The line of one optimizer step.
 
-    step: steps done, this one included. epoch: passes over the rows done, a fraction within one. seconds: wall time of
+    step: steps done, this one included. epoch: passes over the data done, a fraction within one. seconds: wall time of
     the step. trained_tokens: labeled tokens of the global step; total_tokens: its tokens without padding.
     peak: `active`, `allocated`, `reserved` in bytes and `kind`, as `PeakMemory.read()` returns.
     """

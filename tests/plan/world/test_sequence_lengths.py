@@ -86,7 +86,7 @@ def test_percentiles_are_of_the_rows(tmp_path: Path):
         assert (rows.lengths < found.tokens).mean() < share / 100
         assert found.histogram is not None
         assert found.histogram[name] == found.tokens
-    assert found.histogram["rows"] == 300
+    assert found.histogram["sequences"] == 300
     assert found.histogram["max"] == int(np.max(rows.lengths)) == planned_sequence(cfg).tokens
 
 

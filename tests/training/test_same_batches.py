@@ -10,11 +10,11 @@ from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import SetupError
 from recipe_lib.parallel import start_world
-from recipe_lib.training.same_rows import check_same_rows
+from recipe_lib.training.same_batches import check_same_batches
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, losses, run_here
 
-MESSAGE = "data: the 2 ranks {} that have data rank {} found different rows for the same step"
+MESSAGE = "data: the 2 ranks {} that have data rank {} found different batches for the same step"
 SHARED = "that share matrices"
 
 
@@ -28,7 +28,7 @@ def check(steps: list[StepBatches], **parallel: int) -> str:
     cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**parallel))
     with start_world(cfg) as world:
         try:
-            check_same_rows(steps[world.rank], world)
+            check_same_batches(steps[world.rank], world)
         except SetupError as error:
             return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""The ranks that share a model share rows too: the check that they have read the same ones."""
+"""The ranks that share a model have the same batches: the check that they read the same."""
 
 import hashlib
 from typing import TYPE_CHECKING
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
 
 
-def check_same_rows(batches: StepBatches, world: "World") -> None:
-    """Compares the rows of a step over the ranks that have to have the same ones, by their hash. A collective.
+def check_same_batches(batches: StepBatches, world: "World") -> None:
+    """Compares the batches of a step over the ranks that have to have the same ones, by their hash. A collective.
 
-    Those are the ranks of a tensor-parallel group, and of a pipeline: rows that differ would train silently on a
+    Those are the ranks of a tensor-parallel group, and of a pipeline: batches that differ would train silently on a
     mixture of them. Raises SetupError on every rank.
     """
     if world.size == world.data_ranks:
@@ -31,6 +31,6 @@ def check_same_rows(batches: StepBatches, world: "World") -> None:
         kinds = ["of a pipeline"] * (world.pipeline is not None) + ["that share matrices"] * (world.tensor is not None)
         raise SetupError(
             f"data: the {world.size // world.data_ranks} ranks {' and '.join(kinds)} that have data rank "
-            f"{differing[0]} found different rows for the same step, expected the same; see that every machine has the "
-            "same data, tokenizer and version"
+            f"{differing[0]} found different batches for the same step, expected the same; see that every machine "
+            "has the same data, tokenizer and version"
         )
