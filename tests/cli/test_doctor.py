@@ -222,6 +222,7 @@ def test_what_doctor_measures_over_gloo_a_plan_uses(quick: None, tmp_path: Path,
     assert planned(slow) == pytest.approx(1000 * planned(path), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_wrong_numbers_and_ranks_that_stand_still(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a backend that scatters zeros, and of one in which rank 1 never comes."""
     import time

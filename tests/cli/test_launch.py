@@ -101,6 +101,7 @@ def run(recipe: Path, *words: str, **changes: str | None) -> subprocess.Complete
     return tune("run", *words, cwd=recipe.parent, **({"OMP_NUM_THREADS": None} | changes))
 
 
+@pytest.mark.slow
 def test_two_ranks(recipe: Path):
     result = run(recipe, "--nproc_per_node", "2", "./mine.py", "--config", "x=y", "sum")
     assert result.returncode == 0, result.stderr

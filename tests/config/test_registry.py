@@ -86,6 +86,7 @@ for kind in registry.BUILT_IN:
 """
 
 
+@pytest.mark.slow
 def test_every_declared_name_is_registered_by_its_owner():
     """The names declared here and those that the owning module registers are the same."""
     done = subprocess.run([sys.executable, "-c", REGISTERED], cwd=ROOT, capture_output=True, text=True)

@@ -11,6 +11,7 @@ from recipe_lib.data.samples import Conversation
 from recipe_lib.data.templates import Encoder
 from tests.data import masks_cases
 from tests.data.masks_cases import CASES, HOT, MILD, ROWS, THOUGHT
+from tests.selection import slow_except
 
 NAMES = [case.name for case in CASES]
 REFUSED, TOOLS = "refused: ", "messages with tools"
@@ -110,7 +111,13 @@ def parsed(sample: Conversation) -> list[dict[str, Any]]:
     return messages
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("none: plain", "Hermes 3")])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        [name for name in NAMES if name not in ("none: plain", "Hermes 3")],
+        ["Llama 3.1", "Qwen3", "Mistral v3", "ChatML"],
+    ),
+)
 def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of, real_folder):
     transformers = pytest.importorskip("transformers")
     tokenizer = encoder_of(name).tokenizer

@@ -12,6 +12,7 @@ from recipe_lib.data import DataPlan, make_step
 from recipe_lib.data.dataset import TokenSequence
 from recipe_lib.errors import DataError
 from tests.data.plans import OneSource, global_rows
+from tests.selection import slow_except
 
 
 def epoch(num_rows: int, seed: int, number: int, per_step: int, shuffle: bool = True) -> np.ndarray:
@@ -153,7 +154,7 @@ def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["rows", "packed weights"]))
 def test_500_resumes_with_1_to_4_ranks_lose_no_row_and_repeat_none(kind):
     """A run stops before some step, and goes on there with another number of ranks, in another process."""
     weights = (1.0, 2.0, 0.5) if "weights" in kind else (1.0,)

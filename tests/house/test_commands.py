@@ -31,6 +31,7 @@ from tests.house.documents import Block, blocks, documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
 from tests.plan.apart import apart
+from tests.selection import slow_except
 
 WITH_COMMANDS = [path for path in documents() if any(block.language == "bash" for block in blocks(path))]
 
@@ -47,7 +48,14 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: path.relative_to(ROOT).as_posix())
+SECONDS = [ROOT / "docs" / name for name in ("your_data.md", "plan.md")]  # what their commands take
+
+
+@pytest.mark.parametrize(
+    "path",
+    slow_except(WITH_COMMANDS, [path for path in WITH_COMMANDS if path not in SECONDS]),
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
 def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
     for block in blocks(path):
         if block.mark == "file":

@@ -78,6 +78,7 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
     end_process(exit_code_of(main))
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_ends_both_machines(machines: tuple[str, str], tmp_path: Path) -> None:
     context, port = multiprocessing.get_context("fork"), free_port()
     ranks = [context.Process(target=train, args=(node, machines[node], port, tmp_path)) for node in (0, 1)]

@@ -17,7 +17,7 @@ PAIRS = [SourceConfig(source="x.jsonl", format="preference")]
 
 
 @pytest.mark.parametrize(
-    ("data", "dataset"),
+    ("data", "rows"),
     [
         (DataConfig(source="x.jsonl"), 3),
         (DataConfig(source="x.jsonl", format="preference"), 6),

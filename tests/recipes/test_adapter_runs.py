@@ -82,7 +82,8 @@ def test_an_adapter_of_another_rank_is_refused(realdata: Path, tmp_path: Path):
     assert not (tmp_path / "second").exists()
 
 
-@pytest.mark.parametrize("quantize", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_two_ranks_on_a_quantized_base_are_one(realdata: Path, tmp_path: Path, quantize: str):
     def train(ranks: int) -> int:
         own = (f"lora.quantize_base={quantize}", f"batch_size={4 // ranks}", "lora.dropout=0")
@@ -95,6 +96,7 @@ def test_two_ranks_on_a_quantized_base_are_one(realdata: Path, tmp_path: Path, q
     assert furthest([norm for *_, norm in two], [norm for *_, norm in one]) <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_losses(realdata: Path, tmp_path: Path):
     keep = ("checkpoint.save_every_n_steps=2", "checkpoint.keep_last_n=9", "lora.dora=true", "lora.dropout=0.1")
     assert run_here(arguments(realdata, tmp_path / "whole", *keep), recipe=LORA).code == 0

@@ -174,7 +174,8 @@ def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:
     assert line.startswith("error: setting up the model: out of memory on cpu with ")
 
 
-@pytest.mark.parametrize("where", slow_except(["load_weights", "validate"], ["load_weights"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["load_weights", "validate"])
 def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
     overrides = []
     if where == "validate":

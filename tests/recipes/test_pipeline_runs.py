@@ -20,14 +20,15 @@ from tests.selection import selected, slow_except
 MICRO_BATCHES, ROWS = 4, 8  # of a step, over all data ranks
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
 PIPELINE = "parallel.pipeline=2"
+QUICK = {"full 2", "1 to 2", "lora", "preference"}  # of tests' names and kinds; the runs of others are slow
 ZBV, ZERO_BUBBLE = "parallel.pipeline_schedule=zbv", "parallel.pipeline_schedule=interleaved_zero_bubble"
 
 
 class Runs:
-    """The runs of this file: each kind by one process, by a pipeline of two, and by four ranks."""
+    """The runs of this file: each kind by one process, by a pipeline of two, and by four ranks. slow: all."""
 
-    def __init__(self, realdata: Path, folder: Path) -> None:
-        self.realdata, self.folder = realdata, folder
+    def __init__(self, realdata: Path, folder: Path, slow: bool = False) -> None:
+        self.realdata, self.folder, self.slow = realdata, folder, slow
         preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text()) | {"num_hidden_layers": 4}
         (folder / "deep.json").write_text(json.dumps(preset))
         wide = preset | {"hidden_size": 128, "intermediate_size": 256}  # matrices of whole blocks of 64
@@ -86,9 +87,10 @@ class Runs:
 def alone(runs: Runs) -> torch.Tensor:
     runs.packed("packed 1")
     runs.adapters("lora 1")
-    runs.quantized("nf4 1")
     runs.preference("preference 1")
-    runs.preference("preference full 1", "dpo.trainable=all")
+    if runs.slow:
+        runs.quantized("nf4 1")
+        runs.preference("preference full 1", "dpo.trainable=all")
     model = runs.full("full 1", 1).recipe.model
     with torch.no_grad():
         return whole(model(probe()))
@@ -99,9 +101,10 @@ def pipeline_of_two(runs: Runs) -> None:
     runs.full("full 2", 1, PIPELINE, ZBV)
     runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
     runs.adapters("lora 2", PIPELINE, ZERO_BUBBLE)
-    runs.quantized("nf4 2", PIPELINE, ZBV)
     runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
-    runs.preference("preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2")
+    if runs.slow:
+        runs.quantized("nf4 2", PIPELINE, ZBV)
+        runs.preference("preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2")
 
 
 def four_ranks(runs: Runs) -> None:
@@ -118,19 +121,16 @@ def found(
     request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.Tensor]:
     """The folder of all runs, and logits of the model that one process has trained."""
-    runs = Runs(realdata, tmp_path_factory.mktemp("pipeline"))
+    slow = not QUICK.issuperset([*selected(request, "name"), *selected(request, "kind")])
+    runs = Runs(realdata, tmp_path_factory.mktemp("pipeline"), slow)
     logits = run_ranks(alone, 1, runs)[0]
-    parts = [(2, pipeline_of_two), (1, alone_again)]
-    if any("4" in name for name in selected(request, "name")):
-        parts.append((4, four_ranks))
-    for ranks, part in parts:
+    run_ranks(pipeline_of_two, 2, runs)
+    for ranks, part in [(1, alone_again), (4, four_ranks)] if slow else []:
         run_ranks(part, ranks, runs)
     return runs.folder, logits
 
 
-@pytest.mark.parametrize(
-    "name", slow_except(["full 2", "full 4", "1 to 2", "2 to 4", "2 to 1"], ["full 2", "1 to 2", "2 to 1"])
-)
+@pytest.mark.parametrize("name", slow_except(["full 2", "full 4", "1 to 2", "2 to 4", "2 to 1"], ["full 2", "1 to 2"]))
 def test_a_pipeline_records_what_one_process_does(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
     alone = steps(folder / "full 1")
@@ -165,7 +165,7 @@ def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], nam
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("kind", ["lora", "nf4"])
+@pytest.mark.parametrize("kind", slow_except(["lora", "nf4"], ["lora"]))
 def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
     alone, divided = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
@@ -184,7 +184,7 @@ def test_packed_rows_go_through_a_pipeline(found: tuple[Path, Any]) -> None:
     assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", ["preference", "preference full"])
+@pytest.mark.parametrize("kind", slow_except(["preference", "preference full"], ["preference"]))
 def test_a_pipeline_prefers_what_one_process_does(found: tuple[Path, Any], kind: str) -> None:
     """With the reference in the pipeline too: the model without its adapters, or a copy."""
     folder, _ = found

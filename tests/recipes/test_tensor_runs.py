@@ -38,14 +38,15 @@ from tests.selection import selected, slow_except
 GLOBAL_BATCH = 8
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
 SHARED = "parallel.tensor=2"
+QUICK = {"full 2", "1 to 2", "lora"}  # of tests' names and kinds; the runs of others are slow
 FULL_RUNS = ("full 2", "full 4", "1 to 2", "2 to 4", "2 to 1")
 
 
 class Runs:
-    """The runs of this file: each kind by one process, by a group of two, and by two groups of two."""
+    """The runs of this file: each kind by one process, by two in a group, and by two such groups. slow: all."""
 
-    def __init__(self, realdata: Path, folder: Path) -> None:
-        self.realdata, self.folder = realdata, folder
+    def __init__(self, realdata: Path, folder: Path, slow: bool = False) -> None:
+        self.realdata, self.folder, self.slow = realdata, folder, slow
         preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
         wide = preset | {"hidden_size": 128, "intermediate_size": 256}  # each rank's columns are whole blocks of 64
         (folder / "wide.json").write_text(json.dumps(wide))
@@ -95,16 +96,18 @@ def logits_of(run: Any) -> torch.Tensor:
 
 def alone(runs: Runs) -> dict[str, torch.Tensor]:
     runs.adapters("lora 1", 1)
-    runs.quantized("nf4 1", 1)
-    runs.preference("preference 1")
+    if runs.slow:
+        runs.quantized("nf4 1", 1)
+        runs.preference("preference 1")
     return {"full 1": logits_of(runs.full("full 1", 1))}
 
 
 def group_of_two(runs: Runs) -> dict[str, torch.Tensor]:
     runs.full("1 to 2", 1, SHARED, runs.state("full 1"))
     runs.adapters("lora 2", 1, SHARED)
-    runs.quantized("nf4 2", 1, SHARED)
-    runs.preference("preference 2", SHARED)
+    if runs.slow:
+        runs.quantized("nf4 2", 1, SHARED)
+        runs.preference("preference 2", SHARED)
     return {"full 2": logits_of(runs.full("full 2", 1, SHARED))}
 
 
@@ -125,17 +128,15 @@ def found(
     request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, torch.Tensor]]:
     """The folder of all runs, and logits of the trained models where they were trained."""
-    runs = Runs(realdata, tmp_path_factory.mktemp("tensor"))
+    slow = not QUICK.issuperset([*selected(request, "name"), *selected(request, "kind")])
+    runs = Runs(realdata, tmp_path_factory.mktemp("tensor"), slow)
     logits: dict[str, torch.Tensor] = {}
-    parts = [(1, alone), (2, group_of_two), (1, alone_again)]
-    if any("4" in name.split() for name in selected(request, "name")):
-        parts.append((4, two_groups))
-    for ranks, part in parts:
+    for ranks, part in [(1, alone), (2, group_of_two), *([(1, alone_again), (4, two_groups)] if slow else [])]:
         logits |= run_ranks(part, ranks, runs)[0]
     return runs.folder, logits
 
 
-@pytest.mark.parametrize("name", slow_except(FULL_RUNS, ["full 2", "1 to 2", "2 to 1"]))
+@pytest.mark.parametrize("name", slow_except(FULL_RUNS, ["full 2", "1 to 2"]))
 def test_a_group_records_what_one_process_does(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
     alone = steps(folder / "full 1")
@@ -170,7 +171,7 @@ def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: 
     torch.testing.assert_close(logits["full 1"], theirs, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["lora", "nf4"])
+@pytest.mark.parametrize("kind", slow_except(["lora", "nf4"], ["lora"]))
 def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
     alone, shared = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
@@ -183,16 +184,19 @@ def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kin
         assert difference <= 1e-3 * torch.linalg.vector_norm(wanted[tensor]), tensor
 
 
-@pytest.mark.parametrize("name", slow_except(["nf4 2 to 4", "nf4 2 to 1"], ["nf4 2 to 1"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4 2 to 4", "nf4 2 to 1"])
 def test_quantized_weights_are_the_same_for_any_group(found: tuple[Path, Any], name: str) -> None:
     """A state names its frozen weights by their bits: it would not be taken with others."""
     folder, _ = found
     assert furthest(losses(folder / name), losses(folder / "nf4 1")[SAVED:]) <= 1e-5
 
 
-def test_a_group_prefers_what_one_process_does(found: tuple[Path, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["preference"])
+def test_a_group_prefers_what_one_process_does(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
-    alone, shared = (metrics(folder / f"preference {ranks}") for ranks in (1, 2))
+    alone, shared = (metrics(folder / f"{kind} {ranks}") for ranks in (1, 2))
     assert len(alone) == len(shared) > 0
     for line, wanted in zip(shared, alone, strict=True):
         for key in ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"):

@@ -55,11 +55,11 @@ def runs(
     request: pytest.FixtureRequest, realdata: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], Any]:
     """(kind, ranks) -> output folder and logits of the trained model where it was trained."""
-    folder = tmp_path_factory.mktemp("worlds")
+    folder, kinds = tmp_path_factory.mktemp("worlds"), selected(request, "kind")
 
     def train(ranks: int) -> dict[str, torch.Tensor]:
         logits = {}
-        for kind in MARGIN:
+        for kind in kinds:
             run = run_here(stories(realdata, folder / f"{kind}{ranks}", *overrides(realdata, kind, ranks)))
             assert run.code == 0, run.said
             with torch.no_grad():
@@ -69,7 +69,7 @@ def runs(
     found = {}
     for ranks in sorted({1, 2, *selected(request, "ranks")}):
         logits = run_ranks(train, ranks, ranks)[0]
-        found |= {(kind, ranks): (folder / f"{kind}{ranks}", logits[kind]) for kind in MARGIN}
+        found |= {(kind, ranks): (folder / f"{kind}{ranks}", logits[kind]) for kind in kinds}
     return found
 
 
@@ -78,7 +78,7 @@ def worlds_of(runs: dict[tuple[str, int], Any]) -> list[int]:
     return list(dict.fromkeys(ranks for _, ranks in runs))
 
 
-@pytest.mark.parametrize("kind", MARGIN)
+@pytest.mark.parametrize("kind", slow_except(MARGIN, ["text"]))
 @pytest.mark.parametrize("ranks", slow_except(WORLDS[1:], [2]))
 def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kind: str, ranks: int):
     one, many = steps(runs[kind, 1][0]), steps(runs[kind, ranks][0])
@@ -89,7 +89,7 @@ def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kin
         assert all(line[name] == other[name] for name in ("lr", "epoch", "trained_tokens", "tokens"))
 
 
-@pytest.mark.parametrize("kind", MARGIN)
+@pytest.mark.parametrize("kind", slow_except(MARGIN, ["text"]))
 def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str):
     untrained = [loss for loss, _ in reference(realdata / "stories260K-hf", data_rows(realdata, kind), peak=0.0)]
     for ranks in worlds_of(runs):
@@ -100,7 +100,7 @@ def test_losses_fall(realdata: Path, runs: dict[tuple[str, int], Any], kind: str
         assert sum(gained[-2:]) / 2 >= MARGIN[kind], gained
 
 
-@pytest.mark.parametrize("kind", MARGIN)
+@pytest.mark.parametrize("kind", slow_except(MARGIN, ["text"]))
 @pytest.mark.parametrize("ranks", slow_except(WORLDS, [1, 2]))
 def test_transformers_opens_the_result_with_equal_logits(
     runs: dict[tuple[str, int], Any], kind: str, ranks: int, caplog: pytest.LogCaptureFixture
@@ -133,7 +133,7 @@ def _original(output: Path) -> Path:
     return Path(load_config(output / "config.yaml").model.path)
 
 
-@pytest.mark.parametrize("kind", MARGIN)
+@pytest.mark.parametrize("kind", slow_except(MARGIN, ["text"]))
 def test_a_plain_loop_over_transformers_gives_the_same_losses(
     realdata: Path, runs: dict[tuple[str, int], Any], kind: str
 ):

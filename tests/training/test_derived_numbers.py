@@ -33,7 +33,7 @@ class Plan:
         return min(2 * epochs, max_steps or 2 * epochs)
 
 
-DATA: Any = SimpleNamespace(rows=Rows(), plan=Plan())
+DATA: Any = SimpleNamespace(dataset=Rows(), plan=Plan())
 
 
 def config() -> FullFinetuneConfig:

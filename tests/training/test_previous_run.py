@@ -302,6 +302,7 @@ def replace_run(root: Path) -> None:
     drop_earlier(root)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_at_every_operation(
     memory_path: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -122,6 +122,7 @@ def test_who_stands_still_is_named() -> None:
     assert re.fullmatch(f"{still}{own}{END}", line), line
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named() -> None:
     def trouble(world: World, what: str, number: int) -> None:
         if world.rank == 1 and what == "loss" and number == 1:
