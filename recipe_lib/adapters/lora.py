@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.coverage import cover, describe_bare, describe_quantized, describe_targets, refuse_unquantized
 from recipe_lib.adapters.layers import (
@@ -57,9 +58,11 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
 
     dtype: of the adapters unless `cfg.dtype` says one. Frozen parameters keep names and types, also those that the
     embedding and the head share; with `cfg.quantize_base` all linears of the layers, adapted or not, get quantized
-    storage. Raises ConfigError for a target that no layer has, and where `cfg.quantize_base` would leave most of the
-    layers' weights as they are.
+    storage. Raises ConfigError for a target that no layer has, where `cfg.quantize_base` would leave most of the
+    layers' weights as they are, and for a model that `parallelize` has sharded already.
     """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigError("add_adapters: the model's parameters are sharded already; call it before parallelize")
     settings = adapter_settings(cfg, dtype)
     model.requires_grad_(False)
     if isinstance(model.spec, ExternalSpec):

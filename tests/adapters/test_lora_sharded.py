@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe_lib.adapters import adapter_parameters, adapters_off, init_adapters, is_adapter
-from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.adapters import adapter_parameters, adapters_off, add_adapters, init_adapters, is_adapter
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
+from recipe_lib.parallel import parallelize, start_world
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted, mean_loss, move_adapters
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.gathered import gathered_bytes
@@ -156,6 +158,20 @@ def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -
 
     for errors in run_ranks(work, 2):
         assert max(errors) < 1e-11
+
+
+def test_a_model_that_is_sharded_gets_no_adapters() -> None:
+    def work() -> str:
+        model = build_meta(small_spec(), torch.float64)
+        cfg = FullFinetuneConfig(device="cpu")
+        with start_world(cfg) as world:
+            parallelize(model, cfg, world)
+        with pytest.raises(ConfigError) as caught:
+            add_adapters(model, LORA, torch.float64)
+        return str(caught.value)
+
+    said = "add_adapters: the model's parameters are sharded already; call it before parallelize"
+    assert run_ranks(work, 2) == [said, said]
 
 
 def test_logits_can_be_trained_on_too() -> None:
