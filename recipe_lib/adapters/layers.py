@@ -1,4 +1,4 @@
-"""Modules with a frozen weight and a trained adapter beside it: linears, the embedding, the output head.
+"""Modules with a frozen weight and a trained adapter next to it: linears, the embedding, the output head.
 
 The adapter of a matrix W `[out, in]` is `scaling * B A`, with A `[r, in]` and B `[out, r]` (LoRA, arXiv 2106.09685).
 DoRA (arXiv 2402.09353) also trains the length m `[out]` of every row: the matrix is `m * (W + scaling * B A) / norms`,

@@ -194,7 +194,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
-    """One line for the log: what is trained beside what, counted on the modules; the model may be sharded.
+    """One line for the log: what is trained and what is frozen, counted on the modules; the model may be sharded.
 
     Of an external model, whose linears no words name, also what has no adapter.
     """
@@ -204,7 +204,7 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     targets = describe_targets(found, {} if external else WORDS)
     line = (
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}: "
-        f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} beside "
+        f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "
         f"{_size(frozen)} frozen"
     )
     bare = describe_bare(found) if external and "all-linear" in cfg.target_modules else ""

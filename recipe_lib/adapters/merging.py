@@ -1,4 +1,4 @@
-"""An adapter added to the weight it was trained beside, some rows at a time."""
+"""An adapter added to the weight that it was trained with, some rows at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
-"""The names of adapters in PEFT's files, and how they lie beside ours.
+"""The names of adapters in PEFT's files, and how they lie next to ours.
 
 A file names an adapter after the module of the Hugging Face model that it belongs to. That is a module of ours, but for
-models whose file fuses several linears into one (Phi 3): there one adapter of the file stands beside several of ours.
+models whose file fuses several linears into one (Phi 3): there one adapter of the file stands next to several of ours.
 """
 
 from collections.abc import Iterable

@@ -137,7 +137,7 @@ def make_optimizer_states(
     """Replaces the optimizer's states by empty tensors as they were saved, and returns them by name, to be filled.
 
     saved: `optimizer/STATE/PARAMETER` -> type and global shape, those of other ranks' parameters too. where: the
-    state's folder, named in errors. place_state: memory for a state where it waits; None: beside its parameter.
+    state's folder, named in errors. place_state: memory for a state where it waits; None: next to its parameter.
     """
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}

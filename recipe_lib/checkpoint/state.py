@@ -292,7 +292,7 @@ def load_state(
 
     The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
     number generators are restored when it is the one that saved. place_state: memory for an offloaded state; None:
-    beside its parameter. Raises CheckpointError if the state is that of another model, dtype or optimizer.
+    next to its parameter. Raises CheckpointError if the state is that of another model, dtype or optimizer.
     """
     manifest = together(world, lambda: _manifest_of(path))
     saved = _load_tensors(path, manifest, model, optimizer, world, place_state)

@@ -1,6 +1,6 @@
 """`parallel.strategy: auto` on the command line: both are planned before the ranks start, which get the choice.
 
-Planning happens in a process of its own, since a simulated device cannot be taken back, and takes no GPU. Whatever goes
+Planning happens in a separate process, since a simulated device cannot be taken back, and takes no GPU. Whatever goes
 wrong in it, the run goes on with `fsdp`, and says so. Of several machines each chooses for itself, from the config and
 its own device alone, so that machines with equal GPUs agree; name the strategy where they are not equal.
 """
@@ -63,7 +63,7 @@ def _asks(recipe: RecipeFile, words: Sequence[str]) -> bool:
 
 
 def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> tuple[str, str]:
-    """(strategy, the line that says so), from a process of its own."""
+    """(strategy, the line that says so), from a separate process."""
     with TemporaryDirectory(prefix="tune-strategy-") as folder:
         answer = Path(folder) / "choice.json"
         command, environment = planning_process(

@@ -57,7 +57,7 @@ class Rank:
         self.pid_file.unlink(missing_ok=True)
 
     def stop_requested(self) -> bool:
-        """True if the launcher was told to stop."""
+        """True if the launcher was asked to stop."""
         return (self.folder / "stop").exists()
 
     def leave_together(self, code: int) -> int:
@@ -122,8 +122,8 @@ class Launcher:
 
     def _log_flags(self) -> list[str]:
         # Left to itself torchrun leaves an empty folder in /tmp for every launch.
-        told = any(flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags)
-        return [] if told else ["--log-dir", str(self.folder / "logs")]
+        given = any(flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags)
+        return [] if given else ["--log-dir", str(self.folder / "logs")]
 
     def _launch(self, parsed: Any) -> None:
         from torch.distributed import run
@@ -198,7 +198,7 @@ def judge(codes: dict[int, int], stopped_by: int | None, said: bool = False) -> 
     order = {PEER_FAILED: 1, -signal.SIGTERM: 2}
     rank, code = min(codes.items(), key=lambda item: (order.get(item[1], 0), item[0]))
     if code == PEER_FAILED:
-        return PEER_FAILED, ""  # told by whoever found it
+        return PEER_FAILED, ""  # reported by whoever found it
     if code >= 0:
         return CRASHED, f"error: rank {rank} failed with exit code {code}; its traceback is above"
     name = signal.Signals(-code).name

@@ -115,7 +115,7 @@ def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
 
 
 def planning_process(module: str, answer: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of a process of its own that plans: `module ANSWER [torchrun flags] RECIPE ...`."""
+    """(command, environment) of a separate process that plans: `module ANSWER [torchrun flags] RECIPE ...`."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(answer.parent)}
     return [sys.executable, "-P", "-m", module, str(answer), *words], {**os.environ, **own}

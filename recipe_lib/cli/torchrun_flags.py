@@ -1,4 +1,4 @@
-"""torchrun's flags on our command lines: told apart from ours, checked, and how many ranks they ask for."""
+"""torchrun's flags on our command lines: separated from ours, checked, and how many ranks they ask for."""
 
 import os
 from collections.abc import Sequence
@@ -116,9 +116,9 @@ def _is_count(text: str) -> bool:
 
 def with_rendezvous(flags: list[str]) -> list[str]:
     """The flags, with --standalone unless they or torchrun's environment variables say how the nodes meet."""
-    told = any(flag.replace("_", "-").startswith(RENDEZVOUS) for flag in flags)
-    told_by_environment = any(name.startswith(RENDEZVOUS_VARIABLES) for name in os.environ)
-    return flags if told or told_by_environment else ["--standalone", *flags]
+    given = any(flag.replace("_", "-").startswith(RENDEZVOUS) for flag in flags)
+    given_by_environment = any(name.startswith(RENDEZVOUS_VARIABLES) for name in os.environ)
+    return flags if given or given_by_environment else ["--standalone", *flags]
 
 
 def ranks_of(flags: Sequence[str]) -> int | None:

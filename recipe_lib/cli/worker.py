@@ -1,6 +1,6 @@
 """One rank of `tune run` with torchrun flags: `worker.py RECIPE_FILE [arguments of the recipe]`.
 
-torchrun starts this file by its path. Beside running the recipe it lets the launcher find the rank (to hand signals
+torchrun starts this file by its path. Next to running the recipe it lets the launcher find the rank (to hand signals
 on), ends with the launcher, and keeps torchrun from killing ranks that are still saving.
 """
 

@@ -160,5 +160,5 @@ def steps_with_torch(cfg: Any) -> str | None:
 
 
 def sums_over_tokens(cfg: Any) -> str | None:
-    """a recipe without a loss of its own"""
+    """a recipe without its own loss"""
     return getattr(cfg, "own_loss", None)

@@ -17,7 +17,7 @@ ALGORITHMS = Path(__file__).resolve().parent.parent / "optim" / "algorithms"
 class OptimizerFacts:
     """Facts of one optimizer.
 
-    keys: those of the section `optimizer` that it reads, beside name, lr and weight_decay; others are idle.
+    keys: those of the section `optimizer` that it reads, besides name, lr and weight_decay; others are idle.
     states: the state tensors that it keeps of a parameter, each of its shape. layer_matrix_states: of a matrix of a
     layer, if these are others; such a matrix is stepped whole. states_need: a key without which it keeps none.
     torch_class: the class of torch.optim that it may be, whose rule is for each element by itself.

@@ -1,8 +1,8 @@
 """What layers keep for backward, in pinned host memory in the meantime.
 
-When a layer's forward has ended, what autograd kept of it is copied to the host on a stream of its own, beside the next
+When a layer's forward has ended, what autograd kept of it is copied to the host on a separate stream, during the next
 layer's work; when a layer's backward begins, what the layers before it kept is copied back on another stream. On the
-device there are then, beside what other levers leave there, at most `ahead` + 1 layers' kept bytes, where there were
+device there are then, besides what other levers leave there, at most `ahead` + 1 layers' kept bytes, where there were
 those of all layers: the one that runs, and `ahead` on their way out (forward) or back already (backward). The last
 `ahead` layers are not sent: backward begins with them. It is the virtual memory of vDNN (arXiv 1602.08124), by layers.
 
@@ -155,7 +155,7 @@ class Packed:
 class Window:
     """Moves what layers keep between device and host.
 
-    device: where the layers compute. ahead: layers that may be on their way, or back, beside the present one. sent:
+    device: where the layers compute. ahead: layers that may be on their way, or back, besides the present one. sent:
     layers with this number or a higher one are not sent. host_bytes: sent by the last forward of each layer.
     """
 

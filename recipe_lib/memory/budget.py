@@ -1,6 +1,6 @@
 """What each layer keeps for backward so that most time is saved with so many bytes.
 
-Beside its input, which it always keeps, a layer can keep what matmuls, attention and its sums over ranks gave; each of
+Next to its input, which it always keeps, a layer can keep what matmuls, attention and its sums over ranks gave; each of
 these is so many bytes, and so many seconds less of recomputation. Taken are those that save most time a byte, for the
 first layers if there is not room for all; then layers that keep everything, and compute nothing again. The seconds are
 those of a plain roofline, the same for every device, so that every rank and every plan chooses alike: only their order

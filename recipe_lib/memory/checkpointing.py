@@ -1,6 +1,6 @@
 """Activation checkpointing: what a layer keeps for backward, against what it computes again (arXiv 1604.06174).
 
-For a layer of a Llama-like decoder it keeps, beside the log-sum-exp of attention, elements a token:
+For a layer of a Llama-like decoder it keeps, besides the log-sum-exp of attention, elements a token:
 
     none       every intermediate result that some gradient needs
     selective  2 d + h e + k e + f: its input, and what attention, the key, output and up projections gave

@@ -2,7 +2,7 @@
 
 `matmul_dtype` rounds what the layers' linears multiply, see `recipe_lib.ops.low_precision`: of attention and MLP, the
 frozen part of an adapted one too. Embedding, output head, norms, adapters and attention itself stay in `dtype`. It is a
-lever of time alone: weights, gradients and states take what they take, and beside them are codes of the matrices that
+lever of time alone: weights, gradients and states take what they take, and next to them are codes of the matrices that
 are being multiplied, one byte an element.
 
 INT8 runs on any device, fast on GPUs from Ampere on; FP8 takes a GPU of compute capability 8.9. Rounding reads each

@@ -59,7 +59,7 @@ def _chunked(forward: Any, chunks: int) -> Any:
         whole = (forward, (mlp, *others), modules, pieces)
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
-        # A node of its own keeps the input: a layer that is computed again for it ends here, before the pieces.
+        # A separate autograd node keeps the input: a layer that is computed again for it ends here, before the pieces.
         kept = (_Keep.apply(torch.empty(0, requires_grad=True), flat),)  # a tuple, so that it is no input of the next
         found = cast(Tensor, _Pieces.apply(whole, kept, flat, *trained))
         return found.view(*hidden.shape[:-1], -1)
@@ -159,7 +159,7 @@ class _Pieces(torch.autograd.Function):
 def _as_leaves(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Inside, the trained parameters are leaves of the same memory, whose gradients nobody else watches.
 
-    The parameters' own would be told of each piece's gradient, and step or reduce what is a part of the sum.
+    The parameters' own would get each piece's gradient, and step or reduce what is a part of the sum.
     """
     places = _trained(modules)
     leaves = [parameter.detach().requires_grad_() for _, _, parameter in places]

@@ -1,4 +1,4 @@
-"""Out of memory, told as one line: where, how much was held, and which levers are left."""
+"""Out of memory as one line: where, how much was held, and which levers are left."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

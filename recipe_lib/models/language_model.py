@@ -1,4 +1,4 @@
-"""What the library knows of a model's tensors beside their values, whoever wrote its forward."""
+"""What the library knows of a model's tensors besides their values, whoever wrote its forward."""
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
         self.own_tensors = frozenset(names)
 
     def note_computed_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Buffers have values of their own, beside those that are known already."""
+        """Buffers have values of their own, besides those that are known already."""
         self.computed_buffers = {**self.computed_buffers, **values}
 
     def note_loaded_extras(self, names: Collection[str]) -> None:

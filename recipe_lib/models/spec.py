@@ -91,7 +91,7 @@ def _no_config(file: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return (
             f"{folder}: is an adapter (it has adapter_config.json), not a model; set lora.adapter_path to it and "
-            "model.path to the model that it was trained beside"
+            "model.path to the model that it was trained on"
         )
     found = None
     if file.name == "config.json" and not any((folder / name).is_file() for name in _WEIGHTS):

@@ -12,7 +12,7 @@ from recipe_lib.models.spec import DecoderSpec, ModelSpec
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.bias|masked_bias)$")
-OTHER_PARTS = ("vision_tower", "multi_modal_projector")  # of multimodal Gemma 3, beside the decoder
+OTHER_PARTS = ("vision_tower", "multi_modal_projector")  # of multimodal Gemma 3, next to the decoder
 _OTHER_PARTS = re.compile(rf"^(model\.)?({'|'.join(OTHER_PARTS)})\.")
 
 

@@ -50,7 +50,7 @@ def linear_cross_entropy(
     even to within one row. softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
     loss: `fn(logits [m, v], labels [m]) -> summed scalar`, a function of its arguments alone; None: cross-entropy.
     group: hidden is this rank's `[n, d]` of the N tokens of a tensor-parallel group, weight its `[v / t, d]`, labels
-    are all N; the sum is that of all N tokens, on each rank. Not with a loss of its own.
+    are all N; the sum is that of all N tokens, on each rank. Not with a custom loss.
     bias: `[v]` (`[v / t]` of a group), added to the logits. finish: `fn(logits [m, v]) -> logits [m, v]`, what else is
     done to each logit by itself, a function of its argument alone; it costs two more tensors of a chunk's logits.
 
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     if loss is cross_entropy:
         loss = None
     if loss is not None and group is not None:
-        raise ValueError("a loss of its own needs the logits of the whole vocabulary, which no rank of a group has")
+        raise ValueError("a custom loss needs the logits of the whole vocabulary, which no rank of a group has")
     trained = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     if not (torch.is_grad_enabled() and trained):
         return _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, None, None, group, bias, None, finish)
@@ -88,7 +88,7 @@ def cross_entropy_by_rows(
     wanted = torch.is_grad_enabled() and weight.requires_grad
     if not wanted or hidden.shape[0] > weight.shape[1]:
         found = linear_cross_entropy(hidden, weight, labels, chunks=chunks, softcap=softcap, loss=loss)
-        if wanted:  # a use beside others all the same: none of them is a step of its own
+        if wanted:  # a use besides others all the same: none of them is a step of its own
             rows.note_whole(found)
         return found
     loss = None if loss is cross_entropy else loss
@@ -106,7 +106,7 @@ def projected_cross_entropy(
     softcap: float | None = None,
     loss: Loss | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` for a projection with parts of its own, such as an adapter beside a frozen weight.
+    """`linear_cross_entropy` for a projection with parts of its own, such as an adapter next to a frozen weight.
 
     project: `fn(hidden [m, d], *trained) -> logits [m, v]`; row by row alike, called once for each chunk, its last
     operation one whose backward does not read its result, which is overwritten. trained: the tensors (or None) that

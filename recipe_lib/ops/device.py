@@ -16,5 +16,5 @@ def holds_values(device: torch.device) -> bool:
 
 
 def has_host(device: torch.device) -> bool:
-    """Whether there is host memory beside the device's: not on a CPU, nor on a device that stands for one."""
+    """Whether there is host memory besides the device's: not on a CPU, nor on a device that stands for one."""
     return kernels_of(device) != "cpu"

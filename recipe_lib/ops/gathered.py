@@ -75,7 +75,7 @@ def gather(shard: Tensor, group: Group) -> Tensor:
 def scatter(partial: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' `[N, ...]`, to each its `[n, ...]`; its backward gathers. Keeps nothing.
 
-    A node of its own, so that a checkpointed layer's second forward can end before it.
+    A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
     return cast(Tensor, _Scatter.apply(partial, group))
 
@@ -199,7 +199,7 @@ def linears_backward(
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Gradients of shard, weights and biases, as `wants` asks for. source: what was kept, if any weight wants one.
 
-    The gather runs beside the products for the input's gradient, its reduce-scatter beside those for the weights'.
+    The gather overlaps with the products for the input's gradient, its reduce-scatter with those for the weights'.
     The input's gradient is summed as autograd would, the last linear first, so that its bits are the same.
     """
     wants_input, wants_weight, wants_bias = wants

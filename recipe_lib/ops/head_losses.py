@@ -40,7 +40,7 @@ class HeadLoss(Protocol):
 
 @dataclass(frozen=True)
 class OutputAdapter:
-    """The adapter beside a head's weight. project: `fn(hidden, *trained) -> logits`; frozen: the weight's part of it,
+    """The adapter next to a head's weight. project: `fn(hidden, *trained) -> logits`; frozen: the weight's part of it,
     for a backward that projects again when the weight may no longer be there."""
 
     project: Callable[..., Tensor]

@@ -183,7 +183,7 @@ def _alike(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With sizes left open: rows of data are of many lengths. Those that happen to be equal are told apart still."""
+    """With sizes left open: batches have many lengths. Sizes that happen to be equal stay distinct."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     return torch.compile(function, dynamic=True)
 

@@ -1,6 +1,6 @@
 """Gradients of large matrices a few rows at a time, for whoever uses each piece up before the next is made.
 
-The gradient of an embedding or of an output projection `[v, d]` is the largest tensor of a step beside the weights: at
+The gradient of an embedding or of an output projection `[v, d]` is the largest tensor of a step besides the weights: at
 v = 128256, d = 4096 it is 0.98 GiB in bf16. An optimizer that steps rows in backward needs no more than some of them at
 a time. So backward makes the gradient of a run of rows, gives it away, and makes that of the next one. For the output
 projection see `recipe_lib.ops.cross_entropy.cross_entropy_by_rows`.
@@ -44,7 +44,7 @@ class RowGradients:
         return use
 
     def note_whole(self, result: Tensor) -> None:
-        """A result whose backward makes the weight's gradient whole is a use too, beside which none has pieces."""
+        """A result whose backward makes the weight's gradient whole is a use too, besides which none has pieces."""
         use = self.begin()
 
         def ended(_: Tensor) -> None:

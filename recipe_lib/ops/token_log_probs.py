@@ -45,7 +45,7 @@ def token_log_probs(
 def projected_token_log_probs(
     project: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, *, chunks: int, softcap: float | None = None
 ) -> Tensor:
-    """`token_log_probs` for a projection with parts of its own, such as an adapter beside a frozen weight.
+    """`token_log_probs` for a projection with parts of its own, such as an adapter next to a frozen weight.
 
     project: `fn(hidden [m, d]) -> logits [m, v]`, row by row alike; called once for each chunk in forward, and again
     in backward with the same random numbers. Whatever it computes with gets its gradient. The rest: see there.

@@ -31,7 +31,7 @@ class OptimizerLevers:
     """What `memory.optimizer_in_backward` and `memory.optimizer_offload` came to.
 
     norms: of gradients that are gone when `clip_grad_norm` is called; None: none are. place_state: a state's memory
-    where it waits, without values; None: beside its parameter. gradient_chunks: of parameters whose gradients backward
+    where it waits, without values; None: next to its parameter. gradient_chunks: of parameters whose gradients backward
     makes in chunks of rows, how many.
     """
 
@@ -70,8 +70,8 @@ def apply_optimizer_levers(
             torch.get_device_module(device).current_stream().synchronize()
         if parameter in norms.by_rows:
             raise ValueError(
-                "memory.optimizer_in_backward: an embedding or output projection is used beside its loss, such as by a "
-                "penalty on its weights, and would be stepped twice; set it to false for this recipe"
+                "memory.optimizer_in_backward: an embedding or output projection is used outside its loss, such as by "
+                "a penalty on its weights, and would be stepped twice; set it to false for this recipe"
             )
         norms.add(parameter)
         step_one(parameter)

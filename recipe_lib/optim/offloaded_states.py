@@ -16,7 +16,7 @@ Chunk = tuple[nn.Parameter, int]  # a parameter, and which piece of it
 
 
 class OffloadedStates:
-    """Takes over `optimizer.step`: the states of a piece come before its step, beside the step of the one before, and
+    """Takes over `optimizer.step`: the states of a piece come before its step, during the step of the one before, and
     go back after it. A piece is a parameter, or, of a large one that can be stepped by rows, a run of rows.
 
     Two more streams copy; what has been sent back is freed when the step after the next begins, so that the states of

@@ -48,7 +48,7 @@ class RowSteps:
     """
 
     def __init__(self, optimizer: Optimizer, hold: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None) -> None:
-        """hold: memory of a shape for a whole state of which one piece is given; None: beside the piece."""
+        """hold: memory of a shape for a whole state of which one piece is given; None: next to the piece."""
         self.optimizer, self._step = optimizer, optimizer.step
         self._hold = hold or (lambda piece, shape: torch.empty(shape, dtype=piece.dtype, device=piece.device))
         self._pieces: dict[nn.Parameter, list[slice]] = {}
@@ -66,7 +66,7 @@ class RowSteps:
         return self._pieces[parameter]
 
     def step_rows(self, parameter: nn.Parameter, number: int, gradient: Tensor) -> None:
-        """A step of one piece, where states are beside their parameters. Pieces come in order, all in each step."""
+        """A step of one piece, where states are next to their parameters. Pieces come in order, all in each step."""
         rows = self.pieces(parameter)[number]
         states = self.optimizer.state.get(parameter, {})
         here = {key: local_of(value)[rows] for key, value in states.items() if is_cut(value)}

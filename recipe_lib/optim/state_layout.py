@@ -1,4 +1,4 @@
-"""The tensors that an optimizer keeps beside a parameter: their types and bytes, read and written in pieces.
+"""The tensors that an optimizer keeps next to a parameter: their types and bytes, read and written in pieces.
 
 Whatever its bits, a state lies on the ranks as its parameter does: a DTensor on the same mesh with the same placements,
 whose last dimension may be shorter. Blocks of numbers that share a scale lie within a row, so that neither the numbers

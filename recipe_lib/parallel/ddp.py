@@ -56,7 +56,7 @@ def sum_gradients_of_replicas(model: nn.Module, replicas: Replicas, world: World
 
     Once a step, after its last backward. The same parameters have gradients on all ranks: those without one are left
     out. Of a parameter that a tensor-parallel group shares, the rank's part is summed over the ranks with that part.
-    Beside the gradients there are at most two buckets of BUCKET_ELEMENTS. A collective.
+    Next to the gradients there are at most two buckets of BUCKET_ELEMENTS. A collective.
     """
     group = world.mesh.get_group("data_replicate")
     waiting: deque[_Sum] = deque()

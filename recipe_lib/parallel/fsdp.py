@@ -156,8 +156,8 @@ def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[
 def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
     """Gathers before FSDP would, on the stream that computes, where the gather's buffer is free when it returns.
 
-    FSDP gathers on a stream of its own and keeps the buffer until the next unit has gathered: for the output
-    projection that is a third tensor of the size of its weight beside the weight and its gradient.
+    FSDP gathers on a separate stream and keeps the buffer until the next unit has gathered: for the output
+    projection that is a third tensor of the size of its weight next to the weight and its gradient.
     """
     module.unshard()
 

@@ -291,7 +291,7 @@ def _narrowed(linear: AdaptedMatrix, hidden: Tensor) -> Tensor:
 def _widened(
     linear: AdaptedMatrix, plain: Tensor, narrow: Tensor, rows: Callable[[Tensor | None], Any] = local
 ) -> Tensor:
-    """What the frozen part gave, and what the adapter's B makes of `narrow` beside it."""
+    """What the frozen part gave, and what the adapter's B makes of `narrow` next to it."""
     update = F.linear(narrow, rows(linear.lora_B.weight))
     return torch.add(plain, update, alpha=linear.settings.scaling).to(plain.dtype)
 

@@ -1,4 +1,4 @@
-"""Which sizes of a tensor-parallel group can share a model, told from its shape alone."""
+"""Which sizes of a tensor-parallel group can share a model, by its shape alone."""
 
 from recipe_lib.adapters.quantized import can_cut, can_quantize
 from recipe_lib.config.schema import ParallelConfig

@@ -49,7 +49,7 @@ class World:
     mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the
     different batches is ours: the ranks of a pipeline and of a tensor-parallel group have the same. tensor: that group;
     None: each rank has whole matrices. pipeline: this rank's place among those that the layers are divided among.
-    heartbeat: is told what this rank comes to, and ends all ranks if one of them fails or stands still.
+    heartbeat: knows what this rank is doing, and ends all ranks if one of them fails or stands still.
     """
 
     rank: int
@@ -125,7 +125,7 @@ class World:
     def raise_together(self) -> Iterator[None]:
         """A UserError inside the block on any rank is raised on all of them, with the lowest failing rank's faults.
 
-        Faults are told once a machine: on every other rank the error carries no lines. Another exception keeps its
+        Faults are reported once a machine: on every other rank the error carries no lines. Another exception keeps its
         traceback on the rank where it happened; the others end with a PeerFailedError that names that rank. The block
         itself should hold no collective: a rank that failed is missing in it, and the others end by the heartbeat.
         """
@@ -140,10 +140,10 @@ class World:
         """Raises what the ranks agree on; returns if none has failed, or if `mine` is a bug, to be raised as it is."""
         if not self.any(mine is not None):
             return
-        told = self.gather_json(_describe(mine))
+        gathered = self.gather_json(_describe(mine))
         if mine is not None and not isinstance(mine, UserError):
             return
-        rank, (kind, faults) = next((rank, entry) for rank, entry in enumerate(told) if entry)
+        rank, (kind, faults) = next((rank, entry) for rank, entry in enumerate(gathered) if entry)
         if not kind:
             raise PeerFailedError(f"rank {rank} failed: {faults[0]}") from mine
         raise getattr(errors, kind)(*(faults if self.local_rank == 0 else [])) from mine
@@ -163,7 +163,7 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
     the end of the process when there are other ranks: taking it down would wait for ranks that may never come.
 
     Raises SetupError: incomplete environment, no such device, fewer GPUs than processes, mesh and ranks that differ.
-    A UserError that several ranks raise on their own is told by the first of them only. What one rank raises alone
+    A UserError that several ranks raise on their own is reported by the first of them only. What one rank raises alone
     ends the others too, which do not return from here: see `heartbeat`.
     """
     timeout = cfg.parallel.heartbeat_timeout_seconds
@@ -318,14 +318,14 @@ def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
     node = node_name()
     try:
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        error.faults = [fault for fault in error.faults if store.add(f"told/{node}/{fault}", 1) == 1]
+        error.faults = [fault for fault in error.faults if store.add(f"reported/{node}/{fault}", 1) == 1]
         if local_rank == 0:
             store.set(f"first_left/{node}", "yes")
         elif not error.faults:
             store.wait([f"first_left/{node}"])
             time.sleep(_PRINTING_SECONDS)
     except RuntimeError:
-        return  # the store is gone with the rank that held it: whatever is left to tell is told
+        return  # the store is gone with the rank that held it: whatever is left to report is reported
 
 
 def _describe(error: Exception | None) -> list[Any] | None:

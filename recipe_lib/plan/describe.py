@@ -58,8 +58,8 @@ def descriptions(described: type) -> tuple[str, dict[str, str]]:
     start, last = 0, ""
     about = text
     for match in re.finditer(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ", text):
-        told = match[1].split(", ")
-        if not set(told) <= names:
+        named = match[1].split(", ")
+        if not set(named) <= names:
             continue
         if last:
             found |= dict.fromkeys(last.split(", "), text[start : match.start()])
@@ -68,7 +68,7 @@ def descriptions(described: type) -> tuple[str, dict[str, str]]:
         start, last = match.end(), match[1]
     if last:
         found |= dict.fromkeys(last.split(", "), text[start:])
-    return about.strip(), {name: told.strip(" ;.") for name, told in found.items()}
+    return about.strip(), {name: named.strip(" ;.") for name, named in found.items()}
 
 
 def _parts(declared: Any) -> list[Any]:
@@ -93,7 +93,7 @@ def type_name(declared: Any) -> str:
 
 
 def _section(described: type) -> str:
-    about, told = descriptions(described)
+    about, named = descriptions(described)
     declared = get_type_hints(described)
     lines = [f"## {described.__name__}", "", about, "", "| key | type | what it is |", "|---|---|---|"]
     for entry in fields(described):
@@ -101,7 +101,7 @@ def _section(described: type) -> str:
             continue
         optional = entry.default is not MISSING or entry.default_factory is not MISSING
         kind = type_name(declared[entry.name]) + (" (may be left out)" if optional else "")
-        text = re.sub(r"\bNone\b", "null", told.get(entry.name, "")).replace("|", "\\|")
+        text = re.sub(r"\bNone\b", "null", named.get(entry.name, "")).replace("|", "\\|")
         lines.append(f"| `{entry.name}` | {kind} | {text} |")
     return "\n".join(lines) + "\n"
 

@@ -59,7 +59,7 @@ class _TemplateProcess:
                 start_new_session=True,  # Ctrl-C is for us; without us its input ends, and so does it
             )
         except OSError as error:
-            raise _Stopped(f"could not be started in a process of its own ({error.strerror})") from None
+            raise _Stopped(f"could not be started in a separate process ({error.strerror})") from None
         self._selector = selectors.DefaultSelector()
         assert self._child.stdin and self._child.stdout
         self._input, self._output = self._child.stdin, self._child.stdout

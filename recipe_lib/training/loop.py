@@ -111,7 +111,7 @@ class TrainingLoop:
 
         validate: gives the numbers of a validation: at each `validation.every_n_steps`-th step, else at the end of each
         epoch, and after the last. Raises DivergedError if loss or gradient are not finite, or what would be saved or
-        exported; StoppedAndSaved once any rank was told to stop.
+        exported; StoppedAndSaved once any rank was asked to stop.
         """
         heartbeat = self._world.heartbeat
         self._record(step, batches)

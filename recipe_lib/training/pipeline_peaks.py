@@ -16,9 +16,9 @@ def peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float]
     """
     if world.pipeline is None:
         return own, {}
-    told: list[tuple[int, Peaks]] = world.gather_json([world.pipeline.rank, own])
+    gathered: list[tuple[int, Peaks]] = world.gather_json([world.pipeline.rank, own])
     places: dict[str, float] = {}
-    for place, peaks in told:
+    for place, peaks in gathered:
         name = f"peak_memory_allocated_gib_pipeline_{place}"
         places[name] = max(places.get(name, 0.0), gib(peaks["allocated"]))
-    return max((peaks for _, peaks in told), key=lambda peaks: peaks["reserved"]), places
+    return max((peaks for _, peaks in gathered), key=lambda peaks: peaks["reserved"]), places

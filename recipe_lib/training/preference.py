@@ -79,7 +79,7 @@ def _pair_losses(margin: Tensor, cfg: DpoConfig) -> Tensor:
 
 
 def preference_metrics(means: Tensor) -> dict[str, Tensor]:
-    """What a step records beside its loss: means of the rewards, of their difference, and of how often it is above 0.
+    """What a step records besides its loss: means of the rewards, of their difference, and of how often it is above 0.
 
     means: `[4]`, of NUMBERS, over all pairs.
     """

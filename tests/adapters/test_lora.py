@@ -278,7 +278,7 @@ def test_evaluation_drops_nothing() -> None:
 def test_description() -> None:
     cfg = LoraConfig(rank=2, target_modules=["q", "head"])
     assert describe_adapters(made(small_spec(), cfg, torch.float32), cfg) == (
-        "adapters: LoRA of rank 2 on q, head: 1,472 parameters trained, 5.75 KiB beside 236.88 KiB frozen"
+        "adapters: LoRA of rank 2 on q, head: 1,472 parameters trained, 5.75 KiB on top of 236.88 KiB frozen"
     )
 
 

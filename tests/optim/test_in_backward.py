@@ -314,7 +314,7 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
         return norms, model
 
     if case == "weights":
-        with pytest.raises(ValueError, match="used beside its loss"):
+        with pytest.raises(ValueError, match="used outside its loss"):
             trained(IN_BACKWARD)
         return
     (norms, plain), (found, model) = trained(PLAIN), trained(IN_BACKWARD)

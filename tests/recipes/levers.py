@@ -166,7 +166,7 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ),
     ({TENSOR, f"loss={LOSS}"}, "it is called with the logits of the whole vocabulary, which no rank has"),
     ({IN_BACKWARD, "clip_grad_norm=0.1"}, "before the norm of all gradients is known"),
-    ({IN_BACKWARD, "gradient_accumulation_steps=2"}, "each backward would be a step of its own"),
+    ({IN_BACKWARD, "gradient_accumulation_steps=2"}, "each backward would be a separate step"),
     ({IN_BACKWARD, PIPELINE}, "a pipeline adds up the gradients of several micro-batches"),
     ({IN_BACKWARD, "parallel.data_replicate=2"}, "so that no gradient would be freed"),
     ({IN_BACKWARD, DDP}, "replicas sum their gradients once a step, after backward"),

@@ -116,7 +116,7 @@ class Muon(ChunkedOptimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """A matrix `[m, n]` with about the same singular vectors and singular values near 1, in bf16.
 
-    Five steps of a Newton-Schulz iteration of degree 5, after division by the Frobenius norm. Beside the argument it
+    Five steps of a Newton-Schulz iteration of degree 5, after division by the Frobenius norm. Next to the argument it
     takes two matrices of that size and two of the shorter side squared.
     """
     tall = matrix.shape[0] > matrix.shape[1]

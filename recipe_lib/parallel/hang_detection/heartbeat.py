@@ -1,7 +1,7 @@
 """Ends all ranks of a run, in bounded time and with one line, when one of them fails, is gone, or stands still.
 
 A rank spends much of its time waiting for others, where nothing of Python's runs. So each has two threads. One talks
-with the store by which the ranks have met, over a connection of its own: it says twice a second that this rank lives
+with the store by which the ranks have met, over a separate connection: it says twice a second that this rank lives
 and what its main thread is at, and sees whether another rank has failed. The other one looks where the main thread is,
 without a call to the device. If that has not moved for `parallel.heartbeat_timeout_seconds`, it looks for the rank that
 is waited for (`beats.py`), and ends the run. A rank that moves itself never ends a run. A process ends by os._exit: a
@@ -88,7 +88,7 @@ class Heartbeat:
     """
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, size: int = 1, timeout: float = 60.0) -> None:
-        """store: a connection of its own to where the ranks have met; timeout: seconds."""
+        """store: a separate connection to where the ranks have met; timeout: seconds."""
         self.detail: Detail | None = None
         self.is_ending = False  # an exception is on its way out
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
@@ -251,7 +251,7 @@ class Heartbeat:
         if self._failure is not None:
             if store.add("heeded", 0) >= self._size - len(self._failure["lost"]):
                 self._heeded.set()
-            if store.check([f"told/{self._failure['rank']}"]):
+            if store.check([f"reported/{self._failure['rank']}"]):
                 self._told.set()
         elif self._looks_around:
             for rank in range(self._size):
@@ -287,7 +287,7 @@ class Heartbeat:
         self._heeded.wait(HEEDING)
 
     def _of_own(self, error: Exception) -> dict[str, Any]:
-        """This rank's failure, as the others hear of it. nodes: where it is told without them."""
+        """This rank's failure, as the others hear of it. nodes: where it is reported without them."""
         code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
         lines, nodes = [f"{self._names([self._rank])} failed in {self._phase}: {first_line(error)}"], []
         if isinstance(error, UserError):
@@ -352,7 +352,7 @@ class Heartbeat:
         errors.end_process(failure["code"])
 
     def _say(self, failure: dict[str, Any]) -> None:
-        """Once a machine, and nothing where it is told without us."""
+        """Once a machine, and nothing where it is reported without us."""
         if self._node in failure["nodes"]:
             return
         if self._folder:
@@ -369,9 +369,9 @@ class Heartbeat:
         sys.stderr.flush()
 
     def _say_told(self) -> None:
-        """At the end of the process of a rank that has failed: what it had to tell it has told."""
+        """At the end of the process of a rank that has failed: what it had to report is reported."""
         if self._store is not None and os.getpid() == self._pid:
-            thread = threading.Thread(target=self._store.set, args=(f"told/{self._rank}", "yes"), daemon=True)
+            thread = threading.Thread(target=self._store.set, args=(f"reported/{self._rank}", "yes"), daemon=True)
             thread.start()  # apart: the store may be gone, and must not hold up the end
             thread.join(timeout=EVERY)
 

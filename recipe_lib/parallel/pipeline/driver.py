@@ -1,10 +1,10 @@
 """Runs a step's micro-batches through the stages of a rank, in the order of its schedule, and holds no tensor for
 longer than that order needs.
 
-What lives, beside parameters and gradients: of a micro-batch that has gone forward what autograd keeps for backward; of
-one whose input gradient is made what its weight gradients take; a tensor from another rank from just before it is used;
-one that was sent until it has been taken. The last stage's head and loss run at the beginning of its backward, so that
-their gradients, as large as the vocabulary, never wait for other micro-batches.
+What lives, besides parameters and gradients: of a micro-batch that has gone forward what autograd keeps for backward;
+of one whose input gradient is made what its weight gradients take; a tensor from another rank from just before it is
+used; one that was sent until it has been taken. The last stage's head and loss run at the beginning of its backward, so
+that their gradients, as large as the vocabulary, never wait for other micro-batches.
 
 torch's own stages and their runtime are not used: in 2.13 they keep receive buffers, input gradients and sent tensors
 through a step, and their split backward leaves out gradients of stages after frozen ones and of resharded parameters.
@@ -62,7 +62,7 @@ class MicroBatch(Protocol):
 
 @dataclass
 class _Kept:
-    """What a stage keeps of a micro-batch from forward to backward, beside autograd's graph.
+    """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph.
 
     received: its input, for the gradient of it. graph: the way into the graph from its output, which itself is gone.
     hidden: of the last stage, its output, for the head.
@@ -210,8 +210,8 @@ class Pipeline:
         if not holds_values(self._world.device) or dist.get_backend() == "fake":  # alone: the others' are like ours
             return [mine.get(stage, any(mine.values())) for stage in range(self._stages + 1)]
         found: dict[str, bool] = {}
-        for told in self._world.gather_json(mine):
-            found |= told
+        for others in self._world.gather_json(mine):
+            found |= others
         if not any(found.values()):
             raise ConfigError("optimizer: found no parameter that requires a gradient; leave at least one unfrozen")
         return [found[str(stage)] for stage in range(self._stages + 1)]

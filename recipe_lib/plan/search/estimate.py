@@ -70,7 +70,7 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate:
 def short_depths(layers: int, period: int, ahead: int = 0) -> tuple[int, int]:
     """Layers of the two simulations: as few as possible, so that whole periods are missing from the model's own.
 
-    ahead: layers beside a present one whose activations are on the device, where the others' are sent away.
+    ahead: layers besides a present one whose activations are on the device, where the others' are sent away.
     """
     shortest = MIN_LAYERS + ahead
     short = shortest + (layers - shortest) % period

@@ -9,7 +9,7 @@ from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.trials import Changes, changed, value_of
 from recipe_lib.plan.world.shape_only_model import layer_count
 
-# What is looked for beside the micro-batch: key -> its values for a config and so many ranks with different batches,
+# What is looked for besides the micro-batch: key -> its values for a config and so many ranks with different batches,
 # least memory first.
 SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks),

@@ -25,7 +25,7 @@ LARGE_MATMUL = MATMULS[3]  # long enough to show what a device sustains
 def with_links(
     measured: dict[str, Any], links: dict[str, Any] | None, low_precision: dict[str, float]
 ) -> dict[str, Any]:
-    """A calibration as `calibrate` makes it, with what was measured beside it.
+    """A calibration as `calibrate` makes it, with what was measured next to it.
 
     links: {"ranks", "backend", "points": [{"operation", "bytes", "seconds"}, ...]} or None. low_precision: dtype ->
     operations a second of the matmul of `matmul_rate`.

@@ -211,7 +211,7 @@ def _run(
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
-    """A phase beside the steps; a number that it reads is 0. Where it asks for more, it is traced up to there."""
+    """A phase outside the steps; a number that it reads is 0. Where it asks for more, it is traced up to there."""
     tracer.begin_phase(name)
     tracer.values_are_zero = True
     try:

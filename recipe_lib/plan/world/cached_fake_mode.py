@@ -51,7 +51,7 @@ class _Output:
 
 @dataclass(slots=True)
 class CachedCall:
-    """A remembered call. outputs: None for an operator that returns nothing. cost: what the tracer keeps beside it."""
+    """A remembered call. outputs: None for an operator that returns nothing. cost: what the tracer keeps next to it."""
 
     outputs: "_Output | list[_Output] | None"
     sequence: type | None

@@ -4,7 +4,7 @@ A fake `cuda` device aborts the process on a CPU build of torch and raises in ba
 a backend behind the PrivateUse1 key (torch.utils.backend_registration) works on both. Its streams and events are
 objects of ours, so that a tracer sees on which stream memory was taken and which stream waits for which.
 
-torch knows one such device per process and does not forget it: a plan is made in a process of its own.
+torch knows one such device per process and does not forget it: a plan is made in a separate process.
 """
 
 from collections.abc import Callable, Iterator
