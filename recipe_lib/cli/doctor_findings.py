@@ -143,7 +143,7 @@ def _peers(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _links(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Collectives that stand still, break or give wrong numbers."""
+    """Collectives that hang, break or give wrong numbers."""
     links, second = facts["links"], facts["links_without_p2p"]
     if links is None:
         return

@@ -13,8 +13,8 @@ from typing import Any
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
 from recipe_lib.config.load import refuse_repeated
-from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, find_recipe, recipes_folder
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, find_recipe, list_configs, recipes_folder
+from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, exit_code_of
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
@@ -54,13 +54,22 @@ def recipe_of(config: Path) -> str | None:
 def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
     """The recipe to check a config against: `recipe` where given, else the one that the (last) config names.
 
-    A config that names none of ours is checked against the first of them, which reports the name with its line.
+    A config that names no recipe is checked against the first of ours. ConfigError for one that names none of ours.
     """
     if recipe is not None:
         return RecipeFile.find(recipe)
-    each = [recipe_of(find_config(config)) for config in ([configs] if isinstance(configs, str) else configs)]
-    name = next((name for name in reversed(each) if name), None)
-    return RecipeFile.find(name if name in RECIPE_CONFIGS else next(iter(RECIPE_CONFIGS)))
+    for config in reversed([configs] if isinstance(configs, str) else configs):
+        path = find_config(config)
+        if name := recipe_of(path):
+            if name not in RECIPE_CONFIGS:
+                near = [known for known in RECIPE_CONFIGS if known.startswith(name)] or [""]
+                hint = did_you_mean(name, RECIPE_CONFIGS) or (f"; did you mean {near[0]}?" if near[0] else "")
+                raise ConfigError(
+                    f"{show(str(config))}: recipe: found {quote(name)}, expected {', '.join(RECIPE_CONFIGS)}{hint}; "
+                    "validate, plan and data take --recipe FILE for one of your own"
+                )
+            return RecipeFile.find(name)
+    return RecipeFile.find(next(iter(RECIPE_CONFIGS)))
 
 
 def _is_shipped(path: Path) -> bool:
@@ -129,5 +138,7 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
                 hint = did_you_mean(word.partition("=")[0], ("--config", "--plugin"))
                 if hint:
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
+            if any(word in names for names in list_configs().values()) or word.endswith(".yaml"):
+                raise ConfigError(f"tune run: unexpected argument {show(word)}; did you mean --config {show(word)}?")
         raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
     return parse_arguments(list(words), recipe.schema(), quiet=True)

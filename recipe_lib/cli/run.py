@@ -11,14 +11,16 @@ from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.cli.torchrun_flags import check_launch, ranks_of, split, with_rendezvous
 from recipe_lib.errors import DONE
 
-USAGE = """usage: tune run [torchrun flags] RECIPE --config CONFIG [--plugin FILE ...] [key=value ...] [~key ...]
+USAGE = """usage: tune run [torchrun flags] RECIPE --config CONFIG ... [--plugin FILE ...] [key=value ...] [~key ...]
 
-Runs a recipe (a name that `tune ls` shows, or a .py file) with a config (a name, or a .yaml file).
+Runs a recipe (a name that `tune ls` shows, or a .py file) with a config (a name, or a .yaml file). Of several
+--config the later win, key by key.
 
   key=value       overrides a key of the config; section.key=value reaches into a section; a value may contain `=`
   ~key            goes back to the key's default
   --plugin FILE   first imports a Python file of yours, which may register formats, losses, optimizers, trackers
-  --no-plan       does not show the plan of the run (TUNE_PLAN=off in the environment: never, unless --plan is there)
+  --no-plan       does not show the plan of the run
+  --plan          shows it although the environment has TUNE_PLAN=off
 
 Flags before RECIPE are torchrun's; without any, the recipe runs in this process:
 
@@ -28,7 +30,7 @@ Flags before RECIPE are torchrun's; without any, the recipe runs in this process
 
 SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit codes: 0 done, 2 a mistake to correct,
 3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a write, 7 a rank is
-gone, stopped or stands still."""
+gone, stopped or hangs."""
 
 
 def run(words: list[str]) -> int:

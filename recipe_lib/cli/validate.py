@@ -4,6 +4,7 @@ from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.config.load import load
+from recipe_lib.config.paths import list_recipes
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.errors import DONE
 
@@ -18,6 +19,9 @@ def run(words: list[str]) -> int:
     for plugin in arguments.plugin:
         load_plugin(plugin)
     configs = take_configs(arguments)
+    if len(configs) > 1 and configs[0] in list_recipes():  # as it is typed after `tune run`
+        arguments.recipe = arguments.recipe or configs[0]
+        del configs[0]
     recipe = recipe_for(configs, arguments.recipe)
     loaded = load(configs, arguments.overrides, recipe.schema())
     notes = check_start(loaded.cfg)

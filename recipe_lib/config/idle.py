@@ -1,8 +1,8 @@
 """Keys that another key makes idle: `needs` at a key in the schema says what has to hold for it to have an effect.
 
-A condition is `KEY`, which has to be set (neither null nor false), or `KEY OP VALUE`, with `=`, `!=`, `>` or `in` and
-values parted by commas; several may be joined by ` or `. What no such line can say is a function of the config that
-returns the reason, or None while the key has an effect. No torch.
+A condition is `KEY`, which has to be set (neither null, false nor empty), or `KEY OP VALUE`, with `=`, `!=`, `>` or
+`in` and values parted by commas; several may be joined by ` or `. What no such line can say is a function of the config
+that returns the reason, or None while the key has an effect. No torch.
 """
 
 import copy
@@ -18,7 +18,7 @@ Condition = str | Callable[[Any], str | None]
 def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
     """Puts the keys that have no effect back to their defaults, in place; a line for each that had another value.
 
-    keys: of the schema, in its order: a key comes after those that it needs. judged: names of keys without a fault.
+    keys: of the schema, in its order: a key stands after those that it needs. judged: names of keys without a fault.
     """
     lines, judged = [], set(judged)
     for key in keys:
@@ -64,7 +64,7 @@ def _unmet(cfg: Any, condition: str) -> str | None:
 
 def _holds(value: Any, operator: str, wanted: list[str]) -> bool:
     if not operator:
-        return value is not None and value is not False
+        return value is not None and value is not False and value != []
     if operator == ">":
         return bool(value > float(wanted[0]))
     return (_text(value) in wanted) == (operator != "!=")
@@ -73,7 +73,7 @@ def _holds(value: Any, operator: str, wanted: list[str]) -> bool:
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return "set" if isinstance(value, list) else str(value)
+    return ("set" if value else "[]") if isinstance(value, list) else str(value)
 
 
 def _value(cfg: Any, name: str) -> Any:

@@ -9,12 +9,15 @@ import functools
 import re
 from typing import Any
 
+from recipe_lib.config.hints import hint_for
+from recipe_lib.config.keys import Schema
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import did_you_mean, quote, show
+from recipe_lib.config.suggest import quote, show
 from recipe_lib.config.values import is_null
 
 _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
-_NAME = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_]\w*(?:\.\w+|\[\w+\])*)\s*\}")
+_NAME = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+|\[\w+\])*)\s*\}")
+_PLAIN = re.compile(r"\$\{[^${}]*\}")
 _SCRATCH = "value being filled in"
 
 
@@ -30,8 +33,17 @@ def names_in(node: YamlNode) -> set[str]:
     return set(_NAME.findall(node.text)).union(*(names_in(part) for part in inner))
 
 
+class OmegaConfError(Exception):
+    """OmegaConf's own complaint."""
+
+
 class InterpolationError(Exception):
-    """A value cannot be filled in; the text is `found ..; remedy`."""
+    """A value cannot be filled in; the text is `found ..; remedy`. line: that it stands on."""
+
+    def __init__(self, text: str, line: int) -> None:
+        """text: as above."""
+        super().__init__(text)
+        self.line = line
 
 
 def check_form(node: YamlNode) -> None:
@@ -43,14 +55,17 @@ def check_form(node: YamlNode) -> None:
     if _RESOLVER.search(node.text):
         raise InterpolationError(
             f"found {quote(node.text)}, expected ${{section.key}} of this config; environment variables and resolvers "
-            "are refused, write the value itself"
+            "are refused, write the value itself",
+            node.line,
         )
+    if "\\${" in node.text:
+        raise InterpolationError(f"found {quote(node.text)}, expected no ${{ that is meant as text", node.line)
     import omegaconf  # 0.1 s of CPU, a third of `tune ls`; few configs name other keys
 
     try:
         omegaconf.OmegaConf.create([node.text])
     except omegaconf.errors.OmegaConfBaseException as error:
-        raise InterpolationError(f"found {quote(node.text)}, expected ${{section.key}}") from error
+        raise InterpolationError(f"found {quote(node.text)}, expected ${{section.key}}", node.line) from error
 
 
 def tree_of(values: dict[str, Any], pending: dict[str, YamlNode]) -> Any:
@@ -64,16 +79,28 @@ def tree_of(values: dict[str, Any], pending: dict[str, YamlNode]) -> Any:
     return omegaconf.OmegaConf.create(tree, flags={"allow_objects": True})
 
 
-def fill_in(tree: Any, node: YamlNode, key: str) -> YamlNode:
-    """The node with the values of the keys that it names. key: whose value it is, for relative names."""
+def fill_in(tree: Any, node: YamlNode, key: str, schema: Schema) -> YamlNode:
+    """The node with the values of the keys that it names. key: whose value it is, for relative names (`${.lr}`)."""
     if not is_interpolated(node):
         return node
     if node.kind == "list":
-        return dataclasses.replace(node, items=[fill_in(tree, item, key) for item in node.items])
+        return dataclasses.replace(node, items=[fill_in(tree, item, key, schema) for item in node.items])
     if node.kind == "mapping":
-        entries = {word: (line, fill_in(tree, value, key)) for word, (line, value) in node.entries.items()}
+        entries = {word: (line, fill_in(tree, value, key, schema)) for word, (line, value) in node.entries.items()}
         return dataclasses.replace(node, entries=entries)
-    return _node_of(_resolved(tree, node.text, key), node)
+    try:
+        if not _PLAIN.fullmatch(node.text.strip()):  # a part of a text: null and true as configs have them
+            text = _PLAIN.sub(lambda found: _word(_resolved(tree, found[0], key)), node.text)
+            return dataclasses.replace(node, text=text if "${" not in text else _resolved(tree, text, key))
+        return _node_of(_resolved(tree, node.text, key), node)
+    except OmegaConfError as failed:
+        raise InterpolationError(_plainly(node.text, failed, schema), node.line) from failed
+
+
+def _word(value: Any) -> str:
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
 
 
 def _resolved(tree: Any, text: str, key: str) -> Any:
@@ -86,31 +113,20 @@ def _resolved(tree: Any, text: str, key: str) -> Any:
         value = inner[_SCRATCH]
         return omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
     except (omegaconf.errors.OmegaConfBaseException, RecursionError) as error:
-        raise InterpolationError(f"found {quote(text)}: {_plainly(tree, text, error)}") from error
+        raise OmegaConfError(str(error) or "RecursionError") from error
     finally:
         del inner[_SCRATCH]
 
 
-def _plainly(tree: Any, text: str, error: Exception) -> str:
-    import omegaconf
-
-    said = str(error)
-    if isinstance(error, RecursionError) or "recurs" in said.lower() or "RecursionError" in said:
-        return "the keys name each other in a circle; write one value itself"
+def _plainly(text: str, failed: Exception, schema: Schema) -> str:
+    said = str(failed)
+    if "recurs" in said.lower():
+        return f"found {quote(text)}: the keys name each other in a circle; write one value itself"
     unknown = re.search(r"Interpolation key '([^']*)' not found", said)
     if unknown:
-        known = [name for name in _names(omegaconf.OmegaConf.to_container(tree, resolve=False)) if _SCRATCH not in name]
-        return f"there is no key {show(unknown[1])}{did_you_mean(unknown[1], known)}"
-    return "is no ${section.key}"
-
-
-def _names(tree: Any, prefix: str = "") -> list[str]:
-    names = []
-    for word, value in tree.items():
-        names.append(f"{prefix}{word}")
-        if isinstance(value, dict):
-            names += _names(value, f"{prefix}{word}.")
-    return names
+        hint, _ = hint_for(unknown[1], "", schema, in_file=False)
+        return f"found {quote(text)}: there is no key {show(unknown[1])}{hint}"
+    return f"found {quote(text)}, expected ${{section.key}}"
 
 
 def _raw(node: YamlNode) -> Any:
@@ -138,6 +154,6 @@ def _node_of(value: Any, written: YamlNode) -> YamlNode:
         entries = {str(word): (written.line, _node_of(item, written)) for word, item in value.items()}
         return YamlNode("mapping", written.line, entries=entries)
     if value is None or isinstance(value, bool):
-        return YamlNode("scalar", written.line, {None: "null", True: "true", False: "false"}[value])
+        return YamlNode("scalar", written.line, _word(value))
     quoted = isinstance(value, str) and (value == "" or value.lower() in ("null", "true", "false", "~"))
     return YamlNode("scalar", written.line, str(value), quoted=quoted)

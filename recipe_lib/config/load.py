@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipe_lib.config.check import Checked, apply_overrides, check_file, check_required, fill_pending
+from recipe_lib.config.check import Checked, check_file, check_required, fill_pending
 from recipe_lib.config.idle import disable_idle
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.overrides import apply_overrides
 from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
 from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.registry import load_plugin
@@ -113,7 +114,7 @@ def _rows(checked: Any, cfg: Any, idle: list[str]) -> list[tuple[str, Any, str]]
     for name, key in checked.schema.keys.items():
         setting = checked.settings.get(name)
         if setting is None or name in reasons:
-            where = "default" if setting is None else f"{setting.where} has no effect: {reasons[name]}"
+            where = "default" if setting is None else f"{setting.where}; no effect: {reasons[name]}"
             rows.append((name, key.default, where))
         else:
             rows.append((name, setting.value, setting.where))

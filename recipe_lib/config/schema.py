@@ -60,14 +60,6 @@ class OptimizerConfig:
         needs=idle.read_by_optimizer("momentum"),
         known_as="torch SGD momentum",
     )
-    implementation: str = key(
-        "auto",
-        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused where "
-        "torch has such a kernel and it is right (for SGD neither with FSDP nor in bf16 on a CPU), else foreach.",
-        choices=("auto", "fused", "foreach", "single"),
-        needs=idle.steps_with_torch,
-        known_as="torchtitan optimizer.implementation",
-    )
     state_bits: int | None = key(
         None,
         "Bits of each number of AdamW's states; 8 and 4: in blocks with a scale each; null: those of dtype.",
@@ -87,6 +79,14 @@ class OptimizerConfig:
         needs=(idle.read_by_optimizer("stochastic_rounding"), idle.trains_bf16),
         known_as="torchao bf16_stochastic_round",
     )
+    implementation: str = key(
+        "auto",
+        "`fused`: one kernel, least memory; `foreach`: grouped; `single`: one parameter at a time; `auto`: fused where "
+        "torch has such a kernel and it is right (for SGD neither with FSDP nor in bf16 on a CPU), else foreach.",
+        choices=("auto", "fused", "foreach", "single"),
+        needs=idle.steps_with_torch,
+        known_as="torchtitan optimizer.implementation",
+    )
 
 
 @dataclass
@@ -96,15 +96,19 @@ class LrSchedulerConfig:
     type: str = key(
         "cosine", "Shape after the warm-up.", choices=("cosine", "linear", "constant"), known_as="HF lr_scheduler_type"
     )
-    warmup_steps: int = key(
-        0, "Steps over which the rate rises linearly to optimizer.lr.", minimum=0, known_as="HF warmup_steps"
-    )
     warmup_ratio: float | None = key(
         None,
         "In place of warmup_steps: the share of all optimizer steps, rounded up.",
         minimum=0,
         maximum=1,
         known_as="HF warmup_ratio",
+    )
+    warmup_steps: int = key(
+        0,
+        "Steps over which the rate rises linearly to optimizer.lr.",
+        minimum=0,
+        needs="lr_scheduler.warmup_ratio = null",
+        known_as="HF warmup_steps",
     )
     min_lr_ratio: float = key(
         0.0,
@@ -167,10 +171,14 @@ class LogConfig:
         [], "Also log to these (extras): tensorboard, wandb, trackio.", kind="log.trackers", known_as="HF report_to"
     )
     project: str = key(
-        "tune-recipes", "Project name at the trackers.", known_as="HF WANDB_PROJECT; Axolotl wandb_project"
+        "tune-recipes",
+        "Project name at the trackers.",
+        known_as="HF WANDB_PROJECT; Axolotl wandb_project",
     )
     run_name: str | None = key(
-        None, "Run name at the trackers; null: the output folder's name.", known_as="HF run_name"
+        None,
+        "Run name at the trackers; null: the output folder's name.",
+        known_as="HF run_name",
     )
     communication_step: int | None = key(
         3,

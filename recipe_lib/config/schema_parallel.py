@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from recipe_lib.config.idle import sums_over_tokens
 from recipe_lib.config.keys import key
 
 
@@ -201,6 +202,14 @@ class MemoryConfig:
         needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload",
         known_as="none has it: others take what there is",
     )
+    loss_kernel: str = key(
+        "chunked",
+        "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
+        "has one; `liger`: Liger's kernel (extra `liger`).",
+        choices=("chunked", "torch", "liger"),
+        needs=sums_over_tokens,
+        known_as="HF use_liger_kernel",
+    )
     loss_chunks: int = key(
         8,
         "Pieces the loss is computed in; more: less memory for logits.",
@@ -208,11 +217,4 @@ class MemoryConfig:
         most=2**16,
         needs="memory.loss_kernel != liger",
         known_as="torchtune num_output_chunks",
-    )
-    loss_kernel: str = key(
-        "chunked",
-        "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
-        "has one; `liger`: Liger's kernel (extra `liger`).",
-        choices=("chunked", "torch", "liger"),
-        known_as="HF use_liger_kernel",
     )

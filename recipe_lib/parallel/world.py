@@ -49,7 +49,7 @@ class World:
     mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the
     different batches is ours: the ranks of a pipeline and of a tensor-parallel group have the same. tensor: that group;
     None: each rank has whole matrices. pipeline: this rank's place among those that the layers are divided among.
-    heartbeat: knows what this rank is doing, and ends all ranks if one of them fails or stands still.
+    heartbeat: knows what this rank is doing, and ends all ranks if one of them fails or hangs.
     """
 
     rank: int

@@ -106,7 +106,8 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     start = f"warm-up over {warmup} steps to " if warmup else ""
     after = steps - warmup
     if after <= 0:
-        reached = "reached at the last step" if after == 0 else f"not reached: the run has {steps} steps"
+        many = "s" if steps != 1 else ""
+        reached = "reached at the last step" if after == 0 else f"not reached: the run has {steps} step{many}"
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
     if schedule.type == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"

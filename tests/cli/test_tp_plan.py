@@ -72,7 +72,7 @@ def test_the_report_says_what_is_cut_and_what_is_sent(tmp_path, capsys):
     assert "each of 3 model.layers.* forward 2 all-reduces 128 256.00 KiB 384.00 KiB" in lines
     assert "legal sizes: 2, 4" in lines
     assert any(
-        line.startswith("kept whole for 3 ranks: 3 ranks cannot share the 4 steps of model.layers") for line in lines
+        line.startswith("kept whole for 3 ranks: 3 ranks do not divide the 4 units of model.layers") for line in lines
     )
 
 
@@ -164,7 +164,7 @@ def test_sizes_of_which_none_is_legal_are_exit_code_2(tmp_path, capsys):
     assert main(["tp-plan", model(tmp_path, LLAMA), "--tensor", "5,7"]) == 2
     said = capsys.readouterr()
     first, second = said.err.splitlines()
-    assert first.startswith("error: --tensor 5,7: 5 ranks cannot share the 4 steps of model.layers.*.self_attn.q_proj")
+    assert first.startswith("error: --tensor 5,7: 5 ranks do not divide the 4 units of model.layers.*.self_attn.q_proj")
     assert first.endswith("; legal sizes: 2, 4") and "7 ranks cannot share" in second
     assert said.out == ""
 

@@ -20,6 +20,7 @@ LORA, DPO = LoraFinetuneConfig, DpoFinetuneConfig
 # Override of the key, others, the line; schema.
 CASES = [
     ("lr_scheduler.min_lr_ratio=0.1", ["lr_scheduler.type=constant"], "lr_scheduler.type is constant"),
+    ("lr_scheduler.warmup_steps=9", ["lr_scheduler.warmup_ratio=0.1"], "lr_scheduler.warmup_ratio is 0.1"),
     ("optimizer.momentum=0.9", [], "optimizer.name is adamw"),
     ("optimizer.betas=[0.9, 0.999]", ["optimizer.name=sgd"], "optimizer.name is sgd"),
     ("optimizer.eps=1e-6", ["optimizer.name=sgd"], "optimizer.name is sgd"),
@@ -79,6 +80,7 @@ CASES = [
     ("dpo.label_smoothing=0.1", ["dpo.loss=ipo"], "dpo.loss is ipo", DPO),
     ("dpo.simpo_gamma=1.0", [], "dpo.loss is sigmoid", DPO),
     ("dpo.reference_free=true", ["dpo.loss=simpo"], "dpo.loss is simpo", DPO),
+    ("memory.loss_kernel=torch", [], "the loss of pairs is dpo.loss, sigmoid", DPO),
     ("data.train_on=all", [], "data.format is preference", DPO),
 ]  # fmt: skip
 
@@ -92,7 +94,7 @@ def test_idle_keys_are_told_and_have_their_defaults(write, case):
     assert loaded.idle == [f"{name} has no effect: {reason}"]
     assert dataclasses.asdict(loaded.cfg) == dataclasses.asdict(load_config(path, others, schema))
     (row,) = [row for row in loaded.rows if row[0] == name]
-    assert row[2] == f"command line has no effect: {reason}"
+    assert row[2] == f"command line; no effect: {reason}"
 
 
 def test_every_declaration_has_a_case():
@@ -105,6 +107,7 @@ def test_conditions_name_keys_that_stand_before(write):
     """They are judged in the schema's order, each after what it needs."""
     for schema in RECIPE_CONFIGS.values():
         keys = read_schema(schema).keys
+        order = list(keys)
         for name, key in keys.items():
             if needs := key.limits.get("needs"):
                 assert needs_text(needs)
@@ -112,6 +115,26 @@ def test_conditions_name_keys_that_stand_before(write):
                 for one in (part for each in conditions if isinstance(each, str) for part in each.split(" or ")):
                     named = one.partition(" ")[0]
                     assert named in read_schema(DPO).keys, name
+                    if "needs" in getattr(keys.get(named), "limits", {}):
+                        assert order.index(named) < order.index(name), f"{name} is judged before {named}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept", "idle", "schema"),
+    [
+        (["dtype=fp32", "optimizer.master_weights=true"], "fused", "optimizer.master_weights", FullFinetuneConfig),
+        (["dtype=fp32", "optimizer.stochastic_rounding=true"], "fused", "optimizer.stochastic_rounding", LORA),
+    ],
+)
+def test_an_idle_key_makes_no_other_idle(write, overrides, kept, idle, schema):
+    loaded = load_all(write(GOOD), [*overrides, f"optimizer.implementation={kept}"], schema)
+    assert loaded.cfg.optimizer.implementation == kept
+    assert [line.partition(" has no effect: ")[0] for line in loaded.idle] == [idle]
+
+
+def test_chunks_of_the_loss_are_judged_after_its_kernel(write):
+    loaded = load_all(write(PAIRS), ["memory.loss_kernel=liger", "memory.loss_chunks=3"], DPO)
+    assert loaded.cfg.memory.loss_chunks == 3 and loaded.cfg.memory.loss_kernel == "chunked"
 
 
 def test_a_pipeline_config_without_its_pipeline(write, capsys, monkeypatch):

@@ -38,13 +38,34 @@ def test_other_types_and_places(load):
       "resolvers are refused, write the value itself"),
      ("max_steps: ${max_steps}\n",
       "1: max_steps: found '${max_steps}': the keys name each other in a circle; write one value itself"),
-     ("max_steps: ${optimizer.name}\n", "1: max_steps: found 'adamw', expected an integer >= 1, or null"),
+     ("max_steps: ${optimizer.name}\n",
+      "1: max_steps: found '${optimizer.name}', which is 'adamw', expected an integer >= 1, or null"),
+     ("max_steps: ${tp_size}\n",
+      "1: max_steps: found '${tp_size}': there is no key tp_size; did you mean parallel.tensor?"),
+     ("max_steps: ${training.steps}\n",
+      "1: max_steps: found '${training.steps}': there is no key training.steps; did you mean max_steps?"),
+     ("max_steps: ${HOME}\n",
+      "1: max_steps: found '${HOME}': there is no key HOME; `tune cat CONFIG --describe` lists all keys"),
+     ("output_dir: out-\\${seed}\n",
+      "1: output_dir: found 'out-\\${seed}', expected no ${ that is meant as text"),
      ("max_steps: ${optimizer\n", "1: max_steps: found '${optimizer', expected ${section.key}"),
      ("optimizer: {betas: [${seed}, 0.9]}\n",
       "1: not valid YAML: inside a list or mapping ${...} has to be in quotes")],
 )  # fmt: skip
 def test_what_cannot_be_filled_in(faults, text, fault):
     assert faults(text) == [f"c.yaml:{fault}"]
+
+
+def test_words_and_numbers_in_texts(load):
+    cfg = load("output_dir: ${dtype}-${max_steps}-${compile}\nlog: {run_name: '${seed}'}\n", "seed=42")
+    assert (cfg.output_dir, cfg.log.run_name) == ("bf16-null-false", "42")
+    assert load("output_dir: '123'\nlog: {run_name: '${output_dir}'}\n").log.run_name == "123"
+
+
+def test_the_line_of_a_value_inside_a_list(faults):
+    text = "max_steps: 3\ndata:\n  sources:\n  - source: a\n  - source: b\n    weight: ${nope}\n"
+    (line,) = [line for line in faults(text) if "nope" in line]
+    assert ":6: data.sources: found '${nope}': there is no key nope" in line
 
 
 def test_a_circle_and_a_fault_elsewhere(faults):

@@ -39,7 +39,7 @@ INSIDE = [
     ("optimizer", "type", "; did you mean optimizer.name?"),
     ("memory", "wrapping", "; did you mean parallel.fsdp_wrap_policy?"),
     ("lr_scheduler", "warmup_step", "; did you mean lr_scheduler.warmup_steps?"),
-    ("lr_scheduler", "_component_", "; the keys of lr_scheduler are type, warmup_steps, warmup_ratio, min_lr_ratio"),
+    ("lr_scheduler", "_component_", "; the keys of lr_scheduler are type, warmup_ratio, warmup_steps, min_lr_ratio"),
 ]
 
 
@@ -55,7 +55,7 @@ def test_unknown_in_a_section(faults, section, key, hint):
 
 def test_a_section_as_a_word(faults):
     inside = (
-        "name, lr, weight_decay, betas, eps, momentum, implementation, state_bits, master_weights, stochastic_rounding"
+        "name, lr, weight_decay, betas, eps, momentum, state_bits, master_weights, stochastic_rounding, implementation"
     )
     assert faults("optimizer: adamw\n") == [
         f"c.yaml:1: optimizer: found 'adamw', expected a section of keys ({inside}); did you mean optimizer.name?"
@@ -63,7 +63,12 @@ def test_a_section_as_a_word(faults):
     assert faults("optimizer: [adamw]\n") == [
         f"c.yaml:1: optimizer: found a list, expected a section of keys ({inside})"
     ]
-    assert faults("optimizer: null\n") == [f"c.yaml:1: optimizer: found null, expected a section of keys ({inside})"]
+    assert faults("optimizer: null\n") == [
+        f"c.yaml:1: optimizer: found null, expected a section of keys ({inside}); remove it"
+    ]
+    (line,) = faults("validation: null\n")
+    assert line.endswith("; remove it, or set validation.source to null")
+    assert faults("lr_scheduler: cosine\n")[0].endswith("; did you mean lr_scheduler.type?")
 
 
 def test_odd_keys(faults):
@@ -158,4 +163,20 @@ def test_a_config_of_another_shipped_recipe(faults, monkeypatch):
     assert faults("recipe: other_recipe\n") == [
         "c.yaml:1: recipe: found 'other_recipe', expected full_finetune_distributed; "
         "run it with that recipe: tune run other_recipe, or override it: recipe=full_finetune_distributed"
+    ]
+
+
+def test_a_section_of_another_tool_is_gone_through(faults):
+    text = "training:\n  steps: 10\n  seq_len: 64\nparallelism: {tensor_parallel_degree: 8}\nparalel: {tensor: 2}\n"
+    assert faults(text) == [
+        "c.yaml:2: training.steps: unknown key; did you mean max_steps?",
+        "c.yaml:3: training.seq_len: unknown key; did you mean max_seq_len?",
+        "c.yaml:4: parallelism.tensor_parallel_degree: unknown key; did you mean parallel.tensor?",
+        "c.yaml:5: paralel: unknown key; did you mean parallel?",
+    ]
+    assert faults("", "training={steps: 5}") == [
+        "command line: training={steps: 5}: unknown key; did you mean max_steps?"
+    ]
+    assert faults("checkpointing: {keep_last_n: 2}\n") == [
+        "c.yaml:1: checkpointing: unknown key; did you mean checkpoint?"
     ]

@@ -73,7 +73,7 @@ REFUSED = [
     ("resume: '${output_dirs}/x'\n",
      ["1: resume: found '${output_dirs}/x': there is no key output_dirs; did you mean output_dir?"]),
     ("parallel: {fsdp_wrap_policy: ['${x}']}\n",
-     ["1: parallel.fsdp_wrap_policy: found '${x}': there is no key x"]),
+     ["1: parallel.fsdp_wrap_policy: found '${x}': there is no key x; `tune cat CONFIG --describe` lists all keys"]),
 ]  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def why_not(plan: TensorPlan, size: int) -> str:
         return said[0].partition(": ")[2]
     for axis in plan.axes:
         if not axis.vocabulary and axis.size % size:
-            return f"{size} ranks cannot share the {axis.size} steps of {_some(axis.parameters)}"
+            return f"{size} ranks do not divide the {axis.size} units of {_some(axis.parameters)}"
     for each in plan.rewrites:
         if each.value % size:
             return f"{size} does not divide {each.value}, {each.attribute} of {each.module or 'the model'}"

@@ -1,4 +1,4 @@
-"""Ends all ranks of a run, in bounded time and with one line, when one of them fails, is gone, or stands still.
+"""Ends all ranks of a run, in bounded time and with one line, when one of them fails, is gone, or hangs.
 
 A rank spends much of its time waiting for others, where nothing of Python's runs. So each has two threads. One talks
 with the store by which the ranks have met, over a separate connection: it says twice a second that this rank lives

@@ -7,7 +7,7 @@ from recipe_lib.config.mesh import stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 
 BETWEEN, COMPUTES, WAITS = "between", "computes", "waits"
-_SLACK = 3.0  # seconds by which those that stand still may differ in when they came to it
+_SLACK = 3.0  # seconds by which those that hang may differ in when they came to it
 _WORK = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 _EXCHANGES = {
     "RF": "receiving the activation",

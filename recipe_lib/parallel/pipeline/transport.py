@@ -33,7 +33,7 @@ class Transport:
     Two ranks have to exchange their tensors in one order, which is the schedule's affair: NCCL knows no tags. gloo
     does, and gets them, so that there a mistake would be noticed. Ranks that wait for different ones must not wait for
     each other: NCCL gives each pair a communicator and a stream each, as long as the process group was not made
-    with `device_id` and transfers are not batched; with one stream for all, interleaved schedules would stand still.
+    with `device_id` and transfers are not batched; with one stream for all, interleaved schedules would hang.
     """
 
     def __init__(self, world: World) -> None:

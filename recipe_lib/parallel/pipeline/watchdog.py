@@ -1,6 +1,6 @@
 """What a rank of a pipeline is at: which action of which micro-batch, and which stage it waits for.
 
-The heartbeat of the run ends it when ranks fail or stand still; of a pipeline, whose ranks do different things, it asks
+The heartbeat of the run ends it when ranks fail or hang; of a pipeline, whose ranks do different things, it asks
 here who waits for whom. On a GPU the host is ahead of the work that it has queued: there the work itself marks how far
 it is, by events, which a thread of this module's own looks at.
 """
