@@ -30,7 +30,7 @@ FINDINGS = (
 )  # fmt: skip
 DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the template that training would use.
 
-  show   prints sequences as they will be trained: trained text in green (off a terminal between « and »), special
+  show   prints sequences as they will be trained: label tokens in green (off a terminal between « and »), special
          tokens in another color, the border of each document of a pack
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
 
