@@ -226,7 +226,7 @@ def test_a_plan_counts_sequences(forgets: Tokenizer, rows_file: Callable[..., st
     cfg.batch_size = cfg.gradient_accumulation_steps = 1
     found = planned_sequence(cfg)
     assert found.source == "longest of 3 sequences from 1 samples" and found.steps == 3
-    assert found.histogram is not None and found.histogram["rows"] == 3
+    assert found.histogram is not None and found.histogram["sequences"] == 3
 
 
 def test_a_call_that_ends_in_no_stop_token_is_reported(tmp_path: Path, rows_file: Callable[..., str]):
