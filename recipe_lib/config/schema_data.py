@@ -95,7 +95,7 @@ class DataConfig:
     )
     train_on: str | list[str] = key(
         "assistant",
-        "Label tokens, those in the loss: every answer (`assistant`), the `last` one, `all` tokens, or a list of roles; a "
+        "Label tokens: every answer (`assistant`), the `last` one, `all` tokens, or a list of roles; a "
         "message's own `train: false` takes it out.",
         choices=("assistant", "last", "all"),
         items=("system", "user", "assistant", "tool"),

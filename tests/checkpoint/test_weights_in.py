@@ -298,6 +298,7 @@ def test_names_in_an_index_are_plain(folders: dict[str, Path], tmp_path: Path, n
         check_weights(spec_of(tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 def test_ten_thousand_damaged_headers_end_in_one_line_each(folders: dict[str, Path], tmp_path: Path) -> None:
     """Random bytes changed in a real header: refused, or read as a header that fits the file; never another error."""
     source = (folders["llama3.1"] / "model.safetensors").read_bytes()

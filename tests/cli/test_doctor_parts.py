@@ -54,6 +54,7 @@ def str_of_zero() -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended_and_what_was_found_is_kept() -> None:
     def work(rank: int, folder: Path) -> Iterator[Step]:
         for number in range(3):  # together longer than the limit, which is for each

@@ -211,7 +211,7 @@ def gone(pid: int) -> bool:
     [
         (signal.SIGTERM, ["--nproc_per_node", "2"]),
         pytest.param(signal.SIGINT, ["--nproc_per_node", "2"], marks=pytest.mark.slow),
-        (signal.SIGTERM, []),
+        pytest.param(signal.SIGTERM, [], marks=pytest.mark.slow),
     ],
     ids=["SIGTERM", "SIGINT", "SIGTERM, one process"],
 )

@@ -33,6 +33,7 @@ def test_a_failing_rank_shows_its_traceback_and_ends_the_others() -> None:
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_at_the_timeout() -> None:
     def work() -> None:
         if dist.get_rank() == 0:

@@ -217,6 +217,7 @@ def test_micro_batches_that_wait_for_each_other() -> None:
     assert same(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_compiled_as_often_and_send_what_they_keep() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -217,6 +217,7 @@ def filled_in_place(model: nn.Module, spec: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers() -> None:
     for planned, error, more, other in run_ranks(ranks, 2):
         assert planned[0] == planned[1] and more[0] == more[1] and more[2] > planned[2] > 0

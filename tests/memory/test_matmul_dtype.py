@@ -99,6 +99,7 @@ def test_checkpointed_layers_find_the_same_numbers(checkpointing: str):
     assert loss == again and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_compiled_layers_find_the_same_numbers():
     loss, wanted = trained(_int8(model_of()))
     again, found = trained(_int8(model_of()), compiled=True)

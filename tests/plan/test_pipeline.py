@@ -13,7 +13,7 @@ from recipe_lib.parallel.pipeline.schedules import compute_orders, with_transfer
 from recipe_lib.plan.result import Plan
 from recipe_lib.plan.tracing.pipeline_actions import enough_micro_batches, orders_of, peers_of, stand_ins
 from tests.plan.apart import apart, settings
-from tests.selection import selected, slow_except
+from tests.selection import selected
 
 LAYERS, WIDTH, MLP, VOCABULARY, ROWS, TOKENS, COUNT, PLACES = 10, 64, 96, 320, 2, 32, 9, 4
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP + 2 * WIDTH  # as many heads as kv heads
@@ -25,7 +25,6 @@ SHAPE = {
 }  # fmt: skip
 TYPED = (f"batch_size={ROWS}", f"max_seq_len={TOKENS}", "device=auto", "dtype=fp32", "~validation.source")
 SCHEDULES = ("1f1b", "zbv")
-QUICK = slow_except(SCHEDULES, ["zbv"])
 
 
 def typed(folder: Path, *more: str) -> tuple[str, ...]:
@@ -72,7 +71,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-@pytest.mark.parametrize("schedule", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_few_micro_batches_have_the_peak_and_the_operators_of_all(found: dict[str, Any], schedule: str):
     few, all_of_them = found[schedule]["peaks"]
     assert few == all_of_them
@@ -82,13 +82,15 @@ def test_few_micro_batches_have_the_peak_and_the_operators_of_all(found: dict[st
     assert fewer < whole
 
 
-@pytest.mark.parametrize("schedule", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_operation_is_on_one_place(found: dict[str, Any], schedule: str):
     """Weight gradients that are deferred are operations of the model too."""
     assert found[schedule]["flops"] == found["flops"]
 
 
-@pytest.mark.parametrize("schedule", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parameters_and_states_of_a_stage(found: dict[str, Any], schedule: str):
     plan: Plan = found[schedule]["plan"]
     assert plan.pipeline is not None
@@ -113,7 +115,8 @@ def test_parameters_and_states_of_a_stage(found: dict[str, Any], schedule: str):
     ]
 
 
-@pytest.mark.parametrize("schedule", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_inner_edge_has_a_tensor_each_way_for_each_micro_batch(found: dict[str, Any], schedule: str):
     plan: Plan = found[schedule]["plan"]
     assert plan.pipeline is not None
@@ -135,7 +138,8 @@ def test_every_inner_edge_has_a_tensor_each_way_for_each_micro_batch(found: dict
     }
 
 
-@pytest.mark.parametrize("schedule", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_time_line_has_every_action_once(found: dict[str, Any], schedule: str):
     plan: Plan = found[schedule]["plan"]
     pipeline = plan.pipeline
@@ -156,12 +160,14 @@ def test_the_time_line_has_every_action_once(found: dict[str, Any], schedule: st
         assert all(first[1] <= second[0] + 1e-12 for first, second in zip(spans, spans[1:], strict=False))
 
 
-@pytest.mark.parametrize("schedule", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_micro_batches_in_flight(found: dict[str, Any], schedule: str):
     counts = [place.in_flight for place in found[schedule]["plan"].pipeline.places]
     assert counts == {"1f1b": [4, 3, 2, 1], "zbv": [8, 8, 8, 8]}[schedule]
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_a_plan_is_read_again(found: dict[str, Any]):
     plan = found["zbv"]["plan"]
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).pipeline == plan.pipeline

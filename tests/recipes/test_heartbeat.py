@@ -100,7 +100,8 @@ def refuse() -> None:
     raise DataError("rows.jsonl:7: found nothing")
 
 
-@pytest.mark.parametrize("division", slow_except(DIVISIONS, ["pipeline"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("division", DIVISIONS)
 def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beats, "UNHEARD", 2.0)
     began = time.monotonic()

@@ -64,11 +64,10 @@ REFUSED_BASES = {basis(row) for row in REFUSED}
 # any sign of it.
 WEIGHTS = {FINE: 1e-3, LOW_BITS: 0.05, BF16: 0.3}
 BASES = list(dict.fromkeys(basis(row) for row in [*(settings for settings, _ in CASES), *SINGLES]))
-# Of the runs together few, on one rank and on two, in which every value is; those on four ranks are slow.
+# Of the runs together few, on one rank and on two, in which every value is; those on four ranks, or compiled, are slow.
 NARROW = [row for row, ranks in CASES if ranks == 2 and row in TOGETHER]
 FEW = [(row, 1) for row in cover([row for row, ranks in CASES if ranks == 1])]
 FEW += [(row, 2) for row in cover([row for row in NARROW if COMPILE not in row])]
-FEW.append((max((row for row in NARROW if COMPILE in row), key=len), 2))
 QUICK = [case for case in CASES if case in FEW or (case[0] in (PLAIN, SUMMED_IN_BF16, *REFUSED) and case[1] < 4)]
 QUICK_BASES = list(dict.fromkeys(basis(settings) for settings, _ in FEW))
 # A first step is made before its states are rounded.
@@ -145,7 +144,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What every selected case gives, and under `("basis", overrides)` what it is compared with."""
     folder = tmp_path_factory.mktemp("levers")
     write_models(folder)
-    import_compiler()
+    if any(COMPILE in settings for settings, _ in selected(request, "case")):
+        import_compiler()
     found: dict[Any, dict[str, Any]] = {}
     wanted = selected(request, "case") or [(PLAIN, 2), (SUMMED_IN_BF16, 2)]
     bases = dict.fromkeys([(), *selected(request, "base")])

@@ -74,6 +74,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = tree(finished)
     model = {name: content for name, content in before.items() if name.startswith("model/")}

@@ -238,6 +238,7 @@ def test_resume_latest_of_a_new_folder_starts_at_the_beginning(runs: dict[str, A
     assert steps(tmp_path / "run") == steps(runs["folder"] / "quiet1")
 
 
+@pytest.mark.slow
 def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: Path):
     output = tmp_path / "run"
     short = command(output, 1, "checkpoint.save_every_n_steps=4", "epochs=3", "lr_scheduler.type=constant")
@@ -353,6 +354,7 @@ def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: P
     assert steps(output) == expected
 
 
+@pytest.mark.slow
 def test_a_second_stop_and_an_interrupt(runs: dict[str, Any], tmp_path: Path):
     output = tmp_path / "run"
     assert alone(command(output, 1), stop_after(2, number=signal.SIGINT))[0] == 3

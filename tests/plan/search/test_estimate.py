@@ -3,7 +3,6 @@
 import pytest
 
 from tests.plan.apart import apart, settings
-from tests.selection import slow_except
 
 SMALL = ("max_seq_len=256", "memory.loss_chunks=8")
 NAMES = {"full": "qwen2_5/0.5B_full", "lora": "qwen2_5/0.5B_lora", "qlora": "qwen2_5/0.5B_qlora"}
@@ -36,9 +35,11 @@ def measure(name: str, ranks: int, *overrides: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "checkpointing", "turns"),
-    slow_except(
-        [("full", 2, "none", 3), ("lora", 1, "selective", 1), ("qlora", 2, "full", 1)], [("lora", 1, "selective", 1)]
-    ),
+    [
+        pytest.param("full", 2, "none", 3, marks=pytest.mark.slow),
+        ("lora", 1, "selective", 1),
+        pytest.param("qlora", 2, "full", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_whole_depth(kind: str, ranks: int, checkpointing: str, turns: int):
     """Six layers from three and four: active bytes, time, and what is reserved."""

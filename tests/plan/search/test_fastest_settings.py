@@ -50,6 +50,7 @@ def test_what_is_found_is_confirmed_by_its_plan():
     assert f"batch_size={result.found[0].changes['batch_size']} " in text
 
 
+@pytest.mark.slow
 def test_nothing_fits():
     result, _ = apart(found, 4 * MIB)
     assert not result
