@@ -51,11 +51,12 @@ _ELSEWHERE = {
     "tokenizer.path": "tokenizer.name tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_model "
     "processor_name_or_path",
     "tokenizer.chat_template": "chat_template chat_template_jinja chat_template_path jinja_template",
-    "data": "data_args dataset_config data_module datamodule",
-    "data.source": "dataset datasets dataset_name dataset_path dataset_dir data_files data_path data_dir train_file "
+    "data": "data_args data_module datamodule",
+    "data.source": "dataset dataset_name dataset_path dataset_dir data_files data_path data_dir train_file "
     "train_data train_data_path train_dataset training_dataset data.path data.name data.dataset data.train_path "
     "dataset.path dataset.name dataset.train_path dataset.data_files train_dataset.path training_dataset.path",
-    "data.sources": "datasets_mix dataset_mixer dataset_mix mix train_datasets data.datasets data.mix interleave_probs "
+    "data.sources": "datasets datasets_mix dataset_mixer dataset_mix mix train_datasets data.datasets data.mix "
+    "interleave_probs "
     "mix_strategy data_weights dataset_weights blend",
     "data.format": "data.type dataset_format dataset_type data_format",
     "data.split": "train_split dataset_train_split dataset_split",
@@ -70,7 +71,7 @@ _ELSEWHERE = {
     "data.add_bos": "add_bos_token prepend_bos",
     "data.max_samples": "max_train_samples",
     "data.num_proc": "dataset_num_proc dataset_processes preprocessing_num_workers",
-    "data.num_workers": "dataloader_num_workers num_data_workers",
+    "data.num_workers": "dataloader_num_workers num_data_workers num_loading_workers",
     "data.cache": "overwrite_cache",
     "data.cache_dir": "dataset_prepared_path tokenized_path dataset_cache_dir",
     "validation": "eval evaluation validator",
@@ -97,24 +98,26 @@ _ELSEWHERE = {
     "lr_scheduler.warmup_steps": "num_warmup_steps lr_warmup_iters warmup_iters lr_warmup_steps warmup "
     "scheduler.num_warmup_steps",
     "lr_scheduler.warmup_ratio": "lr_warmup_fraction warmup_fraction warmup_proportion",
-    "lr_scheduler.min_lr_ratio": "min_lr min_lr_factor cosine_min_lr_ratio min_lr_rate lr_min",
+    "lr_scheduler.min_lr_ratio": "min_lr_factor cosine_min_lr_ratio min_lr_rate",
     "parallel": "parallelism fsdp fsdp_config distributed dist parallel_dims parallelism_config",
-    "parallel.strategy": "ddp parallel.fsdp distributed_strategy parallel_strategy dp_mode",
-    "parallel.data_shard": "sharding_strategy fsdp_sharding_strategy data_parallel_shard_degree "
+    "parallel.strategy": "ddp parallel.fsdp distributed_strategy parallel_strategy dp_mode distributed_type",
+    "parallel.data_shard": "data_parallel_shard_degree parallelism_config_dp_shard_size "
     "data_parallel_shard_dim dp_shard dp_shard_size dp_shard_degree fsdp_size data_parallel_size dp_size "
-    "data_parallel_degree dp dp_degree data_parallel zero_stage",
+    "data_parallel_degree dp dp_degree data_parallel",
     "parallel.data_replicate": "data_parallel_replicate_degree data_parallel_replicate_dim dp_replicate "
-    "dp_replicate_size dp_replicate_degree hsdp_size",
+    "dp_replicate_size dp_replicate_degree hsdp_size parallelism_config_dp_replicate_size",
     "parallel.tensor": "tp_size tp tp_degree tensor_parallel tensor_parallel_degree tensor_parallel_size "
-    "tensor_parallel_dim tensor_model_parallel_size model_parallel_size sequence_parallel parallelism_config_tp_size",
+    "tensor_parallel_dim tensor_model_parallel_size model_parallel_size sequence_parallel parallelism_config_tp_size "
+    "megatron_lm_tp_degree tensor_parallel.autotp_size autotp_size",
     "parallel.pipeline": "pp_size pp pp_degree pipeline_parallel pipeline_parallel_degree pipeline_parallel_size "
-    "pipeline_model_parallel_size",
+    "pipeline_model_parallel_size megatron_lm_pp_degree pipeline.stages",
     "parallel.pipeline_schedule": "pipeline_parallel_schedule pp_schedule schedule_type",
-    "parallel.pipeline_microbatches": "pipeline_parallel_microbatch_size num_microbatches n_microbatches "
+    "parallel.pipeline_microbatches": "num_microbatches n_microbatches megatron_lm_num_micro_batches "
     "pipeline_parallel_microbatches num_micro_batches pp_microbatches",
-    "parallel.pipeline_stages_per_rank": "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "parallel.pipeline_stages_per_rank": "virtual_pipeline_model_parallel_size "
     "num_virtual_stages_per_pipeline_rank virtual_pp_size vpp_size vpp virtual_stages",
-    "parallel.pipeline_max_deferred_weight_grads": "delay_wgrad_compute",
+    "parallel.pipeline_max_deferred_weight_grads": "delay_wgrad_compute zero_bubble_max_pending_backward",
+    "parallel.pipeline_balance": "partition_method pipeline.partition_method",
     "parallel.pipeline_layers_per_stage": "pipeline_parallel_split_points module_fqns_per_model_part "
     "pipeline_parallel_layers_per_stage pipeline_model_parallel_layout decoder_first_pipeline_num_layers "
     "decoder_last_pipeline_num_layers num_layers_in_first_pipeline_stage split_points layers_per_stage",
@@ -125,17 +128,20 @@ _ELSEWHERE = {
     "parallel.reduce_dtype": "mixed_precision_reduce grad_reduce_dtype grad_reduce_in_fp32 reduce_type "
     "accumulate_allreduce_grads_in_fp32",
     "parallel.heartbeat_timeout_seconds": "pipeline_timeout ddp_timeout dist_timeout nccl_timeout heartbeat_timeout "
-    "distributed_timeout_minutes train_timeout_seconds init_timeout_seconds timeout",
+    "distributed_timeout_minutes train_timeout_seconds timeout",
     "memory.activation_checkpointing": "gradient_checkpointing activation_checkpoint enable_activation_checkpointing "
-    "activation_checkpoint.mode fsdp_activation_checkpointing recompute_granularity recompute_method "
+    "activation_checkpoint.mode memory.checkpointing fsdp_activation_checkpointing recompute_granularity "
+    "recompute_method "
     "recompute_activations selective_ac_option ac_mode use_gradient_checkpointing",
     "memory.activation_budget_gib": "memory_budget activation_memory_budget",
     "memory.activation_offload": "activation_offloading enable_activation_offloading cpu_offloading "
     "activation_cpu_offload",
-    "memory.cpu_offload": "fsdp_cpu_offload offload_params fsdp_offload_params enable_cpu_offload offload_param "
+    "memory.cpu_offload": "zero_optimization.offload_param.device fsdp_cpu_offload offload_params "
+    "fsdp_offload_params enable_cpu_offload offload_param "
     "param_offload",
     "memory.optimizer_in_backward": "optimizer_in_bwd early_step_in_backward optim_in_bwd fused_backward",
-    "memory.optimizer_offload": "optimizer_cpu_offload offload_optimizer optimizer_offload_fraction optim_offload",
+    "memory.optimizer_offload": "zero_optimization.offload_optimizer.device optimizer_cpu_offload offload_optimizer "
+    "optimizer_offload_fraction optim_offload",
     "memory.mlp_tiles": "tiled_mlp tiled_mlp_num_shards mlp_num_shards",
     "memory.loss_chunks": "num_output_chunks num_chunks loss_num_chunks chunked_cross_entropy",
     "memory.loss_kernel": "use_liger_kernel use_liger liger_fused_linear_cross_entropy cut_cross_entropy enable_liger",
@@ -148,22 +154,26 @@ _ELSEWHERE = {
     "checkpoint.save_model": "save_final_model save_hf_model export_model last_save_model_only",
     "checkpoint.max_shard_gib": "max_shard_size shard_size",
     "log": "logging metrics metric_logger_config",
-    "log.every_n_steps": "logging_steps log_every_n_steps log_freq log_interval metrics.log_freq log_every",
+    "log.every_n_steps": "logging_steps log_every_n_steps log_freq log_interval metrics.log_freq log_every "
+    "steps_per_print",
     "log.trackers": "metric_logger report_to wandb tensorboard use_wandb enable_wandb enable_tensorboard "
     "tensorboard_dir trackers log_with",
     "log.project": "wandb_project project_name wandb.project",
-    "log.run_name": "wandb_name wandb_run_name wandb_exp_name wandb_run_id experiment_name run_id",
+    "log.run_name": "wandb_name wandb_run_name wandb_exp_name experiment_name",
     "log.progress": "disable_tqdm progress_bar",
     "seed": "random_seed shuffle_seed data_seed training.seed",
-    "dtype": "bf16 fp16 precision torch_dtype mixed_precision mixed_precision_param params_dtype compute_dtype "
+    "dtype": "bf16 fp16 bf16.enabled fp16.enabled model.dtype param_dtype mixed_precision.param_dtype precision "
+    "torch_dtype mixed_precision mixed_precision_param params_dtype compute_dtype "
     "training_precision",
     "device": "device_type use_cpu no_cuda device_map",
-    "batch_size": "micro_batch_size micro_batch local_batch_size per_device_train_batch_size train_batch_size "
+    "batch_size": "micro_batch_size micro_batch local_batch_size per_device_train_batch_size "
     "train_micro_batch_size_per_gpu device_batch_size per_gpu_batch_size",
     "gradient_accumulation_steps": "grad_accum gradient_accumulation gradient_accumulation_iters "
-    "grad_accumulation_steps accumulate_grad_batches grad_accum_steps grad_acc_steps accumulation_steps",
-    "epochs": "num_epochs num_train_epochs n_epochs max_epochs train_epochs",
-    "max_steps": "max_steps_per_epoch training_steps train_iters training.steps train_steps num_steps "
+    "tokens.batch_accumulation_per_replica batch_accumulation_per_replica grad_accumulation_steps "
+    "accumulate_grad_batches grad_accum_steps grad_acc_steps "
+    "accumulation_steps",
+    "epochs": "num_epoch num_epochs num_train_epochs n_epochs max_epochs train_epochs",
+    "max_steps": "steps max_steps_per_epoch training_steps train_iters training.steps train_steps num_steps "
     "num_training_steps total_steps max_train_steps max_iters training.max_steps num_train_steps",
     "max_seq_len": "max_length max_seq_length model_max_length sequence_len sequence_length seq_len seq_length "
     "block_size max_len seqlen cutoff_len context_length training.seq_len max_tokens max_sequence_length",
@@ -174,27 +184,28 @@ _ELSEWHERE = {
     "checkpointer.output_dir",
     "overwrite_output_dir": "overwrite_dir",
     "resume": "resume_from_checkpoint resume_from auto_resume_from_checkpoints load checkpoint.load_step",
-    "compile": "torch_compile enable_compile compile_model use_compile",
-    "matmul_dtype": "float8 fp8 enable_fp8_training fp8_recipe fp8_format float8_recipe enable_fp8",
+    "compile": "compile.enable torch_compile enable_compile compile_model use_compile",
+    "matmul_dtype": "float8 fp8 enable_fp8_training fp8_recipe fp8_format float8_recipe enable_fp8 "
+    "float8.recipe_name quantize.linear.float8.recipe_name",
     "lora": "peft peft_config lora_config",
     "lora.rank": "lora_r lora_rank r",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.target_modules": "lora_target lora_targets lora_target_modules lora_target_linear lora_attn_modules "
-    "lora_modules modules_to_save lora_modules_to_save apply_lora_to_mlp apply_lora_to_output",
+    "lora_modules apply_lora_to_mlp apply_lora_to_output",
     "lora.rslora": "use_rslora peft_use_rslora lora_use_rslora",
     "lora.dora": "use_dora peft_use_dora lora_use_dora",
     "lora.quantize_base": "load_in_4bit load_in_8bit quantization quantization_bit quantization_config "
     "bnb_4bit_quant_type quantize_type",
     "lora.dtype": "lora_dtype adapter_dtype autocast_adapter_dtype",
-    "lora.adapter_path": "lora_model_dir adapter adapter_name_or_path adapter_dir adapter_model resume_adapter",
+    "lora.adapter_path": "lora_model_dir adapter_name_or_path adapter_dir adapter_model resume_adapter",
     "lora.merge_on_save": "merge_adapter merge_lora merge_and_unload merge_weights",
     "dpo": "rl preference dpo_config pref",
     "dpo.beta": "dpo_beta pref_beta rl_beta beta",
     "dpo.loss": "pref_loss dpo_loss loss_type",
     "dpo.label_smoothing": "dpo_label_smoothing label_smoothing",
-    "dpo.simpo_gamma": "cpo_simpo_gamma gamma gamma_beta_ratio",
-    "dpo.trainable": "ref_model finetuning_type reference_model",
+    "dpo.simpo_gamma": "cpo_simpo_gamma gamma",
+    "dpo.trainable": "finetuning_type",
     "dpo.reference_free": "rl_reference_free",
 }
 
@@ -221,18 +232,26 @@ NOTHING_LIKE_IT = frozenset(
     "label_smoothing_factor attn_implementation flash_attention flash_attn deepspeed push_to_hub hub_model_id "
     "context_parallel_degree context_parallel_size context_parallel cp_size cp cp_degree context "
     "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep "
+    "train_batch_size modules_to_save lora_modules_to_save zero_stage fsdp_sharding_strategy sharding_strategy min_lr "
+    "lr_min pipeline_parallel_microbatch_size num_layers_per_virtual_pipeline_stage gamma_beta_ratio wandb_run_id "
+    "run_id "
+    "dataset_config init_timeout_seconds adapter ref_model reference_model every_steps moe z_loss "
     "devices neftune_noise_alpha group_by_length special_tokens max_prompt_length max_completion_length".split()
 )
+
+# Of preference optimization in its own tools, and something else in others.
+OF_PAIRS = frozenset("loss_type label_smoothing beta gamma finetuning_type".split())
 
 # Last words that say little without their section: no key of another section is offered for them.
 GENERIC = frozenset(
     "path name type source sources format kind dtype mode config enable enabled backend interval freq steps size loss "
-    "beta alpha dropout rank split strategy data model optimizer template implementation".split()
+    "beta alpha dropout rank split strategy data model optimizer template implementation device".split()
 )
 
 # What people write in other tools -> the choice here.
 CHOICE_ALIASES = {
-    "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float64": "fp64", "double": "fp64", "gpu": "cuda",
+    "float32": "fp32", "fp16": "bf16", "float16": "bf16", "16": "bf16",
+    "float": "fp32", "bfloat16": "bf16", "float64": "fp64", "double": "fp64", "gpu": "cuda",
     "openai": "messages", "chatml": "messages", "adamw_torch": "adamw",
     "dpo": "preference", "pairs": "preference", "chat_preference": "preference", "completion": "text",
     "assistant_only": "assistant", "answer": "assistant", "responses": "assistant", "completion_only": "assistant",
@@ -240,7 +259,8 @@ CHOICE_ALIASES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate",
     "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up",
     "embed_tokens": "embedding", "lm_head": "head", "output": "head",
-    "dpo_sigmoid": "sigmoid", "cdpo": "sigmoid",
+    "dpo_sigmoid": "sigmoid", "cdpo": "sigmoid", "lora": "adapters", "full": "all", "time": "compute", "true": "full",
+    "constant_with_warmup": "constant", "float8": "fp8",
     "interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zero_bubble",
     "zbvzerobubble": "zbv", "zb_v": "zbv", "zero_bubble": "zbv", "one_forward_one_backward": "1f1b",
 }  # fmt: skip

@@ -67,9 +67,12 @@ def _table(keys: list[Key]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def about(key: Key) -> str:
-    """The key's line of description, and what it needs to have an effect."""
+def about(key: Key, schema: Schema | None = None) -> str:
+    """The key's line of description, and what it needs to have an effect; not what a recipe's schema does not have."""
     needs = key.limits.get("needs")
+    if schema is not None and needs:
+        each = needs if isinstance(needs, tuple) else (needs,)
+        needs = tuple(one for one in each if callable(one) or one.partition(" ")[0] in schema.keys)
     return f"{key.help} Only with {needs_text(needs)}." if needs else key.help
 
 
@@ -86,13 +89,14 @@ def _owners(section: str, views: list[Schema]) -> str:
 def describe_text(schema: type = FullFinetuneConfig) -> str:
     """Every key for a terminal: name, default, legal values, then its line of description, indented."""
     lines: list[str] = []
-    for section, title, keys in _sections(read_schema(schema)):
+    view = read_schema(schema)
+    for section, title, keys in _sections(view):
         if section:
             lines += ["", f"{section}: {title}"]
         for key in keys:
             lines.append(f"  {key.name} = {_default_text(key)}   ({expected(key)})")
             if key.help:
-                lines.append(f"      {about(key)}")
+                lines.append(f"      {about(key, view)}")
     return "\n".join(lines) + "\n"
 
 

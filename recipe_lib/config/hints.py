@@ -5,9 +5,8 @@ where each word of it is near.
 """
 
 from collections.abc import Iterable
-from difflib import SequenceMatcher
 
-from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
+from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
 from recipe_lib.config.keys import Schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 
@@ -38,49 +37,73 @@ def meant_by(name: str, schema: Schema) -> list[str]:
         return [name]
     section, _, word = name.rpartition(".")
     plain = _plain(word)
-    if plain in NOTHING_LIKE_IT:
-        return []
     if (alias := KEY_ALIASES.get(_plain(name))) in valid:
         return [str(alias)]
+    if plain in NOTHING_LIKE_IT:
+        return []
     if section.endswith("]"):  # of a list of sections, whose keys are mostly those of the section around it
         alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{plain}", "")
         if f"{section}.{alias.rpartition('.')[2]}" in valid:
             return [f"{section}.{alias.rpartition('.')[2]}"]
     there = _section_for(section, schema)
-    if section and there is not None:
+    if there is None:  # of what that section is nobody knows
+        return []
+    if section:
         inside = {key.rpartition(".")[2]: key for key in schema.children(there)}
         close = plain if plain in inside else None if plain in GENERIC else near(plain, inside)
         if close:
             return [inside[close]]
-    is_vague = bool(section) and plain in GENERIC
-    if not is_vague and (alias := KEY_ALIASES.get(plain)) in valid:
+        if (alias := KEY_ALIASES.get(f"{there}.{plain}")) in valid:
+            return [str(alias)]
+        if plain in GENERIC:
+            return []
+    return _anywhere(plain, valid)
+
+
+def _anywhere(plain: str, valid: list[str]) -> list[str]:
+    """The keys that a last word alone may mean."""
+    if (alias := KEY_ALIASES.get(plain)) in valid:
         return [str(alias)]
-    elsewhere = [] if is_vague else [key for key in valid if key.rpartition(".")[2] == plain]
-    if elsewhere:
-        return [key for key in elsewhere if "." not in key] or elsewhere[:3]
-    if is_vague:
-        return []
-    words: dict[str, str] = {}
-    for key in sorted(valid, key=lambda key: key.count(".")):
-        words.setdefault(key.rpartition(".")[2], key)
-    close = near(plain, words)
-    return [words[close]] if close else []
+    words = [key.rpartition(".")[2] for key in valid]
+    close = plain if plain in words else None if plain in GENERIC else near(plain, words)
+    found = [key for key in valid if key.rpartition(".")[2] == close] if plain not in ("name", "type") else []
+    return [key for key in found if "." not in key] or found[:3]
 
 
 def near(found: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `found` is a misspelling of: the same letters but for few, or near it word by word."""
-    best, nearness = None, 0.0
+    """The valid name that `found` is a misspelling of: word by word all letters but one, of long words two."""
+    best, least = None, 3
     for name in valid:
-        whole = _likeness(found.replace("_", ""), name.replace("_", ""))
         parts, others = found.split("_"), name.split("_")
-        least = min(map(_likeness, parts, others)) if len(parts) == len(others) else 0.0
-        if (whole >= 0.88 or (least >= 0.66 and whole >= 0.75)) and whole > nearness:
-            best, nearness = name, whole
+        if len(parts) == len(others) and found != name:
+            distance = sum(map(_distance, parts, others))
+            near_all = all(map(_is_slip, parts, others)) and distance <= 2
+        else:
+            distance = _distance("".join(parts), "".join(others))
+            near_all = distance <= (0 if len(name) < 8 else 1 if len(name) < 12 else 2)
+        if near_all and distance < least:
+            best, least = name, distance
     return best
 
 
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one[:100], other[:100], autojunk=False).ratio()
+def _is_slip(found: str, word: str) -> bool:
+    if len(word) < 3:
+        return found[:1] == word[:1] and len(found) >= len(word) and _distance(found, word) < 2
+    return _distance(found, word) <= (1 if len(word) < 7 else 2)
+
+
+def _distance(one: str, other: str) -> int:
+    """Letters to add, take away, change or swap with the next one (optimal string alignment)."""
+    one, other = one[:50], other[:50]
+    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        row = [i]
+        for j, wanted in enumerate(other, start=1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != wanted)))
+            if i > 1 and j > 1 and (letter, one[i - 2]) == (other[j - 2], wanted):
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 def _plain(name: str) -> str:
@@ -102,11 +125,19 @@ def _section_for(section: str, schema: Schema) -> str | None:
 
 def _owner(name: str, schema: Schema) -> str:
     """`lora.rank is a key of lora_finetune_distributed`, if that, or its alias, is nothing in this schema."""
-    alias = KEY_ALIASES.get(_plain(name), name)
-    if not alias or alias in schema.keys or alias in schema.sections:
+    plain = _plain(name)
+    section, _, word = plain.rpartition(".")
+    known = {*schema.keys, *schema.sections}
+    alias = KEY_ALIASES.get(plain)
+    if plain in OF_PAIRS | NOTHING_LIKE_IT or alias in known or plain in known:
         return ""
     for recipe, config_class in RECIPE_CONFIGS.items():
         view = read_schema(config_class)
-        if alias in view.keys or alias in view.sections:
-            return f"{alias} is a {'key' if alias in view.keys else 'section'} of the recipe {recipe}"
+        own = [key for key in (*view.keys, *view.sections) if key not in known]
+        if section in own:
+            found = meant_by(name, view)
+        else:
+            found = [key for key in own if key in (alias, plain) or (not section and key.rpartition(".")[2] == word)]
+        if len(found) == 1 and found[0] in own:
+            return f"{found[0]} is a {'key' if found[0] in view.keys else 'section'} of the recipe {recipe}"
     return ""

@@ -97,5 +97,5 @@ def _find(name_or_path: str | Path, what: str, shipped: dict[str, Path], suffixe
     if os.path.isdir(path):
         raise ConfigError(f"{show(text)}: is a folder; expected a {what} file ending in {' or '.join(suffixes)}")
     name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
-    hint = did_you_mean(name.removeprefix(f"{what}s/"), shipped)
+    hint = "" if text.startswith("/") else did_you_mean(name.removeprefix(f"{what}s/"), shipped)
     raise ConfigError(f"{show(text)}: no such {what}{hint or '; `tune ls` lists the names, or give a path to a file'}")

@@ -101,7 +101,7 @@ class LrSchedulerConfig:
         "In place of warmup_steps: the share of all optimizer steps, rounded up.",
         minimum=0,
         maximum=1,
-        known_as="HF warmup_ratio",
+        known_as="Axolotl warmup_ratio; HF warmup_ratio (before 5)",
     )
     warmup_steps: int = key(
         0,
@@ -249,7 +249,7 @@ class FullFinetuneConfig(RecipeFacts):
     overwrite_output_dir: bool = key(
         False,
         "Replace the run in output_dir: its model goes when the new one is complete; what no run wrote stays.",
-        known_as="HF overwrite_output_dir",
+        known_as="HF overwrite_output_dir (before 5)",
     )
     resume: str | None = key(
         None,

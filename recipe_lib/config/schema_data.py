@@ -27,7 +27,7 @@ class ModelConfig:
         "Whose module it is: `native`: ours; `transformers`: that library's class of the config.json (extra "
         "`transformers`); or what a plugin registered.",
         kind="model",
-        known_as="vLLM model_impl; torchtitan: the module of a model",
+        known_as="none has it: HF's keys choose kernels within its own model (attn_implementation)",
     )
 
 
@@ -36,7 +36,10 @@ class TokenizerConfig:
     """The tokenizer; by default the one in the checkpoint folder."""
 
     path: str | None = key(
-        None, "Folder or file of the tokenizer; null: `model.path`.", path=True, known_as="HF tokenizer_name_or_path"
+        None,
+        "Folder or file of the tokenizer; null: `model.path`.",
+        path=True,
+        known_as="HF tokenizer_name; PEFT tokenizer_name_or_path",
     )
     chat_template: str | None = key(
         None, "Jinja file to use in place of the tokenizer's own chat template.", path=True, known_as="HF chat_template"
@@ -109,7 +112,7 @@ class DataConfig:
         "own; `refuse`: such a sample is a bad one.",
         choices=("auto", "split", "refuse"),
         needs=(idle.has_earlier_answers, "data.train_on != all"),
-        known_as="LLaMA-Factory mask_history",
+        known_as="none has it: others train all answers of one rendering, or the last one",
     )
     check_label_mask: bool = key(
         True,
@@ -157,7 +160,7 @@ class DataConfig:
         "What a sequence over max_seq_len tokens does.",
         choices=("truncate", "drop", "error"),
         needs=idle.may_exceed_length,
-        known_as="HF truncation; TRL truncation_mode",
+        known_as="Axolotl excess_length_strategy",
     )
     num_proc: int | None = key(
         None,
@@ -202,7 +205,7 @@ class ValidationConfig:
         "Like data.format; null: the same.",
         kind="data.format",
         needs="validation.source",
-        known_as="as data.format",
+        known_as="none has it: torchtune and Axolotl say it within the dataset",
     )
     every_n_steps: int | None = key(
         None,

@@ -168,7 +168,7 @@ class MemoryConfig:
         minimum=1,
         most=2**12,
         needs="memory.activation_offload",
-        known_as="torchtune's OffloadActivations has a fixed number of streams",
+        known_as="torchtune OffloadActivations max_fwd_stash_size",
     )
     mlp_tiles: int = key(
         1,

@@ -217,10 +217,16 @@ def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
         return
     choices = list(map(str, choices))
     alias = CHOICE_ALIASES.get(str(value).lower())
-    hint = f"; did you mean {alias}?" if alias in choices else did_you_mean(str(value), choices)
+    alike = [choice for choice in choices if _outline(choice) == _outline(str(value))]
+    hint = f"; did you mean {alias}?" if alias in choices else did_you_mean(str(value), alike)
     if value in key.limits.get("items", ()) or (len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))):
         hint = f"; write [{show(str(value))}]"  # a pattern, where a list of them may stand
     raise MismatchError(f"found {quote(str(value))}, expected {expected(key)}{hint}")
+
+
+def _outline(word: str) -> tuple[str, list[str]]:
+    """First letter and digits, which a misspelling has too: `fp16` is none of `fp64`, nor `xpu` of `cpu`."""
+    return word[:1].lower(), sorted(filter(str.isdigit, word))
 
 
 def _within(value: Any, key: Key) -> bool:

@@ -1,13 +1,18 @@
 """Keys as other tools call them: each leads to ours, or to nothing, and never to a key that means something else."""
 
+import re
+
 import pytest
 
-from recipe_lib.config import DpoFinetuneConfig
+from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
-from recipe_lib.config.hints import meant_by, near
+from recipe_lib.config.hints import hint_for, meant_by, near
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.recipes import RECIPE_CONFIGS
 
 SCHEMA = read_schema(DpoFinetuneConfig)
+TOOLS = ("torch", "HF", "PEFT", "TRL", "torchtitan", "Megatron", "torchtune", "Axolotl", "LLaMA-Factory", "DeepSpeed")
+OTHERWISE = {"max_samples": "validation.max_samples"}  # bare, it is that of the training data
 
 # From the documentation of each tool; none: there is nothing like it here.
 TITAN = {
@@ -35,10 +40,10 @@ TITAN = {
 }  # fmt: skip
 MEGATRON = {
     "tensor_model_parallel_size": "parallel.tensor", "pipeline_model_parallel_size": "parallel.pipeline",
-    "num_layers_per_virtual_pipeline_stage": "parallel.pipeline_stages_per_rank",
+    "num_layers_per_virtual_pipeline_stage": None,
     "virtual_pipeline_model_parallel_size": "parallel.pipeline_stages_per_rank", "context_parallel_size": None,
     "sequence_parallel": "parallel.tensor", "micro_batch_size": "batch_size", "global_batch_size": None,
-    "train_iters": "max_steps", "min_lr": "lr_scheduler.min_lr_ratio", "lr_decay_style": "lr_scheduler.type",
+    "train_iters": "max_steps", "min_lr": None, "lr_decay_style": "lr_scheduler.type",
     "lr_warmup_iters": "lr_scheduler.warmup_steps", "lr_warmup_fraction": "lr_scheduler.warmup_ratio",
     "clip_grad": "clip_grad_norm", "save_interval": "checkpoint.save_every_n_steps",
     "eval_interval": "validation.every_n_steps", "log_interval": "log.every_n_steps",
@@ -62,10 +67,10 @@ HUGGING_FACE = {
     "dataset_text_field": "data.columns", "loss_type": "dpo.loss", "beta": "dpo.beta", "reference_free":
     "dpo.reference_free", "truncation_mode": "data.truncation", "attn_implementation": None, "r": "lora.rank",
     "lora_alpha": "lora.alpha", "target_modules": "lora.target_modules", "use_dora": "lora.dora", "tf32": None,
-    "modules_to_save": "lora.target_modules", "load_in_4bit": "lora.quantize_base", "packing_strategy": None,
+    "modules_to_save": None, "load_in_4bit": "lora.quantize_base", "packing_strategy": None,
 }  # fmt: skip
 AXOLOTL_AND_OTHERS = {
-    "base_model": "model.path", "datasets": "data.source", "sequence_len": "max_seq_len",
+    "base_model": "model.path", "datasets": "data.sources", "sequence_len": "max_seq_len",
     "sample_packing": "data.packing", "pad_to_sequence_len": "data.pad_to_multiple_of", "val_set_size": None,
     "micro_batch_size": "batch_size", "num_epochs": "epochs", "train_on_inputs": "data.train_on",
     "cosine_min_lr_ratio": "lr_scheduler.min_lr_ratio", "excess_length_strategy": "data.truncation",
@@ -82,7 +87,29 @@ AXOLOTL_AND_OTHERS = {
     "model.lora_attn_modules": "lora.target_modules", "model.lora_rank": "lora.rank", "lr_scheduler.num_warmup_steps":
     "lr_scheduler.warmup_steps", "max_steps_per_epoch": "max_steps", "log_peak_memory_stats": None,
 }  # fmt: skip
-KEYS = [(name, ours) for table in (TITAN, MEGATRON, HUGGING_FACE, AXOLOTL_AND_OTHERS) for name, ours in table.items()]
+MORE = {
+    "zero_optimization.offload_optimizer.device": "memory.optimizer_offload",
+    "zero_optimization.offload_param.device": "memory.cpu_offload", "zero_optimization.stage": None,
+    "zero_stage": None, "train_batch_size": None, "steps_per_print": "log.every_n_steps", "bf16.enabled": "dtype",
+    "pipeline.stages": "parallel.pipeline", "pipeline.partition_method": "parallel.pipeline_balance",
+    "tensor_parallel.autotp_size": "parallel.tensor", "aio.block_size": None,
+    "activation_checkpointing.cpu_checkpointing": None, "parallelism_config_dp_shard_size": "parallel.data_shard",
+    "megatron_lm_tp_degree": "parallel.tensor",
+    "parallelism_config_dp_replicate_size": "parallel.data_replicate", "megatron_lm_pp_degree": "parallel.pipeline",
+    "megatron_lm_num_micro_batches": "parallel.pipeline_microbatches", "fsdp_sharding_strategy": None,
+    "compile.enable": "compile", "float8.recipe_name": "matmul_dtype", "model.dtype": "dtype", "param_dtype": "dtype",
+    "tokens.batch_accumulation_per_replica": "gradient_accumulation_steps", "data.num_loading_workers":
+    "data.num_workers", "eval.dataset": "validation.source", "lighteval.batch_size": None, "vllm.batch_size": None,
+    "generation.max_length": None, "profiler.device": None, "pipeline_parallel_microbatch_size": None,
+    "adapter": None, "wandb_run_id": None, "dataset_config": None, "init_timeout_seconds": None, "mask_history":
+    "data.train_on", "steps": "max_steps", "num_epoch": "epochs", "memory.checkpointing":
+    "memory.activation_checkpointing", "z_loss": None, "moe": None, "mode": None, "function": None, "trace": None,
+    "end_weight_decay": None, "name": None, "zero_bubble_max_pending_backward":
+    "parallel.pipeline_max_deferred_weight_grads", "distributed_type": "parallel.strategy", "gamma_beta_ratio": None,
+}  # fmt: skip
+KEYS = [
+    (name, ours) for table in (TITAN, MEGATRON, HUGGING_FACE, AXOLOTL_AND_OTHERS, MORE) for name, ours in table.items()
+]
 
 
 @pytest.mark.parametrize(("name", "ours"), KEYS)
@@ -108,6 +135,33 @@ def test_an_unknown_section_says_what_is_there(faults) -> None:
                                    "warmup", "log_level", "hub_token", "step_size", "min_size"])  # fmt: skip
 def test_what_is_far_is_not_near(found: str) -> None:
     assert near(found, [key.rpartition(".")[2] for key in SCHEMA.keys]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("lora.r", "lora.rank"), ("lora.lora_alpha", "lora.alpha"), ("target_modules", "lora.target_modules"),
+     ("quantize_base", "lora.quantize_base"), ("lora_r", "lora.rank"), ("loss_type", ""), ("beta", ""), ("gamma", ""),
+     ("label_smoothing", ""), ("finetuning_type", ""), ("ref_model", "")],
+)  # fmt: skip
+def test_keys_of_another_recipe(name: str, found: str) -> None:
+    hint, _ = hint_for(name, "", read_schema(FullFinetuneConfig), in_file=False)
+    assert (
+        hint.startswith(f"; {found} is a key of the recipe lora_finetune_distributed") if found else "; `tune" in hint
+    )
+
+
+def test_names_of_the_reference_are_known() -> None:
+    """What the column `known as` says, typed at us; but for what is no key there, and names of other matters too."""
+    missing = {}
+    for schema in RECIPE_CONFIGS.values():
+        for key in read_schema(schema).keys.values():
+            for part in key.limits.get("known_as", "").split("; "):
+                tool, _, name = part.partition(" ")
+                words = [word for word in name.split(", ") if re.fullmatch(r"[a-z_0-9.]+", word) and "_" in word]
+                for word in words if tool in TOOLS else []:
+                    if meant_by(word, read_schema(schema)) != [key.name]:
+                        missing[word] = key.name
+    assert missing == OTHERWISE
 
 
 def test_tables_fit_together() -> None:

@@ -133,7 +133,8 @@ WRONG_IN_SECTIONS = [
     (
         "memory",
         "activation_checkpointing: true",
-        "memory.activation_checkpointing: found 'true', expected one of none, full, selective, budget",
+        "memory.activation_checkpointing: found 'true', expected one of none, full, selective, budget; "
+        "did you mean full?",
     ),
 ]
 
@@ -212,3 +213,14 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert getattr(getattr(cfg, section) if section else cfg, key) == f"{tmp_path}/x"
     cfg = load_config(tmp_path / "config.yaml", ["log.project=~/x"], LoraFinetuneConfig)
     assert cfg.log.project == "~/x"  # no path
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("dtype: fp16", "bf16"), ("optimizer: {state_bits: 2}", ""), ("optimizer: {state_bits: 64}", ""),
+     ("device: xpu", ""), ("optimizer: {name: adamw_8bit}", ""), ("lr_scheduler: {type: constant_with_warmup}",
+     "constant"), ("matmul_dtype: float8", "fp8"), ("parallel: {pipeline_balance: time}", "compute")],
+)  # fmt: skip
+def test_hints_at_values_are_near_or_none(faults, text, hint):
+    (line,) = faults(f"{text}\n")
+    assert line.partition("; did you mean ")[2] == (f"{hint}?" if hint else "")

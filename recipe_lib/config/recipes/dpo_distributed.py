@@ -43,7 +43,7 @@ class DpoConfig:
         False,
         "sigmoid, ipo: take a reference that finds both answers equally likely.",
         needs="dpo.loss != simpo",
-        known_as="TRL reference_free",
+        known_as="TRL reference_free (before 1)",
     )
     trainable: str = key(
         "adapters",
