@@ -235,7 +235,7 @@ NOTHING_LIKE_IT = frozenset(
     "train_batch_size modules_to_save lora_modules_to_save zero_stage fsdp_sharding_strategy sharding_strategy min_lr "
     "lr_min pipeline_parallel_microbatch_size num_layers_per_virtual_pipeline_stage gamma_beta_ratio wandb_run_id "
     "run_id "
-    "dataset_config init_timeout_seconds adapter ref_model reference_model every_steps moe z_loss "
+    "dataset_config init_timeout_seconds adapter ref_model reference_model every_steps moe z_loss add_eos "
     "devices neftune_noise_alpha group_by_length special_tokens max_prompt_length max_completion_length".split()
 )
 
