@@ -237,7 +237,7 @@ also stepped in backward, without clipping and with one sequence per step; every
 CPU, whose time is not planned. Active and reserved are bytes of the heaviest rank, host those of one rank, which holds
 them pinned. Sequences are as long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and are
 for ranking only. 24GB is a card of which CUDA reports 23.5 GiB; context, NCCL and reserved headroom are subtracted.
-`fits` leaves 3 % of the card; `risky` leaves less, or needs `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+`fits` leaves 3 % of the card; `risky` leaves less, or needs `PYTORCH_ALLOC_CONF=expandable_segments:True`.
 
 The longest sequence is the longest that fits, one at a time, with the same settings and, for 65,536 tokens,
 {long};

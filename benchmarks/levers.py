@@ -67,7 +67,7 @@ def report() -> str:
 
 def _sentence(words: str) -> str:
     """The reason in the table of combinations that has these words, or what only a run can tell."""
-    told = f"told at the start of a run: {words}"
+    told = f"reported at the start of a run: {words}"
     return next((entry.reason for entry in RULES if words in entry.reason), told)
 
 

@@ -287,3 +287,8 @@ def _exchange_names(first: Path, second: Path) -> bool:
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), str(second))
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether it is the name of something in a folder, not a path out of it."""
+    return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from recipe_lib.config.suggest import show
-from recipe_lib.files import FileRecord, sha256_of, write_json
+from recipe_lib.files import FileRecord, is_plain_name, sha256_of, write_json
 from recipe_lib.reading import read_json
 
 FORMAT = 1
@@ -99,13 +99,9 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
         raise DamagedState(f"{MANIFEST} holds a count that is none")
     for record in manifest.files:
-        if not _is_plain(record.name):
+        if not is_plain_name(record.name):
             raise DamagedState(f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name")
     return manifest
-
-
-def _is_plain(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def check_presence(folder: Path) -> Manifest:

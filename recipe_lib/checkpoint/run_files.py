@@ -55,15 +55,11 @@ def read_record(root: Path) -> OutputRecord | None:
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
         listings = [listing for listings in record.folders.values() for listing in listings]
         names = [*record.folders, *record.earlier, *record.kept, *(name for listing in listings for name in listing)]
-        if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(_is_plain, names)):
+        if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(files.is_plain_name, names)):
             return record
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     return OutputRecord()
-
-
-def _is_plain(name: str) -> bool:
-    return Path(name).name == name and name not in ("", "..")
 
 
 def write_record(root: Path, record: OutputRecord) -> None:

@@ -84,7 +84,7 @@ def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
         except subprocess.TimeoutExpired:
             why = f"planning both took more than {TIMEOUT_SECONDS} s"
         except (OSError, ValueError, KeyError):
-            why = "both could not be planned; `tune plan` with the same words says why"
+            why = "both could not be planned; `tune plan` with the same arguments says why"
     return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {why}"
 
 

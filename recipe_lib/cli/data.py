@@ -64,7 +64,7 @@ def read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
     parser.add_argument("--validation", action="store_true", help="show: sequences of validation.source")
     parser.add_argument(
-        "--allow", metavar="FAULT", action="append", default=[], help="check: a fault to put up with, by its name"
+        "--allow", metavar="FAULT", action="append", default=[], help="check: a finding to ignore, by its name"
     )
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     parser.add_argument("--recipe", help="check the config against this recipe (name or path)")

@@ -178,7 +178,7 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
     if figures["seconds"] is not None and own:
         text += f"; a step {format_seconds(figures['seconds'])} (uncalibrated)"
     text += f"; an estimate: {figures['estimate']}" if figures["estimate"] else ""
-    return f"{text}; `tune plan` with the same words says more"
+    return f"{text}; `tune plan` with the same arguments says more"
 
 
 class _TooSlow(BaseException):  # nothing on the way is to catch it
@@ -204,9 +204,9 @@ def main(argv: list[str]) -> int:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
         if _TooSlow.came:  # torch makes it a RuntimeError where it comes in the midst of its own code
-            say(f"plan: takes more than {CPU_SECONDS} s of CPU; `tune plan` with the same words makes it")
+            say(f"plan: takes more than {CPU_SECONDS} s of CPU; `tune plan` with the same arguments makes it")
         else:
-            say(f"plan: none ({type(error).__name__}); `tune plan` with the same words says why")
+            say(f"plan: none ({type(error).__name__}); `tune plan` with the same arguments says why")
     return DONE
 
 

@@ -1,4 +1,4 @@
-"""`tune tp-plan`: how tensor parallel would share a model among ranks, from its config.json alone."""
+"""`tune tp-plan`: how tensor parallel would shard a model, from its config.json alone."""
 
 import argparse
 import contextlib
@@ -20,9 +20,9 @@ from recipe_lib.logs import silence_torchao
 NOT_CERTIFIED = 3  # exit code
 # Entries of config.json that say how weights are stored, not what the model is.
 STORED = ("architectures", "auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version")
-DESCRIPTION = """Tells how tensor parallel would share a model among the ranks of a group: which parameter is cut where,
-what ranks send each other, what each of them holds, and what stays whole and why. The plan comes from one forward of
-transformers' model on the meta device: needs config.json, no weights and no GPU.
+DESCRIPTION = """Shows how tensor parallel would shard a model: the dimension that each parameter is sharded in, the
+collectives, what each rank holds, and what is replicated and why. The plan comes from one forward of transformers'
+model on the meta device: needs config.json, no weights and no GPU.
 
   tune tp-plan llama3/8B --tensor 2,4,8
   tune tp-plan outputs/demo/model --tensor 2 --certify

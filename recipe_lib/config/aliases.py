@@ -72,7 +72,6 @@ _ELSEWHERE = {
     "data.max_samples": "max_train_samples",
     "data.num_proc": "dataset_num_proc dataset_processes preprocessing_num_workers",
     "data.num_workers": "dataloader_num_workers num_data_workers num_loading_workers",
-    "data.cache": "overwrite_cache",
     "data.cache_dir": "dataset_prepared_path tokenized_path dataset_cache_dir",
     "validation": "eval evaluation validator",
     "validation.source": "eval_dataset eval_file validation_file test_datasets eval_data_path dataset_val val_dataset "
@@ -192,7 +191,7 @@ _ELSEWHERE = {
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.target_modules": "lora_target lora_targets lora_target_modules lora_target_linear lora_attn_modules "
-    "lora_modules apply_lora_to_mlp apply_lora_to_output",
+    "lora_modules apply_lora_to_mlp apply_lora_to_output lora.target",
     "lora.rslora": "use_rslora peft_use_rslora lora_use_rslora",
     "lora.dora": "use_dora peft_use_dora lora_use_dora",
     "lora.quantize_base": "load_in_4bit load_in_8bit quantization quantization_bit quantization_config "
@@ -236,6 +235,7 @@ NOTHING_LIKE_IT = frozenset(
     "lr_min pipeline_parallel_microbatch_size num_layers_per_virtual_pipeline_stage gamma_beta_ratio wandb_run_id "
     "run_id "
     "dataset_config init_timeout_seconds adapter ref_model reference_model every_steps moe z_loss add_eos "
+    "overwrite_cache "
     "devices neftune_noise_alpha group_by_length special_tokens max_prompt_length max_completion_length".split()
 )
 

@@ -179,7 +179,7 @@ class DataConfig:
     cache: bool = key(
         True,
         "Keep tokenized samples on disk for the next start and for the other ranks of the machine.",
-        known_as="HF datasets caching; LLaMA-Factory overwrite_cache",
+        known_as="HF disable_caching (datasets)",
     )
     cache_dir: str | None = key(
         None,
@@ -219,7 +219,7 @@ class ValidationConfig:
     )
     batch_size: int | None = key(
         None,
-        "Rows per rank in a validation batch; null: batch_size.",
+        "Sequences per rank in a validation batch; null: batch_size.",
         minimum=1,
         most=2**20,
         needs="validation.source",

@@ -212,7 +212,7 @@ class MemoryConfig:
     )
     loss_chunks: int = key(
         8,
-        "Pieces the loss is computed in; more: less memory for logits.",
+        "Chunks the loss is computed in; more: less memory for logits.",
         minimum=1,
         most=2**16,
         needs="memory.loss_kernel != liger",

@@ -87,7 +87,7 @@ class DataReport:
         return DataReport(**dict(content) | {"bad_samples": Counter(content["bad_samples"]), "parts": parts})
 
     def check_share(self) -> None:
-        """Raises DataError if, from one of the sources, the loss counts no token or every token."""
+        """Raises DataError if, from one of the sources, no token or every token is a label token."""
         for part in self.parts or [self]:
             fault = part.share_fault()
             if fault:
@@ -101,12 +101,10 @@ class DataReport:
         tokens, trained = self.tokens - self.text_tokens, self.trained_tokens - self.text_tokens
         if self.train_on == "all" or not tokens or (trained and self.prompt_tokens):
             return None
-        found, wanted = ("every token", "prompts and answers") if trained else ("no token", "answers")
+        every, none = ("that every token is a label token", "prompts and answers"), ("no label token", "answers")
+        found, wanted = every if trained else none
         sequences = "1 sequence" if self.sequences == 1 else f"{self.sequences} sequences"
-        return (
-            f"found that the loss counts {found} of {sequences}, expected {wanted}; correct data.format, "
-            "data.columns or data.train_on"
-        )
+        return f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or data.train_on"
 
     def lines(self) -> list[str]:
         """The report as log lines."""

@@ -47,7 +47,7 @@ def inspect(
         "samples_read": report.samples_read,
         "sequences": len(training),
         "tokens": report.tokens,
-        "trained_tokens": report.trained_tokens,
+        "label_tokens": report.trained_tokens,
         "label_token_fraction": report.label_token_fraction,
         "bad_samples": sum(report.bad_samples.values()),
         "bad_samples_by_cause": dict(report.bad_samples),

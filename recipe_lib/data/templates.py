@@ -284,7 +284,7 @@ class Encoder:
         trained[:1] = [False] * len(trained[:1])  # nothing stands before the first token to predict it from
         last = max((at for at, is_trained in enumerate(trained) if is_trained), default=-1)
         if last < 0:
-            raise SampleFault("no trained token", "found no token that the loss would count, expected an answer")
+            raise SampleFault("no trained token", "found no label token, expected an answer")
         ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
         answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, last + 1),)
         return Encoded(ids[: last + 1], trained[: last + 1], apart, answers)

@@ -62,7 +62,7 @@ def splittable() -> Iterator[None]:
 
 @contextmanager
 def defer_weight_gradients() -> Iterator[list[DeferredGradients]]:
-    """Inside, backward puts off the weight gradients that can be, and notes them in the list, last layer first."""
+    """Inside, backward defers the weight gradients that can be, and records them in the list, last layer first."""
     global _deferred
     before, _deferred = _deferred, []
     try:

@@ -130,7 +130,7 @@ def _time(first: Plan, second: Plan) -> list[Row]:
         return []
     rows = []
     for field, title in (("step", "step"), ("compute", "kernels"), ("communication", "communication, alone"),
-                         ("exposed", "communication, not hidden"), ("launch", "issued by the host in")):  # fmt: skip
+                         ("exposed", "communication, exposed"), ("launch", "kernel launches (CPU)")):  # fmt: skip
         rows.append(_seconds_row(title, *_both((a, b), field)))
     rows.append(_count_row("tokens a step", *_both((a, b), "tokens_per_step")))
     rows.append(_count_row("tokens a second", *_both((a, b), "tokens_per_second")))

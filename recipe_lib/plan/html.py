@@ -50,12 +50,12 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
         stages,
         ranks,
         _tree(plan),
-        Section("Device memory outside torch, and host memory", facts=outside),
+        Section("Device memory outside PyTorch's allocator, and host memory", facts=outside),
         communication,
         Section("Time of a step", facts=time_lines(plan)),
         layers,
         advice,
-        Section("Assumed", items=plan.assumptions),
+        Section("Assumptions", items=plan.assumptions),
         Section("Not modeled", items=plan.not_modeled),
     ]
     return render_page(

@@ -98,7 +98,7 @@ def _put_outside(console: Console, plan: Plan) -> None:
     total = hundredths(plan.outside.total, unit)
     numbers = [total, *shares(total, [num_bytes for _, num_bytes, _ in rows])]
     named = [("outside torch", ""), *((f"  {name}", f"{option} X replaces it") for name, _, option in rows)]
-    heading(console, "outside the PyTorch allocator")
+    heading(console, "outside PyTorch's allocator")
     lines = [[name, written(number, unit), note] for (name, note), number in zip(named, numbers, strict=True)]
     put_table(console, Table("", ["name", "bytes", "option"], lines, ("name", "option"), headed=False))
 

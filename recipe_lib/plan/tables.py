@@ -78,7 +78,7 @@ def verdict_text(plan: Plan) -> str:
         f" ({written(hundredths(plan.device.memory, unit), unit)} each)"
         f"  peak {allocator_name(plan)} {written(reserved)} + outside torch {written(outside)}"
         f" = {written(reserved + outside, unit)}, "
-        f"{f'margin {written(margin, unit)}' if plan.margin >= 0 else f'short of {written(-margin, unit)}'}"
+        f"{f'margin {written(margin, unit)}' if plan.margin >= 0 else f'exceeds by {written(-margin, unit)}'}"
         f"{f'; an estimate: {plan.estimate}' if plan.estimate else ''}"
     )
 
@@ -293,14 +293,14 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
     lines = [
         ("step", f"{duration(time.step)}, {rates}; {stated}"),
         ("kernels", duration(time.compute)),
-        ("communication", f"{duration(time.communication)} alone, {duration(time.exposed)} not hidden by kernels"),
-        ("issued by the host in", duration(time.launch)),
+        ("communication", f"{duration(time.communication)} total, {duration(time.exposed)} exposed"),
+        ("kernel launches (CPU)", duration(time.launch)),
         ("bound by", bound_by(plan)),
         ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
                    f"all ranks; {time.mfu:.1%} of the device's dense rate"),
     ]  # fmt: skip
     if time.copies > _FEW_SECONDS:
-        text = f"{duration(time.copies)} alone, {duration(time.copies_exposed)} not hidden by kernels"
+        text = f"{duration(time.copies)} total, {duration(time.copies_exposed)} exposed"
         lines.insert(3, ("copies to and from the host", text))
     if plan.pipeline is not None:
         lines.insert(1, ("pipeline", _pipeline_text(plan.pipeline)))
@@ -329,7 +329,7 @@ def bound_by(plan: Plan) -> str:
     parts = {
         "kernels": plan.time.compute,
         "communication": plan.time.communication,
-        "the host: kernels end before the next is issued": plan.time.launch,
+        "the CPU (launch-bound)": plan.time.launch,
     }
     return max(parts, key=lambda name: parts[name])
 
@@ -342,8 +342,8 @@ def advice_table(plan: Plan) -> Table | None:
         [lever.override, signed_bytes(lever.bytes), "not planned" if lever.seconds is None else
          signed_seconds(lever.seconds), "fits" if lever.fits else "does not fit", lever.note] for lever in plan.advice
     ]  # fmt: skip
-    header = ["override", "peak", "step", "then", "note"]
-    return Table("what one change does", header, rows, ("override", "then", "note"))
+    header = ["override", "peak", "step", "verdict", "note"]
+    return Table("effect of one override", header, rows, ("override", "verdict", "note"))
 
 
 def host_line(plan: Plan) -> str:

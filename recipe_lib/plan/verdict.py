@@ -16,7 +16,7 @@ def reason_text(plan: Plan) -> str:
     if plan.estimate:
         return "what was not simulated is estimated, and counts"
     if plan.margin >= 0:
-        return "what is left is less than a plan can be wrong by"
+        return "the margin is below the error of a plan"
     if plan.verdict == DOES_NOT_FIT and _requested(plan) <= plan.device.usable:
         return "its tensors would fit, but not in the blocks that the allocator makes of what it has, nor with retries"
     if plan.verdict == DOES_NOT_FIT:
@@ -25,7 +25,7 @@ def reason_text(plan: Plan) -> str:
     if heaviest.reserved_expandable <= plan.device.usable:
         reserved = format_bytes(heaviest.reserved_expandable)
         return f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
-    return "goes through only if the allocator gives unused memory back and tries again, which takes time"
+    return "fits only after retries of the allocator, which gives unused memory back and takes time"
 
 
 def _requested(plan: Plan) -> int:

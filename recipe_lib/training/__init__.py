@@ -1,4 +1,4 @@
-"""What happens in a training run around the model: optimizer, schedule, clipping, seeds, stop signals and records."""
+"""What happens in a training run around the model: data, loop, resume, stop signals and records."""
 
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.optim.in_backward import OptimizerLevers, apply_optimizer_levers

@@ -146,7 +146,7 @@ class TrainingLoop:
             grad_norm=grad_norm,
             lr=self._lr,
             seconds=seconds,
-            trained_tokens=batches.trained_tokens,
+            label_tokens=batches.trained_tokens,
             total_tokens=batches.total_tokens,
             devices=self._world.size,
             peak=peak,

@@ -53,7 +53,7 @@ def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
         ("Gradient norm, before clipping", "", [("gradient norm", "grad_norm")], True),
         ("Learning rate", "", [("learning rate", "lr")], True),
         ("Tokens per second", "", [("all devices", "tokens_per_second")], True),
-        ("Trained tokens, share of all", "", [("share", "trained_token_share")], True),
+        ("Label tokens, share of all", "", [("share", "label_token_fraction")], True),
         (
             memory,
             "GiB",

@@ -168,7 +168,7 @@ def test_the_plan_of_a_run(tmp_path: Path):
 
 def test_a_plan_that_takes_too_long_is_one_line(tmp_path: Path):
     said, code = beside(tmp_path / "figures.json", before="plan_during_run.CPU_SECONDS = 1")
-    assert said == "plan: takes more than 1 s of CPU; `tune plan` with the same words makes it\n"
+    assert said == "plan: takes more than 1 s of CPU; `tune plan` with the same arguments makes it\n"
     assert code == 0
     assert list(tmp_path.iterdir()) == []
 

@@ -147,7 +147,7 @@ def test_pairs_and_rows_do_not_mix(chatml, rows_file):
 def test_every_token_trained_stops_the_run(chatml, plain, rows_file):
     source = rows_file(*({"prompt": "", "completion": word} for word in ("the cat", "the dog")))
     line = (
-        r"rows.jsonl: found that the loss counts every token of 2 sequences, expected prompts and answers; correct "
+        r"rows.jsonl: found that every token is a label token in 2 sequences, expected prompts and answers; correct "
         r"data.format, data.columns or data.train_on, or set data.check_label_mask to false if it is meant$"
     )
     refused(line, chatml, source=source, format="prompt_completion")
@@ -165,7 +165,7 @@ def test_one_source_of_several_is_enough_to_stop(chatml, rows_file):
     text = rows_file({"text": "the cat sat"}, name="text.jsonl")
     sources = [SourceConfig(good), SourceConfig(text, format="text"), SourceConfig(bare)]
     refused(
-        "bare.jsonl: found that the loss counts every token of 1 sequence",
+        "bare.jsonl: found that every token is a label token in 1 sequence",
         chatml,
         format="prompt_completion",
         sources=sources,
@@ -175,7 +175,7 @@ def test_one_source_of_several_is_enough_to_stop(chatml, rows_file):
 
 def test_no_token_trained_is_a_fault_too():
     report = DataReport("rows.jsonl", "messages", 8, sequences=3, tokens=12, prompt_tokens=15)
-    with pytest.raises(DataError, match="rows.jsonl: found that the loss counts no token of 3 sequences, expected"):
+    with pytest.raises(DataError, match="rows.jsonl: found no label token in 3 sequences, expected"):
         report.check_share()
     report.trained_tokens = 1
     report.check_share()

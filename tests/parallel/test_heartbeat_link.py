@@ -62,7 +62,7 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
     ranks = {"RANK": node, "GROUP_RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({key: str(value) for key, value in ranks.items()})
     os.environ.update(MASTER_ADDR=_ADDRESSES[0], MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=name)
-    heartbeat.EVERY = 0.1
+    heartbeat.BEAT_SECONDS = 0.1
     torch.set_num_threads(1)
 
     def main() -> None:

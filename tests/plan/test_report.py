@@ -133,7 +133,7 @@ def test_headline_adds_up(margin: int, width: int):
     text = " ".join(line.strip() for line in render(plan, width=width).split("\n\n")[0].splitlines())
     found = re.fullmatch(
         r"(RISKY|DOES NOT FIT)  ?(\d+) x (\S+) \((\S+) GiB each\)  ?peak reserved (\S+) \+ outside torch (\S+)"
-        r" = (\S+) GiB, (margin|short of) (\S+) GiB",
+        r" = (\S+) GiB, (margin|exceeds by) (\S+) GiB",
         text,
     )
     assert found and found[1] == verdict.upper() and found[2] == "4" and found[3] == "rtx4090"
@@ -143,15 +143,15 @@ def test_headline_adds_up(margin: int, width: int):
     assert outside == round(plan.outside.total * 100 / GIB)
     assert total == reserved + outside
     assert total + (left if found[8] == "margin" else -left) == memory
-    assert (found[8] == "short of") == (margin < 0)
+    assert (found[8] == "exceeds by") == (margin < 0)
 
 
 @pytest.mark.parametrize(
     ("verdict", "usable", "says"),
     [
-        (RISKY, 11 * GIB, "what is left is less"),
+        (RISKY, 11 * GIB, "the margin is below"),
         (RISKY, 9 * GIB, "needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which 8.49 GiB"),
-        (RISKY, 8_600 * MIB, "goes through only if the allocator"),
+        (RISKY, 8_600 * MIB, "fits only after retries of the allocator"),
         (DOES_NOT_FIT, 8_600 * MIB, "its tensors would fit, but not in the blocks"),
         (DOES_NOT_FIT, GIB, "the tensors alone take 8."),
     ],
@@ -189,7 +189,7 @@ def test_phases(width: int):
 
 def test_outside_torch_adds_up_and_names_its_options():
     plan = hand_made()
-    lines = section(render(plan, width=80), "outside the PyTorch allocator")
+    lines = section(render(plan, width=80), "outside PyTorch's allocator")
     numbers = [hundredths(SIZE.search(line)[1]) for line in lines]
     assert numbers[0] == sum(numbers[1:]) == round(plan.outside.total * 100 / GIB)
     assert [re.search(r"--\w+-gib", line)[0] for line in lines[1:]] == ["--context-gib", "--nccl-gib", "--reserve-gib"]
@@ -266,11 +266,11 @@ def test_time_says_what_it_is_worth():
     )
     text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
     assert "4.00 s, calibrated; error: +-12 %" in text and "ranking only" not in text
-    assert "bound by the host" in text and text.endswith("1,000 steps")
+    assert "bound by the CPU" in text and text.endswith("1,000 steps")
 
 
 def test_advice():
-    lines = section(render(hand_made(), width=80), "what one change does")
+    lines = section(render(hand_made(), width=80), "effect of one override")
     assert [line.split() for line in lines[1:]] == [
         ["memory.checkpointing=full", "-2.00", "GiB", "+310.0", "ms", "fits"],
         ["Layers", "run", "twice."],

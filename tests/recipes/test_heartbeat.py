@@ -32,7 +32,12 @@ KEY = f"set parallel.heartbeat_timeout_seconds={TIMEOUT} higher if the run is on
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forks, which have these too."""
     recipe_module(FULL)
-    for name, seconds in {"EVERY": 0.1, "VANISHING": 1.5, "HEEDING": 1.0, "TELLING": 0.3}.items():
+    for name, seconds in {
+        "BEAT_SECONDS": 0.1,
+        "PEER_LOST_SECONDS": 1.5,
+        "FAILURE_GRACE_SECONDS": 1.0,
+        "REPORT_SECONDS": 0.3,
+    }.items():
         monkeypatch.setattr(heartbeat, name, seconds)
 
 
@@ -103,7 +108,7 @@ def refuse() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beats, "UNHEARD", 2.0)
+    monkeypatch.setattr(beats, "SILENT_TIMEOUTS", 2.0)
     began = time.monotonic()
     found = ended(tmp_path, stop, *DIVISIONS[division])
     assert found[0].startswith("exit code 7") and "Traceback" not in found[0]
@@ -123,7 +128,7 @@ def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path, division: str
     found = ended(tmp_path, trouble, *DIVISIONS[division])
     assert found[0].startswith("exit code 7") and found[1].startswith("exit code 7")
     (line,) = errors_of(found)
-    assert re.match(r"error: rank 1 has not come further for \d+ s in step 2, at ", line), line
+    assert re.match(r"error: rank 1 has made no progress for \d+ s in step 2, at ", line), line
     assert "recipes/test_heartbeat.py:" in line and line.endswith(KEY)
 
 
@@ -133,7 +138,7 @@ def test_of_four_ranks_the_one_that_hangs_is_named(tmp_path: Path) -> None:
     found = ended(tmp_path, loop, "parallel.tensor=2", "batch_size=2", on=2, ranks=4)
     assert all(text.startswith("exit code 7") for text in found)
     (line,) = errors_of(found)
-    assert line.startswith("error: rank 2 has not come further for "), line
+    assert line.startswith("error: rank 2 has made no progress for "), line
 
 
 def test_a_killed_rank_is_named_without_tracebacks(tmp_path: Path) -> None:

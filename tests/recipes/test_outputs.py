@@ -31,8 +31,8 @@ STEP_KEYS = {
     "lr",
     "tokens_per_second",
     "tokens_per_second_per_device",
-    "trained_tokens",
-    "trained_token_share",
+    "label_tokens",
+    "label_token_fraction",
     "peak_memory_active_gib",
     "peak_memory_allocated_gib",
     "peak_memory_reserved_gib",
@@ -92,8 +92,8 @@ def test_metrics_of_every_step(runs: dict[str, Any]):
     for line in trained:
         assert line["epoch"] == line["step"] / 3  # 24 rows, 8 a step
         assert line["lr"] == pytest.approx(4e-3 * (1 + math.cos(math.pi * (line["step"] - 1) / 3)) / 2, rel=1e-12)
-        assert 0 < line["trained_tokens"] < line["tokens"] <= 8 * 64
-        assert line["trained_token_share"] == line["trained_tokens"] / line["tokens"]
+        assert 0 < line["label_tokens"] < line["tokens"] <= 8 * 64
+        assert line["label_token_fraction"] == line["label_tokens"] / line["tokens"]
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
         assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / RANKS)
         assert line["memory_kind"] == "resident set"
@@ -119,7 +119,7 @@ def test_the_summary_adds_up(runs: dict[str, Any]):
     assert (summary["steps"], summary["total_steps"], summary["world_size"]) == (3, 3, RANKS)
     assert (summary["first_loss"], summary["final_loss"]) == (trained[0]["loss"], trained[-1]["loss"])
     assert (summary["final_validation_loss"], summary["best_validation_loss"]) == (validated[-1], min(validated))
-    assert summary["trained_tokens"] == sum(line["trained_tokens"] for line in trained)
+    assert summary["label_tokens"] == sum(line["label_tokens"] for line in trained)
     assert summary["peak_memory_active_gib"] == max(line["peak_memory_active_gib"] for line in trained)
     assert 0 < summary["training_seconds"] <= summary["wall_seconds"]
     assert summary["versions"]["torch"] == torch.__version__

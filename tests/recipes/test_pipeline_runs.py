@@ -147,7 +147,7 @@ def test_a_pipeline_records_what_one_process_does(found: tuple[Path, Any], name:
 def test_a_pipeline_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
     folder, _ = found
     for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
-        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "trained_tokens", "tokens"))
+        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens"))
 
 
 def validated(output: Path) -> list[float]:

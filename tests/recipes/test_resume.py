@@ -126,7 +126,7 @@ def test_the_same_ranks_go_on_bitwise(runs: dict[str, Any], ranks: int):
     assert steps(folder / f"{ranks}same") == steps(folder / f"quiet{ranks}")
     assert tree(folder / f"{ranks}same" / "model") == tree(folder / f"quiet{ranks}" / "model")
     for line, other in zip(metrics(folder / f"{ranks}same"), metrics(folder / f"quiet{ranks}"), strict=True):
-        assert all(line[name] == other[name] for name in ("step", "epoch", "lr", "trained_tokens", "tokens"))
+        assert all(line[name] == other[name] for name in ("step", "epoch", "lr", "label_tokens", "tokens"))
 
 
 @pytest.mark.parametrize("move", slow_except(MOVES, [(1, 2), (2, 1)]), ids=str)

@@ -153,7 +153,7 @@ def test_a_group_records_what_one_process_does(found: tuple[Path, Any], name: st
 def test_a_group_counts_what_one_process_does(found: tuple[Path, Any]) -> None:
     folder, _ = found
     for line, other in zip(metrics(folder / "full 2"), metrics(folder / "full 1"), strict=True):
-        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "trained_tokens", "tokens"))
+        assert all(line.get(key) == other.get(key) for key in ("lr", "epoch", "label_tokens", "tokens"))
 
 
 def validated(output: Path) -> list[float]:

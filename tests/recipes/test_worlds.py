@@ -86,7 +86,7 @@ def test_more_ranks_give_the_losses_of_one(runs: dict[tuple[str, int], Any], kin
     assert furthest([loss for _, loss, _ in many], [loss for _, loss, _ in one]) <= 1e-5
     assert furthest([norm for _, _, norm in many], [norm for _, _, norm in one]) <= 1e-4
     for line, other in zip(metrics(runs[kind, 1][0]), metrics(runs[kind, ranks][0]), strict=True):
-        assert all(line[name] == other[name] for name in ("lr", "epoch", "trained_tokens", "tokens"))
+        assert all(line[name] == other[name] for name in ("lr", "epoch", "label_tokens", "tokens"))
 
 
 @pytest.mark.parametrize("kind", slow_except(MARGIN, ["text"]))

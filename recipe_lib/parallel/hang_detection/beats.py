@@ -11,11 +11,11 @@ from typing import Any
 
 # How many timeouts long a rank may be at something before the others stop waiting for it.
 STEP_SECONDS = 1.0  # a training step
-UNHEARD = 5.0  # most, of any phase, for a rank that has stopped to say anything; and of a step for all ranks together
+SILENT_TIMEOUTS = 5.0  # most, of any phase, for a rank without a beat; and of a step for all ranks together
 FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
 # Loading, quantizing, validation, saving, export: for ever while it moves, this long where it does not.
 LONG_SECONDS = 30.0
-PATIENCE = {"compiling": LONG_SECONDS, "in a debugger": float("inf")}  # whatever the phase
+PHASE_TIMEOUTS = {"compiling": LONG_SECONDS, "in a debugger": float("inf")}  # whatever the phase
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Beat:
 
 def silent(beats: Mapping[int, Beat], timeout: float) -> list[int]:
     """Those that have not been heard of for too long: stopped, or on a machine that cannot be reached."""
-    return [rank for rank, beat in beats.items() if beat.unheard >= timeout * min(beat.patience, UNHEARD)]
+    return [rank for rank, beat in beats.items() if beat.unheard >= timeout * min(beat.patience, SILENT_TIMEOUTS)]
 
 
 def behind(beats: Mapping[int, Beat]) -> list[int]:
@@ -75,7 +75,7 @@ def is_overdue(beat: Beat, timeout: float) -> bool:
 
 def all_stand(beats: Mapping[int, Beat], timeout: float) -> bool:
     """Whether no rank has moved for so long that none will. The work that ranks have queued on GPUs has longer."""
-    return all(beat.still >= timeout * max(beat.patience, UNHEARD) for beat in beats.values())
+    return all(beat.still >= timeout * max(beat.patience, SILENT_TIMEOUTS) for beat in beats.values())
 
 
 def numbers(ranks: list[int]) -> str:

@@ -31,12 +31,12 @@ from recipe_lib.parallel.hang_detection.peers import PeerFailedError, first_line
 from recipe_lib.parallel.hang_detection.stacks import StackLine, busy, collectives, stack_of, where
 from recipe_lib.redaction import redact
 
-EVERY = 0.5  # seconds between two beats
-PAUSE = 2.0  # seconds by which this process must be late to have been stopped itself
-HEEDING = 2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
-TELLING = 6.0  # seconds that the others wait for it to tell what happened: a launcher ends all when the first one ends
-ENDING = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
-VANISHING = 3.0  # seconds without a beat, after an exchange with another rank has failed, by which that rank is gone
+BEAT_SECONDS = 0.5  # seconds between two beats
+OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have been stopped itself
+FAILURE_GRACE_SECONDS = 2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
+REPORT_SECONDS = 6.0  # seconds that the others wait for its report: a launcher ends all when the first one ends
+SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
+PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
 LONGEST_GROUP_LIMIT = 30 * 86400.0  # seconds
 _made = 0  # heartbeats of this process; all ranks make them alike
 
@@ -128,7 +128,7 @@ class Heartbeat:
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(timeout=2 * EVERY)
+            thread.join(timeout=2 * BEAT_SECONDS)
 
     def enter(self, phase: str, patience: float = rules.LONG_SECONDS) -> None:
         """Notes what the main thread comes to. patience: how many timeouts that may take, see `beats`."""
@@ -143,9 +143,11 @@ class Heartbeat:
 
     def _look(self) -> None:
         looked = time.monotonic()
-        while not self._closed.wait(EVERY):
+        while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
-            if now - looked > EVERY + PAUSE:  # this process was stopped itself: what it knows of the others is old
+            if (
+                now - looked > BEAT_SECONDS + OWN_STALL_SECONDS
+            ):  # this process was stopped itself: what it knows of the others is old
                 self._moved = self._advanced = self._answered = now
                 self._seen.clear()
             looked = now
@@ -154,7 +156,7 @@ class Heartbeat:
                 return
             self._notice(now)
             resting = now - self._moved
-            self._looks_around = self.is_ending or resting >= min(2 * EVERY, self._timeout / 4)
+            self._looks_around = self.is_ending or resting >= min(2 * BEAT_SECONDS, self._timeout / 4)
             if not self._looks_around:
                 self._seen.clear()  # it would be old when it is wanted again
             verdict = self._verdict(now) if self._mine is None and resting >= self._timeout else None
@@ -175,7 +177,7 @@ class Heartbeat:
     def _beat(self, number: int = 0) -> Beat:
         now, phase, patience = time.monotonic(), self._phase, self._patience
         if self._busy:
-            phase, patience = f"{phase}, {self._busy}", rules.PATIENCE[self._busy]
+            phase, patience = f"{phase}, {self._busy}", rules.PHASE_TIMEOUTS[self._busy]
         stand = self.detail.stand() if self.detail is not None else None
         still, quiet = now - self._moved, now - self._advanced
         return Beat(number, phase, patience, still, quiet, self._where, self._groups, stand, self._node)
@@ -183,7 +185,7 @@ class Heartbeat:
     def _verdict(self, now: float) -> tuple[list[int], str] | None:
         """Whom this rank waits for in vain: ranks that will not hear of it, and the line."""
         own, known, timeout = self._beat(), self._others(now), self._timeout
-        if now - self._answered >= timeout * min(own.patience, rules.UNHEARD):
+        if now - self._answered >= timeout * min(own.patience, rules.SILENT_TIMEOUTS):
             return [], self._line(self._without_store(now - self._answered), own)
         found = rules.silent(known, timeout)
         if found:
@@ -207,7 +209,7 @@ class Heartbeat:
 
     def _words(self, rank: int, beat: Beat, waits: bool = False) -> str:
         words = self.detail.words(rank, beat.stand) if self.detail is not None and beat.stand is not None else ""
-        verb = f"waits for {beat.still:.0f} s" if waits else f"has not come further for {beat.quiet:.0f} s"
+        verb = f"waits for {beat.still:.0f} s" if waits else f"has made no progress for {beat.quiet:.0f} s"
         return words or f"{self._names([rank])} {verb} in {beat.at}"
 
     def _names(self, ranks: list[int]) -> str:
@@ -234,7 +236,7 @@ class Heartbeat:
             if self._closed.is_set():
                 return
             self._answered = time.monotonic()
-            self._wake.wait(EVERY if self._mine is None and self._failure is None else EVERY / 10)
+            self._wake.wait(BEAT_SECONDS if self._mine is None and self._failure is None else BEAT_SECONDS / 10)
             self._wake.clear()
 
     def _exchange(self, number: int) -> None:
@@ -275,7 +277,10 @@ class Heartbeat:
         self._wake.set()
         is_lost = isinstance(error, PeerFailedError) or says_gone(error)
         if is_lost:  # who is the cause says so, or is not heard of any more
-            self._wait(lambda: self._failure is not None or bool(self._lost or self._gone()), VANISHING + 4 * EVERY)
+            self._wait(
+                lambda: self._failure is not None or bool(self._lost or self._gone()),
+                PEER_LOST_SECONDS + 4 * BEAT_SECONDS,
+            )
         cause = self._failure or self._post(self._of_lost(error) if is_lost else self._of_own(error))
         if is_lost or (cause["rank"] != self._rank and not isinstance(error, UserError)):
             self._leave(cause, is_main=True)
@@ -284,7 +289,7 @@ class Heartbeat:
             hook = sys.excepthook
             # Not through Python's shutdown, in which threads of gloo may abort.
             sys.excepthook = lambda *caught: (hook(*caught), errors.end_process(1))[1]
-        self._heeded.wait(HEEDING)
+        self._heeded.wait(FAILURE_GRACE_SECONDS)
 
     def _of_own(self, error: Exception) -> dict[str, Any]:
         """This rank's failure, as the others hear of it. nodes: where it is reported without them."""
@@ -302,7 +307,7 @@ class Heartbeat:
         if gone:
             text = f"{self._names(sorted(gone))} {'is' if len(gone) == 1 else 'are'} gone, killed or crashed"
         elif self._lost:
-            text = "the process that holds the store of the run (rank 0 or its launcher) is gone"
+            text = "the process that holds the rendezvous store (rank 0 or its launcher) is gone"
         line = f"{text}; {self._words(self._rank, self._beat(), waits=True)} ({first_line(error)})"
         return self._for_all([line], sorted(gone), sorted(set(gone.values())) if self._folder else [])
 
@@ -313,19 +318,19 @@ class Heartbeat:
     def _gone(self) -> dict[int, str]:
         """Ranks that are not heard of any more, and their machines."""
         known = self._others(time.monotonic())
-        return {rank: beat.node for rank, beat in known.items() if beat.unheard >= VANISHING}
+        return {rank: beat.node for rank, beat in known.items() if beat.unheard >= PEER_LOST_SECONDS}
 
     def _end_run(self, lost: list[int], line: str) -> None:
         failure = self._post(self._for_all([line], lost))
         if self._posted.is_set():
-            self._heeded.wait(HEEDING)
+            self._heeded.wait(FAILURE_GRACE_SECONDS)
         self._end(failure)
 
     def _post(self, failure: dict[str, Any]) -> dict[str, Any]:
         """Tells the others; returns the run's first failure, which may be another rank's."""
         self._mine = failure
         self._wake.set()
-        self._wait(lambda: self._failure is not None or bool(self._lost), HEEDING)
+        self._wait(lambda: self._failure is not None or bool(self._lost), FAILURE_GRACE_SECONDS)
         return self._failure or failure
 
     def _leave(self, failure: dict[str, Any], is_main: bool = False) -> None:
@@ -337,15 +342,17 @@ class Heartbeat:
             return
         sys.excepthook = lambda *_: self._end(failure)  # what is raised meanwhile is a consequence
         if failure["tells"]:
-            self._wait(lambda: self._told.is_set() or bool(self._lost), TELLING)
+            self._wait(lambda: self._told.is_set() or bool(self._lost), REPORT_SECONDS)
         if not is_main:
-            self._wait(lambda: not self.is_ending or self._mine is not None, ENDING)
+            self._wait(lambda: not self.is_ending or self._mine is not None, SHUTDOWN_SECONDS)
         if is_main or self._mine is None:
             self._end(failure)
 
     def _end(self, failure: dict[str, Any]) -> None:
         self._once.acquire()  # for good: of two threads the first one ends the process
-        timer = threading.Timer(2 * EVERY, lambda: os._exit(failure["code"]))  # if a stuck thread holds what is flushed
+        timer = threading.Timer(
+            2 * BEAT_SECONDS, lambda: os._exit(failure["code"])
+        )  # if a stuck thread holds what is flushed
         timer.daemon = True
         timer.start()
         self._say(failure)
@@ -362,7 +369,7 @@ class Heartbeat:
                 return
             except OSError:
                 pass  # a full disk must not swallow the lines
-        elif not self._lost and time.monotonic() - self._answered < 4 * EVERY:  # the store may be asked
+        elif not self._lost and time.monotonic() - self._answered < 4 * BEAT_SECONDS:  # the store may be asked
             if self._store is not None and self._store.add(f"said/{self._node}", 1) > 1:
                 return
         sys.stderr.write("".join(f"error: {redact(errors.visible(line))}\n" for line in failure["lines"]))
@@ -373,7 +380,7 @@ class Heartbeat:
         if self._store is not None and os.getpid() == self._pid:
             thread = threading.Thread(target=self._store.set, args=(f"reported/{self._rank}", "yes"), daemon=True)
             thread.start()  # apart: the store may be gone, and must not hold up the end
-            thread.join(timeout=EVERY)
+            thread.join(timeout=BEAT_SECONDS)
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds

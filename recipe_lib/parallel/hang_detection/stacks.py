@@ -72,7 +72,7 @@ def where(stack: list[StackLine]) -> str:
 
 
 def busy(stack: list[StackLine]) -> str:
-    """A key of `beats.PATIENCE`, or ""."""
+    """A key of `beats.PHASE_TIMEOUTS`, or ""."""
     for what, places in (("in a debugger", _DEBUGGERS), ("compiling", _COMPILERS)):
         if any(place in call.file for call in stack for place in places):
             return what

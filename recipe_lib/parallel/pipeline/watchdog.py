@@ -23,7 +23,7 @@ from recipe_lib.parallel.pipeline.hang_report import BETWEEN, COMPUTES, WAITS, R
 from recipe_lib.parallel.pipeline.schedules import COMPUTE, Action
 from recipe_lib.parallel.world import World
 
-EVERY = 0.5  # seconds between two looks at a device's marks
+LOOK_SECONDS = 0.5  # seconds between two looks at a device's marks
 _FROM_BEFORE = ("F", "RF", "SB")  # kinds of actions that take from the stage before, or send to it
 
 
@@ -127,4 +127,4 @@ class Watch:
                     self._reached = self._marks.popleft()[1], time.monotonic()
             except RuntimeError:  # the device has failed: its error comes to the host by itself
                 return
-            time.sleep(EVERY)
+            time.sleep(LOOK_SECONDS)

@@ -19,7 +19,7 @@ from recipe_lib.plan.search.trials import (
 )
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY
 
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 # A change of less than this share is none.
 MIN_CHANGE = 0.002
@@ -55,16 +55,6 @@ class Tried:
     usable: int
 
 
-def advise(recipe_class: type, cfg: Any, settings: PlanSettings, plan: Plan) -> list[Advice]:
-    """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained.
-
-    cfg: plannable. Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some
-    percent off. Levers that the config's table of combinations or the recipe refuses are left out, and so is what
-    neither lowers the peak nor makes the step faster.
-    """
-    return advice_from(plan, *try_levers(recipe_class, cfg, settings))
-
-
 def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Estimate | None, list[Tried]]:
     """The run as it is, None where it could not be tried, and with each lever.
 
@@ -85,7 +75,12 @@ def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Es
 
 
 def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
-    """The advice of a plan from what was tried, in order."""
+    """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained.
+
+    Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some percent off.
+    Levers that the config's table of combinations or the recipe refuses are left out, and so is what neither lowers the
+    peak nor makes the step faster.
+    """
     has_room = plan.verdict != DOES_NOT_FIT
     rows = [(False, row) for row in _expandable(plan)]
     for one in tried if base is not None else []:

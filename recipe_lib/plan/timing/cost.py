@@ -14,7 +14,7 @@ from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.trace import OP, Collective, Op, Trace
 
 # Shares of the datasheet's rates that kernels reach. With these, a roofline over the operators of torchtitan's
-# published run of Llama 3.1 8B on 8 H100 (docs/performance.md, December 2024) comes out 8 % short of its step time.
+# published run of Llama 3.1 8B on 8 H100 (its docs/performance.md, December 2024) comes out 8 % short of its step time.
 COMPUTE_EFFICIENCY = 0.65
 BANDWIDTH_EFFICIENCY = 0.8
 

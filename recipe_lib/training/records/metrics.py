@@ -30,7 +30,7 @@ def step_metrics(
     grad_norm: float,
     lr: float,
     seconds: float,
-    trained_tokens: int,
+    label_tokens: int,
     total_tokens: int,
     devices: int,
     peak: Mapping[str, Any],
@@ -38,7 +38,7 @@ def step_metrics(
     """The line of one optimizer step.
 
     step: steps done, this one included. epoch: passes over the data done, a fraction within one. seconds: wall time of
-    the step. trained_tokens: labeled tokens of the global step; total_tokens: its tokens without padding.
+    the step. label_tokens: labeled tokens of the global step; total_tokens: its tokens without padding.
     peak: `active`, `allocated`, `reserved` in bytes and `kind`, as `PeakMemory.read()` returns.
     """
     rate = total_tokens / seconds if seconds > 0 else 0.0
@@ -50,8 +50,8 @@ def step_metrics(
         "lr": lr,
         "tokens_per_second": rate,
         "tokens_per_second_per_device": rate / devices,
-        "trained_tokens": trained_tokens,
-        "trained_token_share": trained_tokens / total_tokens if total_tokens else 0.0,
+        "label_tokens": label_tokens,
+        "label_token_fraction": label_tokens / total_tokens if total_tokens else 0.0,
         **{f"peak_memory_{name}_gib": gib(peak[name]) for name in ("active", "allocated", "reserved")},
         "memory_kind": peak["kind"],
         "seconds": seconds,
@@ -147,7 +147,7 @@ def write_summary(
         "final_validation_loss": validations[-1] if validations else None,
         "best_validation_loss": min(validations, default=None),
         "tokens": sum(line.get("tokens") or 0 for line in steps),
-        "trained_tokens": sum(line.get("trained_tokens") or 0 for line in steps),
+        "label_tokens": sum(line.get("label_tokens") or 0 for line in steps),
         "training_seconds": sum(line.get("seconds") or 0 for line in steps),
         "wall_seconds": wall_seconds,
         **memory,

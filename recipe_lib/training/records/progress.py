@@ -108,7 +108,7 @@ def _numbers(line: Mapping[str, Any]) -> str:
     return (
         f"loss {_number(line['loss'])}  {margin}grad norm {_number(line['grad_norm'])}  lr {line['lr']:.2e}  "
         f"{format_count(line['tokens_per_second_per_device'])} tokens/s/device  "
-        f"trained {line['trained_token_share']:.0%}  "
+        f"labels {line['label_token_fraction']:.0%}  "
         f"{kind} {f'{memory:.2f}' if memory is not None else '?'} GiB"
     )
 

@@ -40,7 +40,7 @@ def test_who_is_not_heard_of_has_less_time_in_a_step() -> None:
         (Beat(patience=beats.FIRST_STEP_SECONDS, still=0, quiet=599), False),
         (Beat(patience=beats.LONG_SECONDS, still=0, quiet=10_000), False),  # it saves, or compiles
         (Beat(patience=beats.LONG_SECONDS, still=1800, quiet=1800), True),
-        (Beat(patience=beats.PATIENCE["in a debugger"], still=1e6, quiet=1e6), False),
+        (Beat(patience=beats.PHASE_TIMEOUTS["in a debugger"], still=1e6, quiet=1e6), False),
     ],
 )
 def test_who_has_had_the_time(beat: Beat, expected: bool) -> None:

@@ -63,9 +63,14 @@ def train(trouble: Trouble, timeout: float, steps: int = 2) -> int:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forks, which have these too."""
-    for name, seconds in {"EVERY": 0.1, "VANISHING": 1.5, "HEEDING": 1.0, "TELLING": 0.3}.items():
+    for name, seconds in {
+        "BEAT_SECONDS": 0.1,
+        "PEER_LOST_SECONDS": 1.5,
+        "FAILURE_GRACE_SECONDS": 1.0,
+        "REPORT_SECONDS": 0.3,
+    }.items():
         monkeypatch.setattr(heartbeat, name, seconds)
-    monkeypatch.setattr(watchdog, "EVERY", 0.02)
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.02)
 
 
 def ended(trouble: Trouble, timeout: float = 60.0, process_group: bool = True) -> list[str]:

@@ -72,7 +72,7 @@ def test_what_makes_it_fit_comes_first():
     assert [(row.override, row.bytes, row.fits) for row in found] == [
         ("most=1", -2 * GIB, True),
         ("enough=1", -GIB, True),
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", -2 * GIB // 3, False),
+        ("PYTORCH_ALLOC_CONF=expandable_segments:True", -2 * GIB // 3, False),
         ("little=1", -GIB // 2, False),
     ]
 

@@ -203,5 +203,5 @@ def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
     for one, words in ((recipe, asked("parallel.strategy=auto")), (mine, ["--config", str(tmp_path / "c.yaml")])):
         assert command.with_strategy([*FLAGS, "--node-rank=1"], one, words)[-1] == "parallel.strategy=fsdp"
         assert command.with_strategy(FLAGS, one, words)[-1] == "parallel.strategy=fsdp"
-    line = "parallel.strategy=auto: fsdp; both could not be planned; `tune plan` with the same words says why"
+    line = "parallel.strategy=auto: fsdp; both could not be planned; `tune plan` with the same arguments says why"
     assert len(calls) == 4 and said == [PLANNING, line, PLANNING, line]

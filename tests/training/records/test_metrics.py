@@ -17,7 +17,7 @@ PEAK = {"active": 2 * GIB, "allocated": 3 * GIB, "reserved": 4 * GIB, "kind": "d
 def line(step: int, **changes: Any) -> dict[str, Any]:
     given = {
         "step": step, "epoch": step / 10, "loss": 5.0 / step, "grad_norm": 1.0, "lr": 1e-3, "seconds": 0.5,
-        "trained_tokens": 100, "total_tokens": 400, "devices": 2, "peak": PEAK,
+        "label_tokens": 100, "total_tokens": 400, "devices": 2, "peak": PEAK,
     }  # fmt: skip
     return step_metrics(**(given | changes))
 
@@ -35,11 +35,11 @@ def test_the_line_of_a_step_has_every_number_and_its_units() -> None:
     assert line(2) == {
         "step": 2, "epoch": 0.2, "loss": 2.5, "grad_norm": 1.0, "lr": 1e-3,
         "tokens_per_second": 800.0, "tokens_per_second_per_device": 400.0,
-        "trained_tokens": 100, "trained_token_share": 0.25,
+        "label_tokens": 100, "label_token_fraction": 0.25,
         "peak_memory_active_gib": 2.0, "peak_memory_allocated_gib": 3.0, "peak_memory_reserved_gib": 4.0,
         "memory_kind": "device", "seconds": 0.5, "tokens": 400,
     }  # fmt: skip
-    assert line(1, seconds=0.0, total_tokens=0, trained_tokens=0)["trained_token_share"] == 0.0
+    assert line(1, seconds=0.0, total_tokens=0, label_tokens=0)["label_token_fraction"] == 0.0
 
 
 def test_each_line_is_on_the_disk_once_appended(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_summary_adds_up_the_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     expected = {
         "status": "done", "steps": 5, "total_steps": 5, "first_loss": 5.0, "final_loss": 1.0,
-        "final_validation_loss": 3.0, "best_validation_loss": 1.0, "tokens": 2000, "trained_tokens": 500,
+        "final_validation_loss": 3.0, "best_validation_loss": 1.0, "tokens": 2000, "label_tokens": 500,
         "training_seconds": 2.5, "wall_seconds": 9.5, "peak_memory_active_gib": 5.0, "peak_memory_allocated_gib": 3.0,
         "peak_memory_reserved_gib": 4.0, "memory_kind": "device", "world_size": 2,
         "settings": {"seed": 42, "tokenizer": {"path": None}, "note": "[secret]", "lr": None},

@@ -31,7 +31,7 @@ def said() -> Iterator[list[str]]:
 def line(step: int, **changes: Any) -> dict[str, Any]:
     given = {
         "step": step, "loss": 2.34567, "grad_norm": 1.5, "lr": 2e-5, "tokens_per_second_per_device": 1234.0,
-        "trained_token_share": 0.25, "peak_memory_active_gib": 1.234, "memory_kind": "device",
+        "label_token_fraction": 0.25, "peak_memory_active_gib": 1.234, "memory_kind": "device",
     }  # fmt: skip
     return given | changes
 
@@ -43,9 +43,9 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
         progress.step(line(3))
         progress.step(line(4, memory_kind="resident set", loss=float("nan"), grad_norm=None))
     assert said == [
-        "step 3/12  loss 2.3457  grad norm 1.5000  lr 2.00e-05  1.2 K tokens/s/device  trained 25%  peak 1.23 GiB  "
+        "step 3/12  loss 2.3457  grad norm 1.5000  lr 2.00e-05  1.2 K tokens/s/device  labels 25%  peak 1.23 GiB  "
         "eta 1m30s",
-        "step 4/12  loss not finite  grad norm not finite  lr 2.00e-05  1.2 K tokens/s/device  trained 25%  "
+        "step 4/12  loss not finite  grad norm not finite  lr 2.00e-05  1.2 K tokens/s/device  labels 25%  "
         "resident 1.23 GiB  eta 2m00s",
     ]
 

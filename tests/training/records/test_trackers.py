@@ -12,8 +12,8 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.training.records.trackers import Trackers
 
 MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
-LINE = {"step": 3, "loss": 1.5, "memory_kind": "device", "grad_norm": None, "trained_tokens": 7, "flag": True}
-NUMBERS = {"loss": 1.5, "trained_tokens": 7.0}
+LINE = {"step": 3, "loss": 1.5, "memory_kind": "device", "grad_norm": None, "label_tokens": 7, "flag": True}
+NUMBERS = {"loss": 1.5, "label_tokens": 7.0}
 
 
 class Recorder(ModuleType):
@@ -85,7 +85,7 @@ def test_tensorboard_gets_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("open", str(tmp_path / "trackers" / "tensorboard")),
         ("settings", "    seed: 1"),
         ("loss", 1.5, 3),
-        ("trained_tokens", 7.0, 3),
+        ("label_tokens", 7.0, 3),
         ("close",),
     ]
 
