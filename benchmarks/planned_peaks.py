@@ -94,15 +94,14 @@ def plan_config(name: str) -> tuple[str, Plans]:
 
     Of shards (FSDP), which is what makes several cards hold what one does not; adapters that fit one card of 24 GB are
     planned with whole models (DDP) too; where that fits, their configs let `tune run` choose (`auto`). Left out are
-    numbers of ranks where the share of each, by what the header says the model takes, is larger than the largest card
-    of one machine.
+    numbers of ranks where the share of each, by what the header says the model takes, is larger than the largest card.
     """
     from tests.plan.apart import apart
 
     plans: Plans = {}
     total = total_bytes(text_of(name))
     for ranks in RANKS:
-        if total / ranks > FIRST[-1] * 10**9:
+        if total / ranks > (FIRST if ranks <= MACHINE else SEVERAL)[-1] * 10**9:
             continue
         plan = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
         plans[str(ranks)] = plan

@@ -90,10 +90,10 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
             else "only torch's own linears are quantized"
         )
         if kind == "nf4" and not fused and _undivided(model):
-            why = "their matrices are no whole number of blocks of 64"
+            why = "their matrices are not divisible into blocks of 64"
         raise ConfigError(
             f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: {why}; set "
-            "lora.quantize_base=none, and hold the base with more ranks (FSDP) or memory.cpu_offload=true"
+            "lora.quantize_base=none, and shard the base over more ranks (FSDP) or memory.cpu_offload=true"
         )
 
 

@@ -187,7 +187,7 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
     made_for = adapter.metadata.get(BASE_FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint(spec, base):
         raise CheckpointError(
-            f"{adapter.folder}: was trained on other weights than those of {base}; take its own base"
+            f"{adapter.folder}: was trained on other weights than those of {base}; use its own base model"
             + (f", {adapter.config.base}" if adapter.config.base else "")
         )
     copies = {f"{name}.weight": entries[FROZEN][0] for name, entries in adapter.tensors.items() if FROZEN in entries}

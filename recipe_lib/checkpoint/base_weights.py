@@ -56,7 +56,7 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
         if not _equal(path, copy, found[entry.file_name], entry):
             raise CheckpointError(
                 f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained on other "
-                "weights (a resized or trained embedding); take its own base"
+                "weights (a resized or trained embedding); use its own base model"
             )
 
 

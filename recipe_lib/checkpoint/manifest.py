@@ -73,12 +73,12 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise DamagedState(f"{MANIFEST} is not JSON") from error
     if not isinstance(fields, dict):
-        raise DamagedState(f"{MANIFEST} is not a table")
+        raise DamagedState(f"{MANIFEST} is not a JSON object")
     version = fields.get("format")
     if type(version) is int and version > FORMAT:
         raise DamagedState(f"{MANIFEST} has format {version}, this release reads up to {FORMAT}")
     if fields.pop(_SEAL, None) != _seal(fields):
-        raise DamagedState(f"{MANIFEST} is not as it was written")
+        raise DamagedState(f"{MANIFEST} does not match its own checksum")
     return _from_fields(fields)
 
 
@@ -97,7 +97,7 @@ def _from_fields(fields: dict[str, Any]) -> Manifest:
         raise DamagedState(f"{MANIFEST} lacks a field: {error}") from error
     counts = (manifest.step, manifest.sequence, manifest.world_size, *(record.size for record in manifest.files))
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
-        raise DamagedState(f"{MANIFEST} holds a count that is none")
+        raise DamagedState(f"{MANIFEST} holds an invalid count")
     for record in manifest.files:
         if not is_plain_name(record.name):
             raise DamagedState(f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name")
@@ -128,5 +128,5 @@ def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str
         except OSError as error:
             return f"{record.name} cannot be read: {error.strerror}"
         if found != record.sha256:
-            return f"{record.name} is not as it was written (SHA-256 differs from the manifest)"
+            return f"{record.name} has changed since it was written (SHA-256 differs from the manifest)"
     return None

@@ -227,12 +227,12 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
             if damages and world.rank == 0:
                 for line in damages:
                     get_logger().warning("warning: %s; it is not used", line)
-                get_logger().warning("warning: going on from %s", root / name)
+                get_logger().warning("warning: resuming from %s", root / name)
             return root / name
         damages.append(f"{root / name}: {damage}")
     if damages:
         raise CheckpointError(
-            f"{root}: no state is whole ({'; '.join(damages)}); to start anew set overwrite_output_dir=true or "
+            f"{root}: no intact checkpoint ({'; '.join(damages)}); to start over set overwrite_output_dir=true or "
             "another output_dir"
         )
     if world.rank == 0:

@@ -97,10 +97,10 @@ def read_header(path: Path) -> Header:
 
 def _check_header(path: Path, fields: Any, data_bytes: int, data_start: int) -> Header:
     if not isinstance(fields, dict):
-        raise _not_safetensors(path, "a header that is not a table")
+        raise _not_safetensors(path, "a header that is not a JSON object")
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise _not_safetensors(path, "metadata that is not a table")
+        raise _not_safetensors(path, "metadata that is not a JSON object")
     tensors = {name: _read_entry(path, name, entry) for name, entry in fields.items()}
     position = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):

@@ -146,7 +146,7 @@ def report(
         if set(sizes) <= set(whole.legal_sizes):
             _line(console, f"legal sizes: {_few(plan.legal_sizes)}")
         else:  # made for this size alone, around what its ranks cannot share
-            _line(console, f"kept whole for {_some(sizes)} ranks: {why_not(whole, sizes[0])}", terminal.WARNING)
+            _line(console, f"replicated for {_some(sizes)} ranks: {why_not(whole, sizes[0])}", terminal.WARNING)
             _line(console, "")
     for size, why in illegal.items():
         _line(console, f"not legal: {size}: {why}", terminal.WARNING)
@@ -207,7 +207,7 @@ def _rewrites(console: Console, plan: TensorPlan) -> None:
         (pattern_of(each.module) or "the model itself", each.attribute, each.value) for each in plan.rewrites
     )
     rows = [[module, name, f"{value} / t", str(count)] for (module, name, value), count in counts.items()]
-    _table(console, "attributes that are divided", ["module", "attribute", "value", "count"], rows)
+    _table(console, "rewritten attributes", ["module", "attribute", "value", "count"], rows)
 
 
 def _collectives(console: Console, plan: TensorPlan, sizes: list[int], tokens: int) -> None:
@@ -233,7 +233,7 @@ def _collectives(console: Console, plan: TensorPlan, sizes: list[int], tokens: i
 _PHASES = {
     "forward": "forward",
     "backward": "backward",
-    "loss": "loss (fp32 sums of cut logits)",
+    "loss": "loss (fp32 sums of sharded logits)",
     "gradients": "once a step (fp32 partial gradients)",
 }
 

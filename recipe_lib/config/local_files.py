@@ -77,7 +77,7 @@ def check_earlier_run(cfg: Any) -> None:
         )
     if cfg.resume == "latest" and has_model and not has_state:
         raise ConfigError(
-            f"resume=latest: {folder} holds a trained model and no saved state to go on from; "
+            f"resume=latest: {folder} holds a trained model and no saved state to resume from; "
             "overwrite_output_dir=true trains "
             "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
         )

@@ -75,7 +75,7 @@ class OptimizerConfig:
     )
     stochastic_rounding: bool = key(
         False,
-        "Round a step's bf16 weights up or down at random, so that steps smaller than a bit add up.",
+        "Round a step's bf16 weights up or down at random, so that steps smaller than bf16's resolution add up.",
         needs=(idle.read_by_optimizer("stochastic_rounding"), idle.trains_bf16),
         known_as="torchao bf16_stochastic_round",
     )
@@ -253,7 +253,7 @@ class FullFinetuneConfig(RecipeFacts):
     )
     resume: str | None = key(
         None,
-        "`latest`, or a folder output_dir/state/step_N, to go on from.",
+        "`latest`, or a folder output_dir/state/step_N, to resume from.",
         path=True,
         known_as="HF resume_from_checkpoint",
     )

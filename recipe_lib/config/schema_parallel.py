@@ -172,7 +172,7 @@ class MemoryConfig:
     )
     mlp_tiles: int = key(
         1,
-        "Pieces of a sequence's tokens that an MLP computes one after the other, again in backward.",
+        "Tiles of a sequence's tokens that an MLP computes one after the other, again in backward.",
         minimum=1,
         most=2**16,
         known_as="Axolotl tiled_mlp_num_shards; Arctic TiledMLP",

@@ -105,7 +105,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
 
 
 _CAPTION = (
-    "Bytes of tensors as they were asked for, on one rank; from left to right every allocation and release, which is "
+    "Requested bytes of tensors, on one rank; from left to right every allocation and release, which is "
     "order, not time. Dashed across: what the allocator may use."
 )
 

@@ -129,7 +129,7 @@ class TrainingLoop:
             path = save_run(self._cfg, self.step, self._model, self._optimizer, self._data, self._world)
         if stopped:
             self._log.close("stopped")
-            raise StoppedAndSaved(f"stopped after step {self.step}; go on with resume=latest ({path})")
+            raise StoppedAndSaved(f"stopped after step {self.step}; resume it with resume=latest ({path})")
 
     def _record(self, step: Step, batches: StepBatches) -> None:
         """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""

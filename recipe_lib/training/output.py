@@ -143,6 +143,6 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             )
     if saved["data"] != now["data"]:
         raise CheckpointError(
-            f"{path}: was saved with other data (fingerprint {saved['data'][:12]}, found {now['data'][:12]}); go on "
-            "with the data, tokenizer and max_seq_len of the saved run, or start anew in another output_dir"
+            f"{path}: was saved with other data (fingerprint {saved['data'][:12]}, found {now['data'][:12]}); resume "
+            "with the data, tokenizer and max_seq_len of the saved run, or start over in another output_dir"
         )

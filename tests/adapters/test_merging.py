@@ -143,7 +143,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         merge(other, tmp_path / "adapter", tmp_path / "model")
     assert str(error.value) == (
-        f"{tmp_path / 'adapter'}: was trained on other weights than those of {other}; take its own base, {folder}"
+        f"{tmp_path / 'adapter'}: was trained on other weights than those of {other}; use its own base model, {folder}"
     )
     assert not (tmp_path / "model").exists()
 

@@ -128,7 +128,7 @@ def test_a_hundred_damaged_states(
         assert find_state(root, "latest", world) == root / "step_1", (number, damage.__name__)
         assert len(warnings_seen) == 2
         assert warnings_seen[0].startswith(f"warning: {root / 'step_2'}: ") and "\n" not in warnings_seen[0]
-        assert warnings_seen[1] == f"warning: going on from {root / 'step_1'}"
+        assert warnings_seen[1] == f"warning: resuming from {root / 'step_1'}"
         with pytest.raises(CheckpointError, match=f"^resume={root / 'step_2'}: "):
             find_state(root, str(root / "step_2"), world)
         shutil.rmtree(root)
@@ -170,8 +170,8 @@ def test_none_is_good(saved: tuple[Path, str], tmp_path: Path, world: World) -> 
     with pytest.raises(CheckpointError) as raised:
         find_state(root, "latest", world)
     assert str(raised.value) == (
-        f"{root}: no state is whole ({root / 'step_2'}: manifest.json is missing; {root / 'step_1'}: {SHARD} is "
-        "missing); to start anew set overwrite_output_dir=true or another output_dir"
+        f"{root}: no intact checkpoint ({root / 'step_2'}: manifest.json is missing; {root / 'step_1'}: {SHARD} is "
+        "missing); to start over set overwrite_output_dir=true or another output_dir"
     )
 
 

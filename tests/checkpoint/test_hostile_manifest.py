@@ -40,7 +40,7 @@ def test_a_name_that_no_file_can_have(tmp_path: Path):
 @pytest.mark.parametrize("field", ["step", "sequence", "world_size"])
 @pytest.mark.parametrize("count", [-1, 2**63, 1.5, "3", None, True])
 def test_counts_that_are_none(field: str, count: Any, tmp_path: Path):
-    with pytest.raises(DamagedState, match=f"{MANIFEST} holds a count that is none"):
+    with pytest.raises(DamagedState, match=f"{MANIFEST} holds an invalid count"):
         check_presence(state(tmp_path, **{field: count}))
 
 

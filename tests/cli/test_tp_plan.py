@@ -72,7 +72,7 @@ def test_the_report_says_what_is_cut_and_what_is_sent(tmp_path, capsys):
     assert "each of 3 model.layers.* forward 2 all-reduces 128 256.00 KiB 384.00 KiB" in lines
     assert "legal sizes: 2, 4" in lines
     assert any(
-        line.startswith("kept whole for 3 ranks: 3 ranks do not divide the 4 units of model.layers") for line in lines
+        line.startswith("replicated for 3 ranks: 3 ranks do not divide the 4 units of model.layers") for line in lines
     )
 
 

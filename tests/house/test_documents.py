@@ -110,7 +110,7 @@ def test_readme_arithmetic():
     assert f"{vocabulary:.2f} GiB against {gib(2 * layer):.2f}" in text
     assert f"That is {common:.2f} GiB" in text
     assert f"= {common + 4 * vocabulary + 3 * logits:.2f} GiB on the one hand" in text
-    assert f"one piece of logits: {common + 2 * vocabulary + logits / 16:.2f} GiB" in text
+    assert f"one chunk of logits: {common + 2 * vocabulary + logits / 16:.2f} GiB" in text
 
 
 def test_figures_of_levers_are_those_of_the_ladder():

@@ -79,7 +79,7 @@ def torch_versions() -> None:
 
 def four_cards() -> None:
     """Of the sum in the story: it is under what a card of 24 GB has for torch, with more than 1 GiB to spare."""
-    (total,) = re.findall(r"one piece of logits: ([\d.]+) GiB", TEXT)
+    (total,) = re.findall(r"one chunk of logits: ([\d.]+) GiB", TEXT)
     assert float(total) + 1 < gib(find_hardware("24GB").memory) - 688 / 1024 - 600 / 1024
     assert plan_of(command("--nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090"))[1]
 
@@ -215,7 +215,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "If only the layers are units": ARITHMETIC,
     "As separate units": "tests/parallel/test_fsdp_wrap_policy.py::test_auto_goes_by_size",
     "Logits in fp32 are 4 s v bytes": ARITHMETIC,
-    "a piece is 0.12 GiB": ARITHMETIC,
+    "a chunk is 0.12 GiB": ARITHMETIC,
     "So: 17.46": ARITHMETIC,
     "On the other 17.46": ARITHMETIC,
     "The second fits in 24 GB": four_cards,

@@ -179,9 +179,9 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
         )
         for kind in ("selective", "budget")
     ),
-    ({"compile=true", "memory.mlp_tiles=3"}, "would run the tiles side by side again"),
+    ({"compile=true", "memory.mlp_tiles=3"}, "could compute the tiles together again"),
     ({TORCH_LOSS, f"loss={LOSS}"}, "it computes cross-entropy and nothing else"),
-    ({TORCH_LOSS, TENSOR}, "of which each rank of a tensor-parallel group has a part"),
+    ({TORCH_LOSS, TENSOR}, "which is sharded over the vocabulary"),
 )
 HALVING = {TENSOR, PIPELINE, "parallel.data_replicate=2", "parallel.data_shard=2"}
 

@@ -110,7 +110,7 @@ def test_a_signal_saves_at_the_step_boundary(runs: dict[str, Any], ranks: int):
     output = runs["folder"] / f"stopped{ranks}"
     assert runs[str(ranks)]["halted"] == 3
     state = output / "state" / f"step_{STOP}"
-    assert runs[str(ranks)]["said"][-1] == f"stopped after step {STOP}; go on with resume=latest ({state})"
+    assert runs[str(ranks)]["said"][-1] == f"stopped after step {STOP}; resume it with resume=latest ({state})"
     assert [path.name for path in (output / "state").iterdir()] == [state.name]
     manifest = read_manifest(state)
     assert (manifest.step, manifest.world_size) == (STOP, ranks)
@@ -225,7 +225,7 @@ def test_a_run_that_only_left_a_model_is_not_resumed(runs: dict[str, Any], tmp_p
     code, said = alone(command(output, 1, "resume=latest"))
     assert code == 2
     assert said == [
-        f"error: resume=latest: {output} holds a trained model and no saved state to go on from; "
+        f"error: resume=latest: {output} holds a trained model and no saved state to resume from; "
         "overwrite_output_dir=true trains "
         "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
     ]
@@ -321,7 +321,7 @@ def _lose_manifest(state: Path) -> None:
 
 
 DAMAGES = {
-    _flip_a_bit: "is not as it was written (SHA-256 differs from the manifest)",
+    _flip_a_bit: "has changed since it was written (SHA-256 differs from the manifest)",
     _cut: "bytes, its manifest says",
     _lose_manifest: "manifest.json is missing",
 }
@@ -340,7 +340,7 @@ def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: P
         assert code == 0, said
         warned = [line for line in said if line.startswith("warning: ")]
         assert warned[0].startswith(f"warning: {output}/state/step_5: ") and words in warned[0], warned
-        assert warned[1:] == [f"warning: going on from {output}/state/step_4"]
+        assert warned[1:] == [f"warning: resuming from {output}/state/step_4"]
         assert steps(output) == expected
 
     output = tmp_path / "named"

@@ -48,7 +48,7 @@ def test_a_trained_model_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_output(config(tmp_path, resume="latest"))
     assert str(caught.value) == (
-        f"resume=latest: {tmp_path} holds a trained model and no saved state to go on from; "
+        f"resume=latest: {tmp_path} holds a trained model and no saved state to resume from; "
         "overwrite_output_dir=true trains "
         "anew, or choose another output_dir (checkpoint.save_every_n_steps saves states)"
     )
@@ -133,8 +133,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         (
             "data",
             "b" * 64,
-            "p: was saved with other data (fingerprint aaaaaaaaaaaa, found bbbbbbbbbbbb); go on with the data, "
-            "tokenizer and max_seq_len of the saved run, or start anew in another output_dir",
+            "p: was saved with other data (fingerprint aaaaaaaaaaaa, found bbbbbbbbbbbb); resume with the data, "
+            "tokenizer and max_seq_len of the saved run, or start over in another output_dir",
         ),
         (
             "order",

@@ -90,4 +90,4 @@ def words(ranks: RankGrid, rank: int, stand: Stand) -> str:
     name = ranks.name(rank, stand.stage)
     if stand.what == WAITS:
         return f"{name} has waited for rank {stand.other} for {stand.seconds:.0f} s, for {stand.action}"
-    return f"{name} has stood still for {stand.seconds:.0f} s {stand.where}" if stand.kind else ""
+    return f"{name} has been blocked for {stand.seconds:.0f} s {stand.where}" if stand.kind else ""

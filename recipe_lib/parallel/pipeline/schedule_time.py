@@ -127,7 +127,7 @@ class _Simulation:
         ]
         left += [str(entry[0]) for entries in self._waiting.values() for entry in entries]
         if left:
-            raise ValueError(f"the pipeline comes to a standstill: {', '.join(left)}")
+            raise ValueError(f"the pipeline deadlocks: {', '.join(left)}")
         self._spans.sort(key=lambda span: (span.rank, span.start))
         self._transfers.sort(key=lambda found: (found.start, found.sender, found.receiver))
         return Timeline(len(self._orders), self._spans, self._transfers)

@@ -104,7 +104,7 @@ class Watch:
         return culprits(known, self._ranks, self.parallel.heartbeat_timeout_seconds)
 
     def words(self, rank: int, stand: dict[str, Any]) -> str:
-        """`rank 2 (stage 2) has stood still for 62 s in the forward of micro-batch 3`; "" between two steps."""
+        """`rank 2 (stage 2) has been blocked for 62 s in the forward of micro-batch 3`; "" between two steps."""
         return words(self._ranks, rank, Stand(**stand))
 
     def _note(self, stand: Stand) -> None:

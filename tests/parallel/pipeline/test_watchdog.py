@@ -123,7 +123,7 @@ def test_who_stands_still_is_named() -> None:
     (line,) = told(found)
     # Who is first to have stood for long enough tells; of itself if it is the one.
     own = r"(; rank 1 \(stage 1\) has waited for rank 0 for \d+ s, for (the forward of micro-batch 1|sending .*))?"
-    still = r"error: rank 0 \(stage 0\) has stood still for \d+ s in the forward of micro-batch 1"
+    still = r"error: rank 0 \(stage 0\) has been blocked for \d+ s in the forward of micro-batch 1"
     assert re.fullmatch(f"{still}{own}{END}", line), line
 
 
