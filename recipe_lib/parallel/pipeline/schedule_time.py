@@ -83,7 +83,7 @@ def simulate(
     """A step in which every rank of a pipeline runs its list, transfers included (`with_transfers`).
 
     seconds: of a computation. transfer: of a send, from when both ranks have come to it until the tensor is there.
-    Raises ValueError for lists that come to a standstill, or that two ranks exchange tensors by in different orders.
+    Raises ValueError for lists that deadlock, or that two ranks exchange tensors by in different orders.
     """
     return _Simulation(orders, parallel, seconds, transfer).run()
 

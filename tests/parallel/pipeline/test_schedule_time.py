@@ -90,5 +90,5 @@ def test_lists_that_do_not_fit_are_refused():
         simulate(orders, parallel, lambda action: 1)
     orders = with_transfers(compute_orders(parallel, 2), parallel)
     del orders[0][1:]
-    with pytest.raises(ValueError, match="standstill: rank 1: 1F0, 1RF0"):
+    with pytest.raises(ValueError, match="deadlocks: rank 1: 1F0, 1RF0"):
         simulate(orders, parallel, lambda action: 1)

@@ -168,13 +168,13 @@ def run_in_order(parallel, orders):
 
 
 @CASES_NAMED
-def test_exchanges_in_one_order_between_two_ranks_never_come_to_a_standstill(parallel):
+def test_exchanges_in_one_order_between_two_ranks_never_deadlock(parallel):
     for count in counts(parallel):
         assert run_in_order(parallel, with_transfers(compute_orders(parallel, count), parallel)) == []
         assert run_in_order(parallel, with_transfers(forward_orders(parallel, count), parallel)) == []
 
 
-def test_a_standstill_would_be_noticed():
+def test_a_deadlock_would_be_noticed():
     parallel = pipeline("1f1b", 2)
     orders = with_transfers(compute_orders(parallel, 4), parallel)
     late = orders[0].index(Action(0, "RB", 0))
