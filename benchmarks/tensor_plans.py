@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import UserError
-from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradient_proof import WRONG, gradient_errors
-from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
-from recipe_lib.foreign.tensor_plan.transformers_models import (
+from recipe_lib.external.tensor_plan.certificate import certify
+from recipe_lib.external.tensor_plan.gradient_proof import WRONG, gradient_errors
+from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.transformers_models import (
     example_inputs,
     plan_and_mask,
     randomize,

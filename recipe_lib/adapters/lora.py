@@ -28,7 +28,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.language_model import is_external
 from recipe_lib.models.meta_init import fill_random

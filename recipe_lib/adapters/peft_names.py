@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, weight_map
 

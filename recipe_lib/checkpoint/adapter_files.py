@@ -25,7 +25,7 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry,
 from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.spec import ModelSpec
 
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.

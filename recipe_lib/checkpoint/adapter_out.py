@@ -44,7 +44,7 @@ from recipe_lib.checkpoint.weights_out import (
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.extra_parameters import extra_modules, extra_tensors
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.models.spec import DecoderSpec, ModelSpec

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.external import Conversion, WeightEntry
+from recipe_lib.models.external_spec import Conversion, WeightEntry
 from recipe_lib.models.meta_init import stored_weights
 
 Made = TypeVar("Made")

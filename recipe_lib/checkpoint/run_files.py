@@ -86,7 +86,7 @@ def describe(path: Path) -> str:
     return f"{size}:{_BLOCKS}x{_BLOCK_BYTES}:{hashed.hexdigest()}"
 
 
-def foreign_file(folder: Path, listings: list[Listing]) -> Path | None:
+def unrecorded_file(folder: Path, listings: list[Listing]) -> Path | None:
     """The first file in a folder that is not as one of the listings has it; the folder itself, if it is a link."""
     if folder.is_symlink() or not folder.is_dir():
         return folder if folder.is_symlink() or folder.exists() else None
@@ -99,13 +99,13 @@ def foreign_file(folder: Path, listings: list[Listing]) -> Path | None:
     return None
 
 
-def foreign_in(root: Path, name: str) -> Path | None:
+def unrecorded_in(root: Path, name: str) -> Path | None:
     """The first file of the published folder `root/name` that no run wrote, or that was changed since."""
     record = read_record(root)
-    return foreign_file(root / name, record.folders.get(name, []) if record else [])
+    return unrecorded_file(root / name, record.folders.get(name, []) if record else [])
 
 
-def foreign_states(states: Path) -> Path | None:
+def unrecorded_states(states: Path) -> Path | None:
     """The first file in a folder of states that is none of theirs."""
     if states.is_symlink() or (states.exists() and not states.is_dir()):
         return states
@@ -114,13 +114,13 @@ def foreign_states(states: Path) -> Path | None:
             return path
         if files.is_temporary(path, "step_*"):
             continue
-        found = foreign_in_state(path) if STATE_NAME.fullmatch(path.name) else path
+        found = unrecorded_in_state(path) if STATE_NAME.fullmatch(path.name) else path
         if found is not None:
             return found
     return None
 
 
-def foreign_in_state(state: Path) -> Path | None:
+def unrecorded_in_state(state: Path) -> Path | None:
     """The first file of a state that its manifest does not name; without one that can be read, by the names alone."""
     try:
         named = {MANIFEST, *(record.name for record in read_manifest(state).files)}
@@ -145,11 +145,11 @@ def publish(temporary: Path, final: Path) -> None:
     files.restore_replaced(root, name)
     files.remove_leftovers(root, RECORD)
     taken = final.exists() or final.is_symlink()
-    foreign = foreign_in(root, name) if taken else None
-    if foreign is not None:
+    unrecorded = unrecorded_in(root, name) if taken else None
+    if unrecorded is not None:
         free = next(path for path in free_names(final) if not path.exists() and not path.is_symlink())
         files.rename(temporary, free)
-        raise CheckpointError(f"{foreign}: was not written by a run, and stays; what was to replace it is {free}")
+        raise CheckpointError(f"{unrecorded}: was not written by a run, and stays; what was to replace it is {free}")
     record = read_record(root)
     former = record.folders.get(name, []) if record and taken else []
     if record is not None:  # before the exchange, so that the folder is known as ours on both sides of it
@@ -167,7 +167,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
     """Removes what was exchanged, unless something came into it at the last moment."""
-    if foreign_file(old, listings) is None:
+    if unrecorded_file(old, listings) is None:
         files.remove_temporary(old)
         return
     kept = next(path for path in free_names(final) if not path.exists() and not path.is_symlink())

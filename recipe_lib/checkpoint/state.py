@@ -52,7 +52,7 @@ from recipe_lib.checkpoint.optimizer_state import (
 )
 from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
-from recipe_lib.checkpoint.run_files import STATE_NAME, foreign_in_state
+from recipe_lib.checkpoint.run_files import STATE_NAME, unrecorded_in_state
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
@@ -192,11 +192,11 @@ def _prune(root: Path, keep: int) -> None:
     for path, _ in _readable(root):
         try:
             if kept >= keep:
-                foreign = foreign_in_state(path)
-                if foreign is None:
+                unrecorded = unrecorded_in_state(path)
+                if unrecorded is None:
                     files.remove_folder(path)
                 else:
-                    get_logger().warning("warning: %s stays: %s was not written by a run", path, foreign)
+                    get_logger().warning("warning: %s stays: %s was not written by a run", path, unrecorded)
             else:
                 check_presence(path)
                 kept += 1

@@ -19,7 +19,7 @@ from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
-from recipe_lib.models.external import Conversion, ExternalSpec, WrittenLayout
+from recipe_lib.models.external_spec import Conversion, ExternalSpec, WrittenLayout
 from recipe_lib.models.families import FAMILIES, text_config
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec

@@ -14,7 +14,7 @@ from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError
-from recipe_lib.foreign.transformers_config import plain_numbers
+from recipe_lib.external.transformers_config import plain_numbers
 from recipe_lib.logs import silence_torchao
 
 NOT_CERTIFIED = 3  # exit code

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.foreign.tensor_plan import transformers_models
-from recipe_lib.foreign.tensor_plan.certificate import certify
-from recipe_lib.foreign.tensor_plan.gradient_proof import gradient_failures
-from recipe_lib.foreign.tensor_plan.sharding_plan import TensorPlan
-from recipe_lib.foreign.tensor_plan.summary import (
+from recipe_lib.external.tensor_plan import transformers_models
+from recipe_lib.external.tensor_plan.certificate import certify
+from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
+from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.summary import (
     BYTES,
     boundary_counts,
     cut_share,
@@ -28,7 +28,7 @@ from recipe_lib.foreign.tensor_plan.summary import (
     step_bytes,
     why_not,
 )
-from recipe_lib.foreign.tensor_plan.transformers_models import randomize, shrink
+from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
 from recipe_lib.report import terminal
 from recipe_lib.units import format_bytes, format_count
 

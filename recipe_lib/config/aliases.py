@@ -248,11 +248,13 @@ GENERIC = frozenset(
     "beta alpha dropout rank split strategy data model optimizer template implementation device".split()
 )
 
-# What people write in other tools -> the choice here.
+# What people write in other tools -> the choice here, and what goes with it.
 CHOICE_ALIASES = {
     "float32": "fp32", "fp16": "bf16", "float16": "bf16", "16": "bf16",
     "float": "fp32", "bfloat16": "bf16", "float64": "fp64", "double": "fp64", "gpu": "cuda",
-    "openai": "messages", "chatml": "messages", "adamw_torch": "adamw",
+    "openai": "messages", "chatml": "messages", "adamw_torch": "adamw", "adamw_torch_fused": "adamw",
+    **dict.fromkeys(("adamw_8bit", "adamw8bit", "adamw_bnb_8bit"), "adamw with optimizer.state_bits=8"),
+    **dict.fromkeys(("adamw_4bit", "adamw4bit", "adamw_torch_4bit"), "adamw with optimizer.state_bits=4"),
     "dpo": "preference", "pairs": "preference", "chat_preference": "preference", "completion": "text",
     "assistant_only": "assistant", "answer": "assistant", "responses": "assistant", "completion_only": "assistant",
     "last_turn": "last", "4bit": "nf4", "int4": "nf4", "fp4": "nf4", "8bit": "int8",

@@ -36,7 +36,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
     "log.trackers": ("recipe_lib.training.records.trackers", ("tensorboard", "wandb", "trackio")),
-    "model": ("recipe_lib.foreign.module_spec", ("native", "transformers")),
+    "model": ("recipe_lib.external.module_spec", ("native", "transformers")),
 }
 
 _components: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}

@@ -47,7 +47,7 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
     return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
 
 
-_LORA, _DPO, _FOREIGN = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
+_LORA, _DPO, _EXTERNAL = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
 _FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
 _NO_PAIRS = {*BUILT_IN["data.format"][1]} - {"preference"}
 _TARGETS = (*LINEARS, "embedding", "head", "all-linear")
@@ -59,7 +59,7 @@ _PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
 _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4")
 
 
-def _foreign(cfg: Any) -> bool:
+def _external(cfg: Any) -> bool:
     return bool(cfg.model.implementation != "native")
 
 
@@ -180,11 +180,11 @@ RULES: tuple[Rule, ...] = (
          "budget needs to know how much", "set memory.activation_budget_gib (GiB), or choose none, selective or full",
          ("memory.activation_checkpointing=budget",)),
     Rule(("model.implementation", "memory.activation_checkpointing", "memory.activation_budget_gib"),
-         lambda cfg: _foreign(cfg) and cfg.memory.activation_checkpointing == "budget" and _has_budget(cfg),
+         lambda cfg: _external(cfg) and cfg.memory.activation_checkpointing == "budget" and _has_budget(cfg),
          "what its layers keep is found out for the decoder of model.implementation=native alone",
          "choose none, selective or full",
-         (_FOREIGN, "memory.activation_checkpointing=budget", "memory.activation_budget_gib=4")),
-    Rule(("model.implementation", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and _foreign(cfg),
+         (_EXTERNAL, "memory.activation_checkpointing=budget", "memory.activation_budget_gib=4")),
+    Rule(("model.implementation", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and _external(cfg),
          "the MLPs of model.implementation=native alone can be computed in pieces", "remove memory.mlp_tiles",
          ("model.implementation=transformers", "memory.mlp_tiles=4")),
     Rule(("compile", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.compile,
@@ -200,7 +200,7 @@ RULES: tuple[Rule, ...] = (
          "it needs the whole output matrix, which is sharded over the vocabulary",
          "set memory.loss_kernel=chunked, or parallel.tensor=1", ("parallel.tensor=2", "memory.loss_kernel=torch")),
     Rule(("model.implementation", "memory.loss_kernel"),
-         lambda cfg: cfg.memory.loss_kernel != "chunked" and _foreign(cfg),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and _external(cfg),
          "the output head of model.implementation=native alone chooses its kernel", "remove memory.loss_kernel",
          ("model.implementation=transformers", "memory.loss_kernel=torch")),
     Rule(("lora.target_modules", "memory.loss_kernel"),
@@ -211,23 +211,23 @@ RULES: tuple[Rule, ...] = (
     Rule(("lora.target_modules",), lambda cfg: cfg.model.implementation == "native" and _unknown_targets(cfg),
          "a native model has no linears of such names", f"choose of {', '.join(_TARGETS)}",
          ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",), found=_unknown_target),
-    Rule(("model.implementation", "lora.merge_on_save"), lambda cfg: _foreign(cfg) and cfg.lora.merge_on_save,
+    Rule(("model.implementation", "lora.merge_on_save"), lambda cfg: _external(cfg) and cfg.lora.merge_on_save,
          "only adapters of our own models are merged here",
-         "remove lora.merge_on_save, and merge the adapter with PEFT", (_FOREIGN, "lora.merge_on_save=true"),
+         "remove lora.merge_on_save, and merge the adapter with PEFT", (_EXTERNAL, "lora.merge_on_save=true"),
          recipe=_LORA),
     Rule(("model.implementation", "parallel.tensor", "compile"),
-         lambda cfg: _foreign(cfg) and cfg.parallel.tensor > 1 and cfg.compile,
+         lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.compile,
          "an inferred plan intercepts each call of the model's forward, which compiled layers do not make",
-         "set compile=false, or parallel.tensor=1", (_FOREIGN, "parallel.tensor=2", "compile=true")),
+         "set compile=false, or parallel.tensor=1", (_EXTERNAL, "parallel.tensor=2", "compile=true")),
     Rule(("model.implementation", "parallel.tensor", "lora.quantize_base"),
-         lambda cfg: _foreign(cfg) and cfg.parallel.tensor > 1 and cfg.lora.quantize_base != "none",
+         lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.quantize_base != "none",
          "the ranks of an inferred plan do not share quantized weights",
          "remove lora.quantize_base, or set parallel.tensor=1: FSDP shares quantized weights",
-         (_FOREIGN, "parallel.tensor=2", "lora.quantize_base=nf4"), recipe=_LORA),
+         (_EXTERNAL, "parallel.tensor=2", "lora.quantize_base=nf4"), recipe=_LORA),
     Rule(("model.implementation", "parallel.tensor", "lora.dtype"),
-         lambda cfg: _foreign(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dtype is not None,
+         lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dtype is not None,
          "the plan is of adapters that have the type of the frozen weights",
-         "remove lora.dtype, or set parallel.tensor=1", (_FOREIGN, "parallel.tensor=2", "lora.dtype=fp32"),
+         "remove lora.dtype, or set parallel.tensor=1", (_EXTERNAL, "parallel.tensor=2", "lora.dtype=fp32"),
          recipe=_LORA),
     Rule(("data.source", "data.sources"), lambda cfg: not resolved_sources(cfg.data), "neither is set",
          "set data.source to a file or folder of samples (.json, .jsonl, .parquet, .txt) or to hub:OWNER/NAME, or "
@@ -277,7 +277,7 @@ RULES: tuple[Rule, ...] = (
          lambda cfg: cfg.matmul_dtype is not None and cfg.lora.quantize_base != "none",
          "weights of 4 or 8 bits are multiplied in dtype, since rounding them a second time would lose more",
          "remove one of the two", ("lora.quantize_base=nf4", "matmul_dtype=int8"), recipe=_LORA),
-    Rule(("model.implementation", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and _foreign(cfg),
+    Rule(("model.implementation", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and _external(cfg),
          "only our own models' linears are known to be safe to round", "remove matmul_dtype, or model.implementation",
          ("model.implementation=transformers", "matmul_dtype=int8")),
     Rule(("dtype", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.dtype == "fp32",
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
          "micro-batches a step as the pipeline has ranks, dualpipev as it has stages",
          "set parallel.pipeline_microbatches (by default gradient_accumulation_steps) higher",
          ("parallel.pipeline=4",), reads=(*_BATCH, *_SCHEDULE), found=_few_words),
-    Rule(("model.implementation", "parallel.pipeline"), lambda cfg: cfg.parallel.pipeline > 1 and _foreign(cfg),
+    Rule(("model.implementation", "parallel.pipeline"), lambda cfg: cfg.parallel.pipeline > 1 and _external(cfg),
          "only our own models are cut into stages", "remove model.implementation, or set parallel.pipeline=1",
          (*_PIPELINE, "model.implementation=transformers")),
     Rule(("parallel.pipeline_schedule", "compile"),

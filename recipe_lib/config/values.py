@@ -216,9 +216,9 @@ def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
     if value in (choices := list(choices)):
         return
     choices = list(map(str, choices))
-    alias = CHOICE_ALIASES.get(str(value).lower())
+    alias = CHOICE_ALIASES.get(str(value).lower(), "")
     alike = [choice for choice in choices if _outline(choice) == _outline(str(value))]
-    hint = f"; did you mean {alias}?" if alias in choices else did_you_mean(str(value), alike)
+    hint = f"; did you mean {alias}?" if alias.split(" with ")[0] in choices else did_you_mean(str(value), alike)
     if value in key.limits.get("items", ()) or (len(key.kinds) > 1 and ("." in str(value) or "*" in str(value))):
         hint = f"; write [{show(str(value))}]"  # a pattern, where a list of them may stand
     raise MismatchError(f"found {quote(str(value))}, expected {expected(key)}{hint}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from recipe_lib.config.registry import owner
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.rope_config import is_positive, read_rope
 from recipe_lib.models.sizes import check_sizes
 from recipe_lib.models.spec import DecoderSpec, ModelSpec

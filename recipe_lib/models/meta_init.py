@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.other_formats import other_weights
 from recipe_lib.reading import read_json
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import torch
 
-from recipe_lib.models.external import ExternalSpec, WeightEntry
+from recipe_lib.models.external_spec import ExternalSpec, WeightEntry
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 

@@ -24,7 +24,7 @@ def set_seeds(seed: int, world: "World", *, alike: bool = False) -> None:
 
     No two ranks have the same, those that share matrices neither: each drops of what it alone has, its part of the
     tokens before a matrix that is cut by rows, its part of the channels before one that is cut by columns. alike: the
-    ranks that share matrices have the same stream, because all of them have all tokens (foreign models).
+    ranks that share matrices have the same stream, because all of them have all tokens (external models).
     Weights and data order draw from streams of their own, derived by name; they do not touch these generators.
     """
     stream = derive_seed(seed, "dropout", world.data_rank if alike else world.rank)

@@ -34,7 +34,7 @@ from recipe_lib.models.decoder import (
     OutputHead,
     SandwichLayer,
 )
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gather, gather_linears, scatter

@@ -60,10 +60,10 @@ def check_output(cfg: FullFinetuneConfig) -> None:
 
 
 def _check_ours(cfg: FullFinetuneConfig, folder: Path) -> None:
-    foreign = previous_run.first_foreign(folder, replaced=cfg.overwrite_output_dir)
-    if foreign is not None:
+    unrecorded = previous_run.first_unrecorded(folder, replaced=cfg.overwrite_output_dir)
+    if unrecorded is not None:
         raise ConfigError(
-            f"output_dir: {foreign} is not, or no longer, what a run wrote, and would be replaced; move it away, or "
+            f"output_dir: {unrecorded} is not, or no longer, what a run wrote, and would be replaced; move it away, or "
             "choose another output_dir"
         )
 

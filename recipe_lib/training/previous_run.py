@@ -19,11 +19,11 @@ from recipe_lib.checkpoint.run_files import (
     RECORD,
     Listing,
     OutputRecord,
-    foreign_file,
-    foreign_states,
     free_names,
     list_files,
     read_record,
+    unrecorded_file,
+    unrecorded_states,
     write_record,
 )
 from recipe_lib.checkpoint.weights_in import INDEX
@@ -55,7 +55,7 @@ _CONFIG_KEYS = {
 }
 
 
-def first_foreign(root: Path, *, replaced: bool) -> Path | None:
+def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
     """The first path that no run wrote among those that a run writes to.
 
     replaced: the earlier run is replaced; otherwise the run goes on, or finds only records of one that left nothing.
@@ -64,13 +64,13 @@ def first_foreign(root: Path, *, replaced: bool) -> Path | None:
         if not is_record(root / name):
             return root / name
     for name in PUBLISHED:
-        found = foreign_file(root / name, _listings(root, name))
+        found = unrecorded_file(root / name, _listings(root, name))
         if found is not None:
             return found
     if not replaced:
         return None
-    found = foreign_states(root / STATE_FOLDER)
-    return found if found is not None else _foreign_tracked(root, root / TRACKERS_FOLDER)
+    found = unrecorded_states(root / STATE_FOLDER)
+    return found if found is not None else _unrecorded_tracked(root, root / TRACKERS_FOLDER)
 
 
 def is_record(path: Path) -> bool:
@@ -128,7 +128,7 @@ def _listings_without_record(root: Path, name: str) -> list[Listing]:
     return []
 
 
-def _foreign_tracked(root: Path, folder: Path) -> Path | None:
+def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
     """The first file in `trackers/` that no tracker is known to have written."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return folder
@@ -224,18 +224,18 @@ def drop_earlier(root: Path) -> None:
         say_kept(root)
         return
     for name in record.earlier:
-        foreign = foreign_file(root / name, record.folders.get(name, []))
-        if _is_ours(root / name, foreign) and (root / name).exists():
+        unrecorded = unrecorded_file(root / name, record.folders.get(name, []))
+        if _is_ours(root / name, unrecorded) and (root / name).exists():
             files.remove_folder(root / name)
             record.folders.pop(name, None)
     for name in record.kept:
-        if _is_ours(root / name, _foreign_kept(root, root / name)) and (root / name).exists():
+        if _is_ours(root / name, _unrecorded_kept(root, root / name)) and (root / name).exists():
             files.remove_folder(root / name)
     record.earlier, record.kept = [], [name for name in record.kept if (root / name).exists()]
     write_record(root, record)
 
 
-def _foreign_kept(root: Path, folder: Path) -> Path | None:
+def _unrecorded_kept(root: Path, folder: Path) -> Path | None:
     """The first path in a folder of `keep_earlier` that is not of the run."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in (*FILES, STATE_FOLDER, TRACKERS_FOLDER):
@@ -243,15 +243,15 @@ def _foreign_kept(root: Path, folder: Path) -> Path | None:
     found = [folder / name for name in FILES if not is_record(folder / name)]
     return (
         next(iter(found), None)
-        or foreign_states(folder / STATE_FOLDER)
-        or _foreign_tracked(root, folder / TRACKERS_FOLDER)
+        or unrecorded_states(folder / STATE_FOLDER)
+        or _unrecorded_tracked(root, folder / TRACKERS_FOLDER)
     )
 
 
-def _is_ours(folder: Path, foreign: Path | None) -> bool:
-    if foreign is not None:
-        get_logger().warning("warning: %s stays: %s was not written by a run", folder, foreign)
-    return foreign is None
+def _is_ours(folder: Path, unrecorded: Path | None) -> bool:
+    if unrecorded is not None:
+        get_logger().warning("warning: %s stays: %s was not written by a run", folder, unrecorded)
+    return unrecorded is None
 
 
 def say_kept(root: Path) -> None:

@@ -208,11 +208,11 @@ def test_what_a_copied_recipe_raises_is_told_with_its_line(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"^{told}"):
         with plan_request.explained(recipe, load_config("demo/full")):
             step()
-    foreign = load_config("demo/full", ["model.implementation=transformers"])
+    external = load_config("demo/full", ["model.implementation=transformers"])
     with pytest.raises(
         ConfigError, match="^model.implementation=transformers: its class raised KeyError on the simulated"
     ):
-        with plan_request.explained(RecipeFile.find("full_finetune_distributed"), foreign):
+        with plan_request.explained(RecipeFile.find("full_finetune_distributed"), external):
             step()
     with (
         pytest.raises(KeyError),

@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
-from tests.foreign.tensor_plan.stored_plan import plan_from
+from tests.external.tensor_plan.stored_plan import plan_from
 
 LLAMA = {
     "model_type": "llama",
@@ -136,7 +136,7 @@ def full_gradients(held):
 
 @pytest.mark.parametrize("spoil", [other_rows, full_gradients])
 def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkeypatch):
-    from recipe_lib.foreign.tensor_plan import transformers_models
+    from recipe_lib.external.tensor_plan import transformers_models
 
     right, lines = transformers_models.plan_and_mask, []
 

@@ -218,8 +218,10 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("text", "hint"),
     [("dtype: fp16", "bf16"), ("optimizer: {state_bits: 2}", ""), ("optimizer: {state_bits: 64}", ""),
-     ("device: xpu", ""), ("optimizer: {name: adamw_8bit}", ""), ("lr_scheduler: {type: constant_with_warmup}",
-     "constant"), ("matmul_dtype: float8", "fp8"), ("parallel: {pipeline_balance: time}", "compute")],
+     ("device: xpu", ""), ("optimizer: {name: adafactor}", ""),
+     ("optimizer: {name: adamw_8bit}", "adamw with optimizer.state_bits=8"),
+     ("lr_scheduler: {type: constant_with_warmup}", "constant"),
+     ("matmul_dtype: float8", "fp8"), ("parallel: {pipeline_balance: time}", "compute")],
 )  # fmt: skip
 def test_hints_at_values_are_near_or_none(faults, text, hint):
     (line,) = faults(f"{text}\n")

@@ -19,7 +19,7 @@ TORCH = {name for one in (nn.Module(), nn.Linear(1, 1), nn.Embedding(1, 1), nn.P
          dir(one)} | set(dir(torch.optim.SGD([torch.zeros(1)])))  # fmt: skip
 ROOTS = {"Module", "Linear", "Embedding", "Parameter", "Optimizer", "Adam", "AdamW", "SGD"}
 # What classes of transformers have, which a model of another library may be asked for.
-FOREIGN = {
+TRANSFORMERS = {
     "config",
     "use_cache",
     "get_text_config",
@@ -94,7 +94,7 @@ def wires(code: ast.AST, known: set[str]) -> Iterator[tuple[ast.expr, str]]:
 def found_in(paths: Iterable, known: set[str]) -> list[str]:
     found = []
     for path in paths:
-        more = FOREIGN if "foreign" in path.parts else set()
+        more = TRANSFORMERS if "external" in path.parts else set()
         found += [f"{place(path, node)}: {name}" for node, name in wires(tree(path), known | more)]
     return found
 

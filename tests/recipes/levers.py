@@ -119,7 +119,7 @@ LEVERS = [
 NOT_LEVERS = {
     "recipe": "a name",
     "model.path": "where weights come from; test_worlds",
-    "model.implementation": "another model; test_foreign_runs runs those of transformers on one rank and on two",
+    "model.implementation": "another model; test_external_runs runs those of transformers on one rank and on two",
     "tokenizer.*": "how rows are read",
     "data.*": "which rows there are",
     "parallel.tensor_regather_in_backward": "both values with every kind of model; tests/parallel/test_tensor",

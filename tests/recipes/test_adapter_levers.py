@@ -118,7 +118,7 @@ NOT_LEVERS = {
     "lora.alpha": "a number",
     "lora.dropout": "draws differ from rank to rank; tests/adapters",
     "lora.adapter_path": "where adapters come from; tests/adapters",
-    "lora.target_modules": "names of a foreign model's linears; test_foreign_runs",
+    "lora.target_modules": "names of an external model's linears; test_external_runs",
     "lora.merge_on_save": "written after the last step; test_adapter_runs",
 }
 

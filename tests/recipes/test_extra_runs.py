@@ -279,13 +279,13 @@ def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:
 def test_models_of_transformers(realdata: Path, tmp_path: Path, copies: Any) -> None:
     """Added layers have no adapter, and are exported and read under their own names."""
     copies(FULL)
-    foreign = "model.implementation=transformers"
-    first = run_here(full(realdata, tmp_path / "full", SAVE, foreign, "max_steps=2"))
+    external = "model.implementation=transformers"
+    first = run_here(full(realdata, tmp_path / "full", SAVE, external, "max_steps=2"))
     assert first.code == 0, first.said
     written = load_file(tmp_path / "full" / "model" / "model.safetensors")
     assert all(torch.equal(written[name], first.recipe.model.get_parameter(name)) for name in NAMES)
     copies(LORA)
-    argv = [*adapter_arguments(realdata, tmp_path / "lora", SAVE, foreign), f"model.path={tmp_path}/full/model"]
+    argv = [*adapter_arguments(realdata, tmp_path / "lora", SAVE, external), f"model.path={tmp_path}/full/model"]
     found: dict[str, torch.Tensor] = {}
     second = run_here(argv, start_of(found), recipe=LORA)
     assert second.code == 0, second.said

@@ -126,7 +126,7 @@ def test_what_a_run_of_another_kind_left_goes_too(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists() and (tmp_path / "adapter").is_dir()
 
 
-FOREIGN: dict[str, Callable[[Path], object]] = {
+UNRECORDED: dict[str, Callable[[Path], object]] = {
     "model/thesis.txt": lambda path: path.write_text("precious"),
     "model/config.json": lambda path: path.write_text('{"value": "mine"}'),
     "model/model.safetensors": lambda path: save_file({"w": torch.full((4,), 7.0)}, path),
@@ -143,10 +143,10 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", UNRECORDED)
 def test_what_no_run_wrote_is_refused_and_stays(name: str, tmp_path: Path) -> None:
     earlier_run(tmp_path)
-    FOREIGN[name](tmp_path / name)
+    UNRECORDED[name](tmp_path / name)
     before = tree(tmp_path)
     for use in (check_output, open_output):
         with pytest.raises(ConfigError) as caught:

@@ -116,12 +116,12 @@ def _is_never(func: Any) -> bool:
     known = _never.get(func)
     if known is None:
         name = func._schema.name.partition("::")[2]
-        foreign = not func._schema.name.startswith(_KNOWN)
+        custom = not func._schema.name.startswith(_KNOWN)
         tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
         # An `out` may be resized, but not by FSDP's operators.
         writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in func._schema.arguments)
         known = _never[func] = (
-            foreign or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
+            custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
         )
     return known
 

@@ -20,7 +20,7 @@ from recipe_lib.config.paths import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import preset_config, read_config, read_spec
-from recipe_lib.models.external import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.families import text_config
 from recipe_lib.models.spec import ModelSpec
 

@@ -1,0 +1,182 @@
+"""Tensor parallel for a model that nobody wrote a plan for: the plan is inferred, proven, and then run.
+
+Every rank traces one forward of the model without memory (`recipe_lib.external.tensor_plan`). Before its weights are
+read, a small model of the same class has to pass the certificate of its own plan, which must treat every parameter as
+the large one's does. The proof is kept in the cache folder, by the hash of what was proven.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.external.find_modules import embedding_and_head
+from recipe_lib.external.plan_executor import run_by_plan, total_over
+from recipe_lib.external.plan_proof import plan_of_model, prove
+from recipe_lib.external.tensor_plan.exchanges import Enter
+from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, TensorPlan, bounds
+from recipe_lib.logs import get_logger
+from recipe_lib.models.linear_head import LogitsAfter
+from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.gathered import Group, start_gather, wait
+from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
+from recipe_lib.parallel.tensor import local
+from recipe_lib.parallel.world import World
+
+
+def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
+    """Shards a meta model's matrices over the ranks of each tensor-parallel group, in place.
+
+    Returns what each parameter's gradient is on a rank, as `recipe_lib.parallel.shard_tensors` does.
+    Raises ConfigError where the ranks can share nothing of it, SetupError where its forward cannot be traced.
+    """
+    group = world.tensor
+    assert group is not None
+    plan = plan_of_model(model, parallel.tensor)
+    check_plan(model, plan, parallel)
+    if holds_values(world.device):
+        get_logger().info("tensor plan of %s: %s", model.spec.family, prove(model, plan, world))
+    found = embedding_and_head(model)
+    assert found is not None  # or it would not have been built
+    head = found[1]
+    names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in head.parameters())}
+    plan, columns = _with_loss_of_parts(plan, names)
+    _place_parameters(model, plan, world.mesh["tensor"])
+    model.note_runs({each.name: (each.dim, runs) for each in plan.parameters if (runs := _runs(each, group.size))})
+    head.forward = partial(_project, head, group, columns)
+    run_by_plan(model, plan, group, head)
+    return {each.name: each.gradient for each in plan.parameters}
+
+
+def check_plan(model: Any, plan: TensorPlan, parallel: ParallelConfig) -> None:
+    """Raises ConfigError where `parallel.tensor` ranks cannot run the plan, or would share nothing by it."""
+    size, name = parallel.tensor, model.spec.family
+    shared = [axis for axis in plan.axes if not axis.vocabulary]
+    if not shared:
+        reason = f": {plan.refused[0]}" if plan.refused else ""
+        raise ConfigError(
+            f"parallel.tensor={size}: found nothing in the layers of {name} that {size} ranks can share{reason}; "
+            "set parallel.tensor=1, or see `tune tp-plan`"
+        )
+    if size not in plan.legal_sizes:
+        legal = ", ".join(map(str, (1, *plan.legal_sizes)))
+        raise ConfigError(
+            f"parallel.tensor={size}: found a forward of {name} that {size} ranks cannot run; set it to one of {legal}"
+        )
+
+
+def _with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, int]:
+    """The plan without what the output projection is exchanged for, which the loss does itself; tokens of a rank.
+
+    head: names of the projection's parameters. 0 tokens: no rank has a part of the vocabulary, all have the whole.
+    """
+    axis = next((axis for axis in plan.axes if axis.output and head & set(axis.parameters)), None)
+    if axis is None:
+        return plan, 0
+    kept = tuple(
+        each
+        for each in plan.boundaries
+        if each.kind == "lookup" or not each.parameters or not set(each.parameters) <= head
+    )
+    size = plan.parameter(axis.parameters[0]).shape[0]
+    return replace(plan, boundaries=kept), size
+
+
+def _place_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Makes each parameter a DTensor over the group; one that several modules own stays one."""
+    plans = {each.name: each for each in plan.parameters}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    placed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in placed:
+                placed[id(parameter)] = _as_placed(parameter, plans[names[id(parameter)]], mesh)
+            setattr(module, name, placed[id(parameter)])
+
+
+def _as_placed(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> nn.Parameter:
+    shape = list(parameter.shape)
+    if plan.dim >= 0:
+        parts = bounds(plan.segments, mesh.get_local_rank(), mesh.size())
+        shape[plan.dim] = sum(stop - start for start, stop in parts)
+    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
+    placed = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(placed, parameter.requires_grad)
+
+
+def _runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) in the file of what follows one another on the ranks; none where the order is that of the file."""
+    if plan.dim < 0 or len(plan.segments) < 2:
+        return ()
+    return tuple(part for rank in range(size) for part in bounds(plan.segments, rank, size))
+
+
+# The output projection, of a part of the vocabulary.
+
+
+def _project(
+    head: Any,
+    group: Group,
+    vocabulary: int,
+    hidden: Tensor,
+    *,
+    labels: Tensor | None = None,
+    head_loss: HeadLoss | None = None,
+    after: LogitsAfter | None = None,
+) -> Tensor:
+    """As `LinearHead.forward`; each rank has hidden `[..., d]` whole, and its part of `vocabulary`, 0: all of it.
+
+    The ranks share the tokens out for the loss. Without labels all get all logits: for short texts.
+    """
+    weight, bias = local(head.weight), local(head.bias)
+    after = after or LogitsAfter()
+    if labels is None and vocabulary:
+        columns = F.linear(cast(Tensor, Enter.apply(hidden, total_over(group))), weight, bias)
+        return cast(Tensor, _AllColumns.apply(columns, vocabulary, group))
+    if labels is None:
+        return F.linear(hidden, weight, bias)
+    parts = None
+    if vocabulary:
+        hidden = cast(Tensor, _Part.apply(hidden.flatten(0, -2), group))
+        parts = replace(group, columns=-(-vocabulary // group.size))
+    needs = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "group": parts}
+    return run_head_loss(head_loss, hidden, weight, labels, **needs)
+
+
+class _Part(torch.autograd.Function):
+    """A rank's part of tokens that all have; its backward puts the gradients of all parts together."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return hidden.chunk(group.size)[group.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return wait(start_gather(gradients[0], ctx.group)), None
+
+
+class _AllColumns(torch.autograd.Function):
+    """Logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that of the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, vocabulary: int, group: Group) -> Tensor:
+        columns = -(-vocabulary // group.size)
+        ctx.own = (group.rank * columns, logits.shape[-1])
+        padded = F.pad(logits, (0, columns - logits.shape[-1])).flatten(0, -2)
+        whole = wait(start_gather(padded.t(), group))[:vocabulary]
+        return whole.t().reshape(*logits.shape[:-1], vocabulary)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].narrow(-1, *ctx.own), None, None

@@ -1,0 +1,251 @@
+"""Follows one axis through a trace: which tensors a rank has a part of, and where that begins and ends."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from recipe_lib.external.tensor_plan.axes import AxisNode, carries, layout, leaves
+from recipe_lib.external.tensor_plan.calls import CallKey
+from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Record, Traced
+
+# What may follow a product within its call: nothing of it depends on values.
+_MOVES = frozenset(
+    "view _unsafe_view _reshape_alias permute transpose t clone alias detach _to_copy squeeze unsqueeze".split()
+)
+
+
+class Refusal(Exception):  # noqa: N818  (an answer, not an error)
+    """An axis cannot be cut; str() says why."""
+
+
+@dataclasses.dataclass(eq=False)
+class PendingBoundary:
+    """A boundary before it gets its final form; fields as in sharding_plan.Boundary. tensor: what it acts on."""
+
+    kind: str
+    call: int
+    place: str
+    tensor: Traced
+    parameters: frozenset[str] = frozenset()
+    bias: str = ""
+    bias_parameters: frozenset[str] = frozenset()
+    taken: str = ""
+    dim: int = 0
+    segments: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Course:
+    """An axis through the model. carriers: parameter to dimension. sharded: tensors of which a rank has a part.
+
+    joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives has the axis.
+    """
+
+    axis: AxisNode
+    carriers: dict[str, int]
+    vocabulary: bool = False
+    output: bool = False
+    sharded: set[Traced] = dataclasses.field(default_factory=set)
+    points: list[PendingBoundary] = dataclasses.field(default_factory=list)
+    joins: list[PendingBoundary] = dataclasses.field(default_factory=list)
+    rows: set[str] = dataclasses.field(default_factory=set)
+
+
+def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[Record]) -> Course:
+    """Follows an axis (a leaf that nothing blocks) through the records that have to do with it.
+
+    Raises Refusal where a rank could not compute its part.
+    """
+    course = Course(axis, carriers, sharded={trace.parameters[name] for name in carriers})
+    held = [any(carries(node, axis) for node in output.dims) for output in trace.outputs]
+    course.vocabulary = course.output = any(held)
+    for record in records:
+        if any(carries(node, axis) for node, _, _ in record.contractions):
+            _leave(trace, course, record)
+        elif record.lookup and _has(record.inputs[0], axis, course) and carries(record.inputs[0].dims[0], axis):
+            if not any(each.identifiers for each in record.inputs[1:]):
+                raise Refusal(f"rows are picked by number, not by token, in {_where(trace, record)}")
+            course.vocabulary = True
+            point = PendingBoundary("lookup", record.call, "output", record.outputs[0], record.inputs[0].parameters)
+            course.points.append(_located(trace, record, point))
+        else:
+            _pass(trace, course, record)
+    for output, has in zip(trace.outputs, held, strict=True):
+        if has and (course.rows or output not in course.sharded or not carries(output.dims[-1], axis)):
+            raise Refusal("the axis is in what the model gives")
+    if not course.vocabulary and (len(carriers) < 2 or not course.rows):
+        raise Refusal("no product sums over the axis" if not course.rows else "a single parameter has the axis")
+    if course.vocabulary and course.rows:
+        raise Refusal("a product sums over tokens")
+    _alike(trace, course)
+    return course
+
+
+def _pass(trace: ForwardTrace, course: Course, record: Record) -> None:
+    """An operator that sums over no part of the axis: what comes out is cut if something that goes in is."""
+    axis, sharded = course.axis, course.sharded
+    going_in = [each for each in record.inputs if each in sharded]
+    coming_out = [each for each in record.outputs if any(carries(node, axis) for node in each.dims)]
+    if not coming_out:
+        if going_in and not record.uniform:
+            raise Refusal(f"a part of a tensor does not have the axis in {_where(trace, record)}")
+        return
+    if record.values:
+        return
+    if record.uniform and not going_in:
+        sharded.update(coming_out)
+        return
+    if not going_in:
+        if any(any(carries(node, axis) for node in each.dims) for each in record.inputs) or not record.inputs:
+            return  # whole on each rank, until it meets a tensor that is cut
+    elif len(coming_out) < len(record.outputs):
+        raise Refusal(f"a part of what comes out does not have the axis in {_where(trace, record)}")
+    for each in coming_out:
+        sharded.add(each)
+        if each in record.inputs:  # written in place, and so into what it is a view of
+            sharded.add(each.root)
+    for each in record.inputs:
+        if each not in sharded:
+            _join(trace, course, record, each)
+
+
+def _join(trace: ForwardTrace, course: Course, record: Record, tensor: Traced) -> None:
+    """A tensor that each rank has whole meets one of which it has a part."""
+    having = [number for number, node in enumerate(tensor.dims) if carries(node, course.axis)]
+    if record.call < 0:
+        if having or tensor.activation or tensor.parameters:
+            raise Refusal("the axis goes through an operator that no torch function call makes")
+        return
+    call = trace.calls[record.call]
+    for place, each, gradient in _arguments(call, tensor):
+        if having:
+            numbers = [number for number, node in enumerate(each.dims) if carries(node, course.axis)]
+            segments = layout(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+            if segments is None:
+                raise Refusal(f"a whole tensor that is to be cut does not have the axis in {_where(trace, record)}")
+            point = PendingBoundary("cut", record.call, place, each, dim=numbers[0], segments=period(segments))
+            course.points.append(point)
+        elif gradient and each not in course.sharded:
+            point = PendingBoundary("enter", record.call, place, each, each.parameters)
+            (course.joins if each.parameters else course.points).append(point)
+
+
+def _leave(trace: ForwardTrace, course: Course, record: Record) -> None:
+    """A product that sums over the axis: each rank has a part of the sum."""
+    axis = course.axis
+    where = _where(trace, record)
+    node, left, right = next(each for each in record.contractions if carries(each[0], axis))
+    if any(carries(out, axis) for each in record.outputs for out in each.dims):
+        raise Refusal(f"the axis is summed over and comes out in {where}")
+    if not (left.parameters or right.parameters) or (left.parameters and right.parameters):
+        kind = "parameters" if left.parameters else "activations"
+        raise Refusal(f"two {kind} are multiplied along it by {where}")
+    weight, other = (left, right) if left.parameters else (right, left)
+    if weight not in course.sharded or other not in course.sharded:
+        raise Refusal(f"a tensor that is whole on each rank is multiplied along it by {where}")
+    course.rows |= weight.parameters
+    point = _located(
+        trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0], weight.parameters)
+    )
+    call = trace.calls[record.call]
+    for place, each, _ in _arguments(call, other):
+        numbers = [number for number, found in enumerate(each.dims) if carries(found, axis)]
+        segments = layout(each.dims[numbers[0]], axis) if len(numbers) == 1 else None
+        if segments is None:
+            raise Refusal(f"the axis cannot be separated in what goes into {where}")
+        point.taken, point.dim, point.segments = place, numbers[0], period(segments)
+    if record.added is not None:
+        _bias(trace, record, point, record.added)
+    course.points.append(point)
+
+
+def _located(trace: ForwardTrace, record: Record, point: PendingBoundary) -> PendingBoundary:
+    """Makes a sum over ranks act on what its call gives; what else happens within the call must allow that."""
+    where = _where(trace, record)
+    if record.call < 0:
+        raise Refusal(f"no torch function call makes {where}")
+    call = trace.calls[record.call]
+    if len(call.outputs) != 1:
+        raise Refusal(f"{where} is one of several results of {call.function} at {call.source}")
+    after = set(record.outputs)
+    for later in call.records[call.records.index(record) + 1 :]:
+        if not after.intersection(later.inputs):
+            continue
+        others = [each for each in later.inputs if each not in after]
+        if later.operator in ("add", "add_") and all(each.parameters for each in others):
+            for each in others:
+                _bias(trace, later, point, each)
+        elif later.operator not in _MOVES:
+            raise Refusal(f"{later.operator} follows {where} within {call.function} at {call.source}")
+        after.update(later.outputs)
+    if call.outputs[0] not in after:
+        raise Refusal(f"{call.function} at {call.source} keeps the result of {where} to itself")
+    point.tensor = call.outputs[0]
+    return point
+
+
+def _bias(trace: ForwardTrace, record: Record, point: PendingBoundary, tensor: Traced) -> None:
+    """What is added to a product that sums over the axis, within its call, is added once, after the sum over ranks."""
+    if not tensor.parameters:
+        if not tensor.activation:
+            return  # an addend that is multiplied by zero
+        raise Refusal(f"an activation is added within the call of {_where(trace, record)}")
+    for place, each, _ in _arguments(trace.calls[record.call], tensor):
+        point.bias, point.bias_parameters = place, each.parameters
+
+
+def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bool]]:
+    """The arguments of a call that a tensor within it is made of: the tensor itself if it is one of them."""
+    found = [each for each in call.arguments if each[1] is tensor]
+    if found:
+        return found[:1]
+    seen = {tensor}
+    queue = [tensor]
+    while queue:
+        made = queue.pop()
+        for record in call.records:
+            if made in record.outputs:
+                for each in record.inputs:
+                    if each not in seen:
+                        seen.add(each)
+                        queue.append(each)
+                        found += [argument for argument in call.arguments if argument[1] is each][:1]
+    return found
+
+
+def _has(tensor: Traced, axis: AxisNode, course: Course) -> bool:
+    return tensor in course.sharded and any(carries(node, axis) for node in tensor.dims)
+
+
+def _alike(trace: ForwardTrace, course: Course) -> None:
+    """A module that runs more than once must need the same boundaries each time, but where no gradient passes."""
+    found: dict[int, set[tuple[str, str]]] = {}
+    for point in course.points:
+        found.setdefault(point.call, set()).add((point.kind, point.place))
+    wanted: dict[CallKey, set[tuple[str, str]]] = {}
+    for number, here in found.items():
+        wanted.setdefault(trace.calls[number].key, set()).update(here)
+    for number, call in enumerate(trace.calls):
+        for kind, place in wanted.get(call.key, set()) - found.get(number, set()):
+            gradient = any(needs for at, _, needs in call.arguments if at == place)
+            if kind != "enter" or gradient:
+                raise Refusal(f"{call.key.module} runs more than once, and not alike, at {call.source}")
+
+
+def _where(trace: ForwardTrace, record: Record) -> str:
+    if record.call < 0:
+        return record.operator
+    call = trace.calls[record.call]
+    return f"{record.operator} in {call.key.module or 'the model itself'} ({call.source})"
+
+
+def period(segments: list[int]) -> tuple[int, ...]:
+    """The shortest list of lengths that gives the segments when it is repeated."""
+    for length in range(1, len(segments) + 1):
+        if len(segments) % length == 0 and segments == segments[:length] * (len(segments) // length):
+            return tuple(segments[:length])
+    return tuple(segments)
+
+
+def axes_of(tensors: Iterable[Traced]) -> set[AxisNode]:
+    """All leaves in the dimensions of tensors."""
+    return {leaf for tensor in tensors for node in tensor.dims for leaf in leaves(node)}

@@ -1,0 +1,169 @@
+"""What a plan comes to: layers that are alike taken together, what ranks send each other, and what each one holds."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, TensorPlan, bounds
+
+BYTES = 2  # of a number in bf16
+WIDE_BYTES = 4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32
+# Numbers a token that a loss sums where each rank has a part of the logits: largest, sum of exponentials, the label's.
+LOSS_NUMBERS = 3
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """All-reduces of one part of the model, in one forward and backward.
+
+    place: a layer's pattern, or empty for what is in no layer. layers: their numbers. forward, backward: all-reduces of
+    one such part. widths: numbers a token that they sum together, forward and backward.
+    """
+
+    place: str
+    layers: tuple[int, ...]
+    forward: int
+    backward: int
+    widths: tuple[int, int]
+
+
+def pattern_of(name: str) -> str:
+    """A path or a sentence with `*` for each number in a path: `layers.3.mlp` becomes `layers.*.mlp`."""
+    return _NUMBER.sub("*", name)
+
+
+def parameter_groups(plan: TensorPlan) -> dict[ParameterPlan, list[str]]:
+    """The plan's parameters in their order: those that are held alike by a plan with the pattern of their names."""
+    groups: dict[ParameterPlan, list[str]] = {}
+    for each in plan.parameters:
+        alike = dataclasses.replace(each, name=pattern_of(each.name), axis=-1, reason=pattern_of(each.reason))
+        groups.setdefault(alike, []).append(each.name)
+    return groups
+
+
+def boundary_counts(plan: TensorPlan) -> dict[Boundary, int]:
+    """The plan's boundaries in the order of the forward: how many are like one, which has patterns for names."""
+    patterns = ((each, tuple(dict.fromkeys(map(pattern_of, each.parameters)))) for each in plan.boundaries)
+    return Counter(
+        dataclasses.replace(each, module=pattern_of(each.module), axes=(), parameters=names, activation=-1)
+        for each, names in patterns
+    )
+
+
+def layers_of(names: Iterable[str]) -> tuple[int, ...]:
+    """The first number in each of the paths, in order and once each."""
+    found = (_NUMBER.search(name) for name in names)
+    return tuple(sorted({int(each[0]) for each in found if each}))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0, 2-5` of 0, 2, 3, 4, 5."""
+    said: list[list[int]] = []
+    for number in numbers:
+        if said and number == said[-1][-1] + 1:
+            said[-1].append(number)
+        else:
+            said.append([number])
+    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in said)
+
+
+def exchanges(plan: TensorPlan) -> list[Exchange]:
+    """What ranks sum in one forward and backward: layers that sum alike as one entry, the rest before them.
+
+    An activation that enters in several places is summed once. A boundary counts as one run of its module.
+    """
+    parts: dict[tuple[str, int], list[int]] = {}
+    seen: set[int] = set()
+    for each in plan.boundaries:
+        if not each.width or (each.activation >= 0 and each.activation in seen):
+            continue
+        seen.add(each.activation)
+        number = _NUMBER.search(each.module)
+        place = (f"{each.module[: number.start()]}*", int(number[0])) if number else ("", -1)
+        backward = each.kind in ("enter", "cut")
+        counts = parts.setdefault(place, [0, 0, 0, 0])
+        counts[backward] += 1
+        counts[2 + backward] += each.width
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for (pattern, layer), counts in sorted(parts.items(), key=lambda item: item[0][1]):
+        alike.setdefault((pattern, tuple(counts)), []).append(layer)
+    return [
+        Exchange(pattern, tuple(layer for layer in layers if layer >= 0), found[0], found[1], (found[2], found[3]))
+        for (pattern, found), layers in alike.items()
+    ]
+
+
+def sent_bytes(payload: int, size: int) -> int:
+    """Bytes that each of `size` ranks sends in a ring's all-reduce of `payload` bytes: 2 (t - 1) / t of them."""
+    return 2 * (size - 1) * payload // size
+
+
+def step_bytes(plan: TensorPlan, size: int, tokens: int) -> dict[str, int]:
+    """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss, gradients.
+
+    forward, backward: activations in bf16, without recomputation. loss: its sums, where logits stay cut. gradients: of
+    parameters that ranks have whole and use in part, once a step. The last two in fp32.
+    """
+    found = {"forward": 0, "backward": 0}
+    for each in exchanges(plan):
+        for phase, width in zip(found, each.widths, strict=True):
+            found[phase] += max(len(each.layers), 1) * sent_bytes(BYTES * tokens * width, size)
+    loss = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
+    partial = sum(prod(each.shape) for each in plan.parameters if each.gradient == "partial")
+    return found | {"loss": sent_bytes(WIDE_BYTES * loss, size), "gradients": sent_bytes(WIDE_BYTES * partial, size)}
+
+
+def held_elements(plan: TensorPlan, size: int) -> int:
+    """Elements of all parameters that rank 0 of `size` holds; no rank holds more."""
+    found = 0
+    for each in plan.parameters:
+        elements = prod(each.shape)
+        if each.dim >= 0:
+            part = sum(stop - start for start, stop in bounds(each.segments, 0, size))
+            elements = elements // each.shape[each.dim] * part
+        found += elements
+    return found
+
+
+def cut_share(plan: TensorPlan) -> float:
+    """Share of the elements of all parameters that are cut."""
+    sizes = [(prod(each.shape), each.dim >= 0) for each in plan.parameters]
+    return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
+
+
+def why_not(plan: TensorPlan, size: int) -> str:
+    """Why a plan does not allow `size` ranks, or empty if it does."""
+    if size in plan.legal_sizes:
+        return ""
+    said = [each for each in plan.refused if each.startswith(f"{size} ranks: ")]
+    if said:
+        return said[0].partition(": ")[2]
+    for axis in plan.axes:
+        if not axis.vocabulary and axis.size % size:
+            return f"{size} ranks do not divide the {axis.size} units of {_some(axis.parameters)}"
+    for each in plan.rewrites:
+        if each.value % size:
+            return f"{size} does not divide {each.value}, {each.attribute} of {each.module or 'the model'}"
+    return "; ".join(plan.refused[:1]) or "no axis but that of the vocabulary can be cut"
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    patterns = list(dict.fromkeys(map(pattern_of, names)))
+    return ", ".join(patterns[:most]) + (" ..." if len(patterns) > most else "")
+
+
+def held_differently(plan: TensorPlan, other: TensorPlan) -> list[str]:
+    """Parameters that two plans of one kind of model hold differently, by pattern, a line each."""
+    ways: list[dict[str, list[str]]] = [{}, {}]
+    for held, each_plan in zip(ways, (plan, other), strict=True):
+        for each in parameter_groups(each_plan):
+            way = f"{each.role} dim {each.dim}, gradient {each.gradient}"
+            held[each.name] = sorted({way, *held.get(each.name, ())})
+    return [
+        f"{name}: the small copy's is {' and '.join(theirs)}, expected the model's {' and '.join(ways[0][name])}"
+        for name, theirs in ways[1].items()
+        if ways[0].get(name, theirs) != theirs
+    ]

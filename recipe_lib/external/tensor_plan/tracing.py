@@ -1,0 +1,278 @@
+"""One forward of a model, watched: every operator, what its dimensions are, and which torch function call made it."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recipe_lib.errors import SetupError
+from recipe_lib.external.tensor_plan import operator_rules, view_rules
+from recipe_lib.external.tensor_plan.axes import AxisNode, block
+from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, places_in, tensors_in
+from recipe_lib.external.tensor_plan.operator_rules import OperatorCall
+from recipe_lib.external.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
+
+RULE_FILES = (operator_rules, view_rules)  # importing them registers their rules
+
+
+@dataclasses.dataclass(eq=False)
+class Traced:
+    """What is known of one tensor.
+
+    parameters: names of those it comes from, if from parameters and constants alone. activation: it depends on an
+    input. identifiers: it is the model's token ids, or made of them one by one. base: what it is a view of.
+    """
+
+    dims: list[AxisNode]
+    parameters: frozenset[str] = frozenset()
+    activation: bool = False
+    identifiers: bool = False
+    base: "Traced | None" = None
+    call: int = -1
+
+    @property
+    def root(self) -> "Traced":
+        """The tensor whose memory this is."""
+        return self.base.root if self.base is not None else self
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """One aten operator; contractions, lookup, uniform, values are its rule's `Step`'s, in terms of the trace.
+
+    added: what a product is added to.
+    """
+
+    operator: str
+    call: int
+    inputs: list[Traced]
+    outputs: list[Traced]
+    contractions: list[tuple[AxisNode, Traced, Traced]]
+    lookup: bool = False
+    uniform: bool = False
+    values: bool = False
+    added: Traced | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class FunctionCall:
+    """One torch function call. arguments: (place, tensor, needs a gradient). source: file and line in the model."""
+
+    key: CallKey
+    function: str
+    source: str
+    arguments: list[tuple[str, Traced, bool]] = dataclasses.field(default_factory=list)
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: list[Traced] = dataclasses.field(default_factory=list)
+    records: list[Record] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class ForwardTrace:
+    """What one forward did. unknown: operators without a rule, with the module. assumed: values that were made up.
+
+    decisions: comparisons of sizes that the forward made. tokens: how many ids it got, 0 for none.
+    """
+
+    calls: list[FunctionCall] = dataclasses.field(default_factory=list)
+    records: list[Record] = dataclasses.field(default_factory=list)
+    parameters: dict[str, Traced] = dataclasses.field(default_factory=dict)
+    outputs: list[Traced] = dataclasses.field(default_factory=list)
+    unknown: dict[str, str] = dataclasses.field(default_factory=dict)
+    assumed: list[str] = dataclasses.field(default_factory=list)
+    decisions: list[Decision] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+
+
+class _Watch(Calls):
+    """Remembers the calls; `current` is the number of the one that is running."""
+
+    def __init__(self, model: torch.nn.Module, trace: ForwardTrace, known: Callable[[torch.Tensor], Traced]):
+        super().__init__(model)
+        self.trace = trace
+        self.known = known
+        self.current = -1
+
+    def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = FunctionCall(key, getattr(function, "__name__", str(function)), _source())
+        for place, value in places_in(args, kwargs):
+            if isinstance(value, torch.Tensor):
+                call.arguments.append((place, self.known(value), value.requires_grad))
+            elif isinstance(value, (int, slice, type(...), type(None), str)):
+                call.numbers[place] = value
+        self.current = len(self.trace.calls)
+        self.trace.calls.append(call)
+        result = function(*args, **kwargs)
+        call.outputs = [self.known(tensor) for tensor in tensors_in(result)]
+        self.current = -1
+        return result
+
+    def on_read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = function(*args, **kwargs)
+        if isinstance(value, torch.Size):
+            traced = self.known(args[0])
+            return torch.Size([Sourced(size, Size(traced, number)) for number, size in enumerate(value)])
+        if type(value) is int and getattr(function, "__name__", "") == "size":
+            dimension = args[1] if len(args) > 1 else kwargs["dim"]
+            return Sourced(value, Size(self.known(args[0]), dimension % args[0].dim()))
+        return value
+
+
+class _Operators(TorchDispatchMode):
+    """Applies the rule of each operator."""
+
+    def __init__(self, trace: ForwardTrace):
+        super().__init__()
+        self.trace = trace
+        self.watch: _Watch | None = None
+        self._known: dict[int, tuple[Traced, torch.Tensor]] = {}  # the tensor is held, so that its id stays its own
+
+    def known(self, tensor: torch.Tensor) -> Traced:
+        """What is known of a tensor; one that nothing has made so far is a constant."""
+        if id(tensor) not in self._known:
+            self.remember(tensor, Traced([AxisNode(size) for size in tensor.shape]))
+        return self._known[id(tensor)][0]
+
+    def remember(self, tensor: torch.Tensor, traced: Traced) -> Traced:
+        """Keeps what is known of a tensor. Returns it."""
+        self._known[id(tensor)] = (traced, tensor)
+        return traced
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        assert self.watch is not None
+        place = self.watch.module or "the model itself"
+        result = _assumed_result(function, args, kwargs)
+        if result is not None:
+            if _short(function) != "_grouped_mm":  # of which nothing but its size is made up
+                self.trace.assumed.append(f"{_short(function)} in {place}")
+        else:
+            result = function(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        if not outputs:
+            return result
+        tensors = list(tensors_in((args, kwargs)))
+        inputs = [self.known(tensor) for tensor in tensors]
+        step = OperatorCall(function, args, kwargs, outputs, place, lambda tensor: self.known(tensor).dims)
+        rule = operator_rules.rule_of(function)
+        dims = rule(step) if rule is not None else None
+        if dims is None or [[node.size for node in each] for each in dims] != [list(out.shape) for out in outputs]:
+            self.trace.unknown[_short(function)] = place
+            for node in (node for traced in inputs for node in traced.dims):
+                block(node, f"{_short(function)}, for which there is no rule, in {place}")
+            dims = [[AxisNode(size, blocked=f"{_short(function)} in {place}") for size in out.shape] for out in outputs]
+        self._record(function, step, inputs, outputs, dims)
+        return result
+
+    def _record(
+        self, function: Any, step: OperatorCall, inputs: list[Traced], outputs: list[Any], dims: list[Any]
+    ) -> None:
+        assert self.watch is not None
+        activation = any(each.root.activation for each in inputs)
+        names = frozenset[str]().union(*(each.parameters for each in inputs)) if not activation else frozenset[str]()
+        held = {id(tensor) for tensor in tensors_in((step.args, step.kwargs))}
+        views = any(each.alias_info is not None for each in function._schema.returns)
+        found = []
+        for tensor, sizes in zip(outputs, dims, strict=True):
+            if id(tensor) in held:  # in place: what is written into a tensor is written into its memory
+                traced = self.known(tensor)
+                traced.root.activation |= activation
+                traced.activation |= activation
+                traced.parameters = traced.parameters | names
+            else:
+                counts = tensor.dtype in (torch.int64, torch.int32) and not step.values and not step.ordered
+                identifiers = counts and any(each.identifiers for each in inputs)
+                base = inputs[0] if views and inputs else None
+                traced = self.remember(tensor, Traced(sizes, names, activation, identifiers, base, self.watch.current))
+            found.append(traced)
+        contractions = [(node, self.known(left), self.known(right)) for node, left, right in step.contractions]
+        record = Record(
+            *(_short(function), self.watch.current, inputs, found, contractions),
+            *(step.lookup, step.uniform, step.values),
+            self.known(step.added) if step.added is not None else None,
+        )
+        self.trace.records.append(record)
+        if self.watch.current >= 0:
+            self.trace.calls[self.watch.current].records.append(record)
+
+
+def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
+    """Runs one forward of the model on `inputs` and returns what it did.
+
+    Model and inputs are on one device; the meta device will do, and takes no memory. Values that a forward asks a meta
+    tensor for are made up. Every floating parameter is taken as trained. Raises SetupError where the forward fails.
+    """
+    found = ForwardTrace()
+    operators = _Operators(found)
+    watch = operators.watch = _Watch(model, found, operators.known)
+    frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
+    for name, parameter in model.named_parameters():
+        sizes = [AxisNode(size) for size in parameter.shape]
+        found.parameters[name] = operators.remember(parameter, Traced(sizes, frozenset([name])))
+    for number, tensor in enumerate(tensors_in(inputs)):
+        first = not number and not tensor.is_floating_point()
+        found.tokens = tensor.numel() if first else found.tokens
+        sizes = [AxisNode(size) for size in tensor.shape]
+        operators.remember(tensor, Traced(sizes, activation=True, identifiers=first))
+    training = model.training
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        model.eval()
+        with torch.enable_grad(), sourced_attributes(model, found.decisions), watch, operators:
+            output = model(**inputs)
+    except Exception as error:
+        raise SetupError(
+            f"{type(model).__name__}: the forward failed at {watch.last or 'the model itself'} while it was traced"
+            f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}), expected one that runs on"
+            " the meta device: pass inputs that it takes, or a small copy of the model on the CPU"
+        ) from error
+    finally:
+        model.train(training)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    found.outputs = [operators.known(tensor) for tensor in tensors_in(output_values(output))]
+    return found
+
+
+def _short(function: Any) -> str:
+    return str(function._schema.name).removeprefix("aten::")
+
+
+_NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+def _source() -> str:
+    """File and line of the innermost frame that belongs neither to torch nor to this folder."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives that asks a meta tensor for its values: made up; None for any other operator."""
+    name = str(function._schema.name).removeprefix("aten::")
+    tensors = list(tensors_in((args, kwargs)))
+    if not tensors or tensors[0].device.type != "meta":
+        return None
+    first = tensors[0]
+    if name == "_local_scalar_dense":
+        return False if first.dtype is torch.bool else 0.0 if first.is_floating_point() else 0
+    if name == "nonzero":
+        return first.new_zeros((3, first.dim()), dtype=torch.long)
+    if name == "equal":
+        return False
+    if name == "_to_copy" and torch.device(kwargs.get("device") or "meta").type != "meta":
+        return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=kwargs["device"])
+    if name == "_grouped_mm":  # the meta kernel takes bfloat16 alone
+        return first.new_empty((first.shape[0], args[1].shape[-1]))
+    if name == "bincount":
+        return first.new_zeros((max(kwargs.get("minlength", 0), 1),))
+    return None

@@ -1,0 +1,72 @@
+"""Checks a tensor parallel declaration that somebody wrote against the plan that a model's own forward leads to."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, TensorPlan
+
+
+class Declaration(NamedTuple):
+    """How a parameter is said to be held. dim: that is cut evenly, -1 for none. gradient: as in plan.ParameterPlan."""
+
+    dim: int
+    gradient: str
+
+
+def declared_by(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declaration]:
+    """What the placements of a model's DTensors say along one dimension of their mesh.
+
+    A parameter that every rank has is one whose gradients are summed over ranks: parallel.tensor does so with all of
+    them. Raises ValueError for a parameter that has no placement there.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+        if mesh_dim not in names:
+            raise ValueError(f"{name} is not placed on the mesh's dimension {mesh_dim}")
+        assert isinstance(parameter, DTensor)
+        placed = parameter.placements[names.index(mesh_dim)]
+        found[name] = Declaration(placed.dim, "sharded") if isinstance(placed, Shard) else Declaration(-1, "partial")
+    return found
+
+
+def differences(plan: TensorPlan, declared: Mapping[str, Declaration], sequence_parallel: bool) -> list[str]:
+    """A line for each parameter that is declared otherwise than the plan has it; empty if there is none.
+
+    A plan is for ranks that have all tokens: there the gradient of a norm over the model's width is `full`, and that of
+    a norm over each head, which works on the rank's heads alone, `partial`. sequence_parallel: ranks that declare so
+    have n of the N tokens between layers. What a whole parameter does there is done for these tokens alone, so that
+    its gradient is `partial` where the plan says `full`; what the plan has `partial` stays that.
+    """
+    found = [f"{name}: declared, but not the model's" for name in declared if name not in _names(plan)]
+    for each in plan.parameters:
+        if each.name not in declared:
+            found.append(f"{each.name}: not declared, expected {_way(each.dim)}")
+            continue
+        said = declared[each.name]
+        if said.dim != each.dim:
+            why = f" ({each.reason})" if each.reason else ""
+            found.append(f"{each.name}: declared {_way(said.dim)}, expected {_way(each.dim)}{why}")
+        elif len(each.segments) > 1:
+            parts = " + ".join(map(str, each.segments))
+            found.append(
+                f"{each.name}: declared one even cut along dim {said.dim}, expected one of each part of {parts}"
+            )
+        elif said.gradient != (expected := _gradient(each, sequence_parallel)):
+            found.append(f"{each.name}: declared a {said.gradient} gradient, expected {expected}")
+    return found
+
+
+def _gradient(each: ParameterPlan, sequence_parallel: bool) -> str:
+    return "partial" if sequence_parallel and each.gradient == "full" else each.gradient
+
+
+def _names(plan: TensorPlan) -> set[str]:
+    return {each.name for each in plan.parameters}
+
+
+def _way(dim: int) -> str:
+    return "whole" if dim < 0 else f"cut along dim {dim}"

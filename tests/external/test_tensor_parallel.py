@@ -1,0 +1,239 @@
+"""External models by inferred plans, on 2 and 4 ranks in float64, against the same model on one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipe_lib.config.registry import names as names_of
+from recipe_lib.config.registry import register
+from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.errors import SetupError
+from recipe_lib.external import plan_proof
+from recipe_lib.external.module_spec import read_spec
+from recipe_lib.external.plan_proof import plan_of_model
+from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.models import build_meta
+from recipe_lib.models.checkpoint_parts import own_parts
+from recipe_lib.ops.attention import make_attention_info
+from recipe_lib.ops.head_losses import CrossEntropy
+from recipe_lib.optim.clipping import clip_grad_norm
+from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_model, start_world
+from recipe_lib.parallel.tensor import shard_tensors
+from tests.distributed.ranks import run_ranks
+
+pytest.importorskip("transformers")
+ROWS, LENGTH, VOCABULARY = 2, 12, 100
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 101, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    "qwen3": SMALL | {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": 101, "tie_word_embeddings": True},
+    "phi3": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
+    "gpt_neox": SMALL | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "eos_token_id": 0},
+    "gemma2": SMALL | {"num_key_value_heads": 4, "head_dim": 8},
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.0,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    # A bias of the output projection, layers whose attention and MLP stand side by side.
+    "phi": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
+    "cohere": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
+}  # fmt: skip
+
+
+class OwnLayer(nn.Module):
+    """A layer of a user's own: fused queries, keys and values, and names that no plan could know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.mix, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.narrow = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        rows, length, _ = stream.shape
+        parts = self.mix(self.before(stream)).chunk(3, dim=-1)
+        q, k, v = (part.view(rows, length, 4, -1).transpose(1, 2) for part in parts)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
+        stream = stream + self.out(seen)
+        return stream + self.narrow(F.gelu(self.wide(self.between(stream))))
+
+
+class Own(nn.Module):
+    """A model of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(VOCABULARY, 32), nn.LayerNorm(32)
+        self.stack = nn.ModuleList(OwnLayer() for _ in range(2))
+        self.guess = nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        stream = self.words(input_ids)
+        for block in self.stack:
+            stream = block(stream)
+        return self.guess(self.last(stream))
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    return {"vocab_size": VOCABULARY, "model_type": kind} | CONFIGS.get(kind, {})
+
+
+def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> tuple[Any, Parallel]:
+    if kind == "own" and kind not in names_of("model"):
+        register("model", kind)(lambda config: Own())
+    spec = read_spec(config_of(kind), kind, "own" if kind == "own" else "transformers")
+    model: Any = build_meta(spec, torch.float64)
+    divided = Parallel()
+    if world is not None:
+        divided = Parallel(tensor_gradients=shard_tensors(model, ParallelConfig(**parallel), memory, world))
+        apply_activation_checkpointing(model, memory.activation_checkpointing)
+        shard_model(model, ParallelConfig(**parallel), memory, world)
+    materialize(model, memory, torch.device("cpu"))
+    return model, divided
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random values that do not depend on who holds what; norms near 1, so that no gradient vanishes."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        values = 0.2 * torch.randn(shapes[name], generator=generator, dtype=torch.float64)
+        values = values + 1 if len(shapes[name]) == 1 and name.endswith("weight") else values
+        for part, offset in own_parts(model, name, parameter):
+            part.copy_(values[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))])
+
+
+def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, packed: bool) -> Tensor:
+    """packed: two documents in each row."""
+    info = make_attention_info([[5, LENGTH - 5]] * len(tokens), LENGTH) if packed else None
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(tokens.shape) if packed else None
+    loss = model(tokens, positions, info, labels=labels, head_loss=CrossEntropy(3)) / count
+    loss.backward()
+    return loss.detach()
+
+
+# Those of these compute norms in float32, whatever their weights are.
+TOLERANCE = {"gemma2": 1e-7, "cohere": 1e-7}
+
+
+def differences(
+    kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World, packed: bool = False
+) -> list[str]:
+    generator = torch.Generator().manual_seed(5)
+    shape = (ROWS * world.data_ranks, LENGTH)
+    tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels.masked_fill_(torch.rand(shape, generator=generator) < 0.3, -100)
+    count = (labels != -100).sum()
+    (plain, _), (model, divided) = build(kind, {}, memory, None), build(kind, parallel, memory, world)
+    for each in (plain, model):
+        fill(each)
+    expected_loss = backward(plain, tokens, labels, count, packed)
+    mine = slice(world.data_rank * ROWS, (world.data_rank + 1) * ROWS)
+    loss = world.all_reduce_sum(backward(model, tokens[mine], labels[mine], count, packed))
+    all_reduce_gradients(model, divided, world)
+    faults = []
+    if abs(float(loss - expected_loss)) > TOLERANCE.get(kind, 1e-12) * abs(float(expected_loss)):
+        faults.append(f"loss {float(loss)} for {float(expected_loss)}")
+    if not any(each == "sharded" for each in divided.tensor_gradients.values()):
+        faults.append("nothing is shared")
+    largest = max(float(parameter.grad.abs().max()) for parameter in plain.parameters())
+    found = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        for part, offset in own_parts(model, name, found[name].grad):
+            wanted = parameter.grad[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))]
+            if part.numel() and not float((part - wanted).abs().max()) < TOLERANCE.get(kind, 1e-12) * largest:
+                faults.append(f"{name} is off by {float((part - wanted).abs().max()):.1e} of {largest:.1e}")
+    norms = [float(clip_grad_norm(one.parameters(), None, world, Parallel(), None)) for one in (model, plain)]
+    if not abs(norms[0] / norms[1] - 1) < TOLERANCE.get(kind, 1e-9):
+        faults.append(f"norms {norms}")
+    return faults
+
+
+def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
+    """What differs, of each case; one world serves all cases in a row that share its mesh."""
+    faults = []
+    for _, alike in groupby(cases, lambda case: (case[1]["tensor"], case[1].get("data_replicate", 1))):
+        held = list(alike)
+        cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**held[0][1]))
+        with start_world(cfg) as world:
+            for kind, parallel, mode in held:
+                memory = MemoryConfig(activation_checkpointing=mode.removeprefix("packed "))
+                found = differences(kind, parallel, memory, world, mode.startswith("packed"))
+                faults += [f"{kind} {parallel} {mode}: {each}" for each in found]
+    return faults
+
+
+def test_a_few_models_on_two_ranks() -> None:
+    """Of the cases of the next test: fused matrices, norms of heads, a model of a user's own."""
+    cases = [("phi3", {"tensor": 2}, "packed full"), ("qwen3", {"tensor": 2}, "none"), ("own", {"tensor": 2}, "full")]
+    for faults in run_ranks(compare, 2, cases):
+        assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
+    modes = ("none", "full")
+    if ranks == 2:
+        cases = [(kind, {"tensor": 2}, modes[at % 2]) for at, kind in enumerate([*CONFIGS, "own"])]
+        cases += [(kind, {"tensor": 2}, "packed full") for kind in ("gpt2", "phi3", "gemma2")]
+    else:
+        cases = [(kind, {"tensor": 4}, modes[at % 2]) for at, kind in enumerate(["gpt2", "qwen3", "phi3"])]
+        wrappings = ("layers", "memory_efficient")
+        cases += [
+            (kind, {"tensor": 2, "fsdp_wrap_policy": wrappings[at % 2]}, modes[at // 2 % 2])
+            for at, kind in enumerate(["gpt2", "qwen3", "opt", "bloom"])
+        ]
+        cases.append(("phi3", {"tensor": 2, "data_replicate": 2}, "selective"))
+    for faults in run_ranks(compare, ranks, cases, timeout=300):
+        assert not faults, "\n".join(faults)
+
+
+def as_full(plan: TensorPlan) -> TensorPlan:
+    """The mistake that shows in no loss: what ranks have of norms of heads is taken for the whole gradient."""
+    return replace(
+        plan, parameters=tuple(replace(each, gradient="full") if each.dim < 0 else each for each in plan.parameters)
+    )
+
+
+def cut_through(plan: TensorPlan) -> TensorPlan:
+    """A fused matrix cut as if it were one."""
+    return replace(
+        plan,
+        parameters=tuple(
+            replace(each, segments=(sum(each.segments),)) if each.segments else each for each in plan.parameters
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake", "said"),
+    [
+        ("qwen3", as_full, "gradient of model.layers.0.self_attn.[qk]_norm"),
+        ("phi3", cut_through, "other ranks' parameters"),
+    ],
+)
+def test_a_wrong_plan_is_not_run(
+    kind: str, mistake: Callable[[TensorPlan], TensorPlan], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # what was proven cannot be kept, and is no hindrance
+    model: Any = build_meta(read_spec(config_of(kind), kind), torch.float32)
+    plan = plan_of_model(model, 2)
+    assert plan_proof.proof(model, plan, 2).startswith("proven on a model of")
+    with pytest.raises(SetupError, match="could not be proven on a small model: .* there"):
+        plan_proof.proof(model, mistake(plan), 2)
+    monkeypatch.setattr(plan_proof, "plan_of_model", lambda model, size: mistake(plan_of_model(model, size)))
+    with pytest.raises(SetupError, match=said):
+        plan_proof.proof(model, mistake(plan), 2)
