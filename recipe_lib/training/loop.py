@@ -15,18 +15,19 @@ from recipe_lib.data import StepBatches
 from recipe_lib.errors import DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
+from recipe_lib.memory.peaks import Peaks
 from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate
 from recipe_lib.optim.state_layout import local_of
 from recipe_lib.parallel.hang_detection import beats
-from recipe_lib.training.pipeline_peaks import peaks_of_places
 from recipe_lib.training.records.communication import CommunicationProbe, describe
 from recipe_lib.training.records.metrics import step_metrics
 from recipe_lib.training.records.run_log import RunLog
 from recipe_lib.training.resume import save_run
-from recipe_lib.training.same_batches import check_same_batches
+from recipe_lib.training.same_on_all_ranks import check_same_batches
 from recipe_lib.training.stop import StopSignal
 from recipe_lib.training.training_data import TrainingData
+from recipe_lib.units import gib
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -137,7 +138,7 @@ class TrainingLoop:
         seconds = time.perf_counter() - self._began
         self.step += 1
         self._world.heartbeat.enter(f"recording step {self.step}")
-        peak, of_places = peaks_of_places(self._peak.read(), self._world)
+        peak, of_places = _peaks_of_places(self._peak.read(), self._world)
         shares = self._probe.end(seconds)
         line = step_metrics(
             step=self.step,
@@ -190,3 +191,18 @@ class TrainingLoop:
         every = self._cfg.validation.every_n_steps
         due = self.step % every == 0 if every else self._data.plan.locate(self.step)[1] == 0
         return due or self.step == self.total_steps
+
+
+def _peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float]]:
+    """The peaks of the rank that has reserved most, and by place in the pipeline what its ranks allocated at most, GiB.
+
+    A collective of the host in a pipeline; without one the rank's own peaks, and nothing more.
+    """
+    if world.pipeline is None:
+        return own, {}
+    gathered: list[tuple[int, Peaks]] = world.gather_json([world.pipeline.rank, own])
+    places: dict[str, float] = {}
+    for place, peaks in gathered:
+        name = f"peak_memory_allocated_gib_pipeline_{place}"
+        places[name] = max(places.get(name, 0.0), gib(peaks["allocated"]))
+    return max((peaks for _, peaks in gathered), key=lambda peaks: peaks["reserved"]), places

@@ -9,7 +9,7 @@ from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.parallel import World, start_world
 from recipe_lib.parallel.seeds import set_seeds
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
-from recipe_lib.training.same_config import check_same_config
+from recipe_lib.training.same_on_all_ranks import check_same_config
 from recipe_lib.training.training_data import prepare
 
 
