@@ -28,7 +28,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.parallel.hang_detection import beats as rules
 from recipe_lib.parallel.hang_detection.beats import Beat, numbers
 from recipe_lib.parallel.hang_detection.peers import PeerFailedError, first_line, node_name, says_gone
-from recipe_lib.parallel.hang_detection.stacks import StackLine, busy, collectives, stack_of, where
+from recipe_lib.parallel.hang_detection.stacks import StackLine, busy, collectives, stack_of, this_thread, where
 from recipe_lib.redaction import redact
 
 BEAT_SECONDS = 0.5  # seconds between two beats
@@ -94,7 +94,7 @@ class Heartbeat:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._node = node_name()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
-        self._pid, self._main, self._once = os.getpid(), threading.get_ident(), threading.Lock()
+        self._pid, self._main, self._once = os.getpid(), this_thread(), threading.Lock()
         self._phase, self._patience = "starting", rules.LONG_SECONDS
         self._base: dict[str, int] = {}  # by process group, the collectives entered before `count_anew`
         self._era = 0

@@ -1,8 +1,11 @@
 """What a thread is at, seen from another one: its stack, and the collectives that this process has entered."""
 
+import ctypes
 import faulthandler
 import os
 import re
+import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -38,18 +41,46 @@ def collectives() -> dict[str, int]:
     return found
 
 
-def stack_of(thread: int) -> list[StackLine]:
-    """The innermost 100 calls of a thread, by its `threading.get_ident()`, innermost first; [] if it is not found.
+class WatchedThread(NamedTuple):
+    """A thread that lives as long as somebody asks for its stack; made in it, by `this_thread`.
+
+    ident: its `threading.get_ident()`. state: the address of its PyThreadState, where one thread's stack can be had.
+    """
+
+    ident: int
+    state: int | None
+
+
+def this_thread() -> WatchedThread:
+    """The calling thread, for `stack_of` in another one.
+
+    Python 3.11 adds a thread's state to its list before it has filled it: who goes through the list while a thread of
+    C++ first calls Python, as those of autograd do in each backward, ends the process with a segmentation fault now and
+    then. There the interpreter's own function is asked for the one thread's stack; later versions do not have the race.
+    """
+    if sys.version_info >= (3, 12) or not hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):
+        return WatchedThread(threading.get_ident(), None)
+    current = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
+    return WatchedThread(threading.get_ident(), current())
+
+
+def stack_of(thread: WatchedThread) -> list[StackLine]:
+    """The innermost 100 calls of a thread, innermost first; [] if it is not found.
 
     As faulthandler writes them, which reads the interpreter's frames and makes no objects of them. Where the thread is
     within torch.compile, which runs frames of its own, the objects that `sys._current_frames` makes end the process
     with a segmentation fault now and then.
     """
     with suppress(OSError), _scratch() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+        if thread.state is None:
+            faulthandler.dump_traceback(file, all_threads=True)
+            heading = f"Thread 0x{thread.ident:016x} (most recent call first):\n"
+        else:  # called with the interpreter's lock, so that the thread's frames stay as they are
+            dump = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(("_Py_DumpTraceback", ctypes.pythonapi))
+            dump(file.fileno(), thread.state)
+            heading = "Stack (most recent call first):\n"
         file.seek(0)
-        text = file.read().decode("utf-8", "replace")
-        _, found, rest = text.partition(f"Thread 0x{thread:016x} (most recent call first):\n")
+        _, found, rest = file.read().decode("utf-8", "replace").partition(heading)
         if found:
             calls = _CALL.findall(re.split(r"^\S|^$", rest, maxsplit=1, flags=re.MULTILINE)[0])
             return [StackLine(name, int(line), function) for name, line, function in calls]

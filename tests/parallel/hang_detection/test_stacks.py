@@ -1,6 +1,8 @@
 """What a thread is at, seen from another one, also while torch.compile runs in it."""
 
 import inspect
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +12,12 @@ import pytest
 import torch
 
 import recipe_lib
-from recipe_lib.parallel.hang_detection.stacks import StackLine, busy, stack_of, where
+from recipe_lib.parallel.hang_detection.stacks import StackLine, WatchedThread, busy, stack_of, this_thread, where
 
 
 def seen_during(work: Callable[[], None]) -> list[list[StackLine]]:
     """This thread's stacks, from another one, while it does the work."""
-    main, over, found = threading.get_ident(), threading.Event(), []
+    main, over, found = this_thread(), threading.Event(), []
 
     def look() -> None:
         while not over.is_set():
@@ -39,7 +41,7 @@ def test_the_stack_of_another_thread() -> None:
     assert inner[0] == (__file__, line, "<lambda>") and inner[1].function == "seen_during"
     assert [call for call in inner if call.function == "test_the_stack_of_another_thread"][0].line == line
     assert where(inner) == f"hang_detection/test_stacks.py:{line} (<lambda>)" and busy(inner) == ""
-    assert stack_of(12345) == []
+    assert stack_of(WatchedThread(12345, None)) == []
 
 
 def test_deep_stacks_are_cut_at_their_outer_end() -> None:
@@ -69,6 +71,43 @@ def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
     assert during.count("compiling") > len(during) / 2 > 5
     afterwards = [busy(stack) for stack in seen_during(lambda: [step() for _ in range(50)] and None) if stack]
     assert afterwards and set(afterwards) == {""}
+
+
+# Threads of C++ that call Python once and end, as fast as they can be made, while another thread looks at this one.
+CALLING_THREADS = """
+import ctypes, os, threading, time
+from recipe_lib.parallel.hang_detection.stacks import stack_of, this_thread
+
+libc, called = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+
+def call():
+    thread = ctypes.c_ulong()
+    while libc.pthread_create(ctypes.byref(thread), None, called, None) == 0:
+        libc.pthread_join(thread, None)
+
+def look(thread, until):
+    looks = 0
+    while time.monotonic() < until:
+        assert stack_of(thread)[-1].function == "<module>"
+        looks += 1
+    print(looks)
+
+for _ in range(3):
+    threading.Thread(target=call, daemon=True).start()
+watcher = threading.Thread(target=look, args=(this_thread(), time.monotonic() + SECONDS))
+watcher.start()
+watcher.join()
+os._exit(0)
+"""
+
+
+def test_threads_that_begin_meanwhile_end_nothing() -> None:
+    """By `faulthandler.dump_traceback(all_threads=True)` on Python 3.11: a segmentation fault, within a second here."""
+    found = subprocess.run(
+        [sys.executable, "-c", CALLING_THREADS.replace("SECONDS", "2")], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) > 100
 
 
 def test_no_frame_objects_are_made_of_another_threads_frames() -> None:
