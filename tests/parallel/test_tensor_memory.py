@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # test_tensor has losses and gradients
 T = 8
 LLAMA = {"h": 4096, "q": 4096, "k": 1024, "f": 14336, "heads": 32}  # of an 8B
 RANK = 16
-STEPS = 30
+STEPS = 12
 
 
 def freeze(model: nn.Module) -> None:

@@ -94,6 +94,8 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
     batches = ranks // 2 ** len({"parallel.tensor=2", "parallel.pipeline=2"} & set(overrides)) * accumulation
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
+    # Rows of one length, so that one compilation serves all steps; test_compile_lengths has those of many.
+    alike = ["data.pad_to_multiple_of=64"] if "compile=true" in overrides else []
     argv = [
         *arguments(output),
         f"model.preset={folder}/tied.json",
@@ -101,6 +103,7 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
         f"max_steps={STEPS}",
         "checkpoint.save_model=false",
         "log.every_n_steps=1000",
+        *alike,
         *overrides,
         *(validation.overrides if observed else ()),
     ]
