@@ -43,7 +43,8 @@ def run(root: Path) -> None:
             if step % 3 == 1:
                 export_model(model, tiny_spec(), CONFIG, root / "model", **options)
         export_model(model, tiny_spec(), CONFIG, root / "model", **options)
-        (root / "done").write_text(fingerprint(model, optimizer))
+        (root / "fingerprint").write_text(fingerprint(model, optimizer))
+        (root / "fingerprint").rename(root / "done")  # a kill may come between the file and its text
 
 
 def start(root: Path) -> int:

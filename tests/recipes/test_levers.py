@@ -94,8 +94,6 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
     batches = ranks // 2 ** len({"parallel.tensor=2", "parallel.pipeline=2"} & set(overrides)) * accumulation
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
-    # Rows of one length, so that one compilation serves all steps; test_compile_lengths has those of many.
-    alike = ["data.pad_to_multiple_of=64"] if "compile=true" in overrides else []
     argv = [
         *arguments(output),
         f"model.preset={folder}/tied.json",
@@ -103,7 +101,6 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
         f"max_steps={STEPS}",
         "checkpoint.save_model=false",
         "log.every_n_steps=1000",
-        *alike,
         *overrides,
         *(validation.overrides if observed else ()),
     ]
@@ -138,8 +135,13 @@ def write_models(folder: Path) -> None:
 def train_each(folder: Path, settings: list[tuple[tuple[str, ...], bool]], ranks: int) -> list[dict[str, Any]]:
     # Which operators run compiled or not is the same for every backend; inductor has a test of its own.
     apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
+    # Rows of one length, so that one compilation serves all steps; test_compile_lengths has those of many.
+    alike = {True: ("data.pad_to_multiple_of=64",), False: ()}
     offload_on_a_cpu()
-    return [train(folder, overrides, ranks, observed) for overrides, observed in settings]
+    return [
+        train(folder, (*overrides, *alike["compile=true" in overrides]), ranks, observed)
+        for overrides, observed in settings
+    ]
 
 
 @pytest.fixture(scope="module")
