@@ -4,7 +4,7 @@
 
 VENV: a virtual environment in which nothing but that tool is installed. CPU seconds (user and system), the median of
 `--repeats`, after one run that is not counted; on a machine that does nothing else. The bytes are those of the files
-that the environment's packages list as theirs.
+that the environment's packages list as theirs. TOOL may have a remark behind it, `tune-recipes (pip --no-compile)`.
 """
 
 import argparse
@@ -72,9 +72,9 @@ def main() -> None:
         packages, size, beside, torch = json.loads(
             subprocess.run([python, "-c", SIZES], capture_output=True, check=True).stdout
         )
-        command, *rest = HELP[tool]
+        command, *rest = HELP[tool.split()[0]]
         asked = seconds([str(Path(folder) / "bin" / command), *rest], arguments.repeats)
-        imported = seconds([str(python), "-c", f"import {TRAINING[tool]}"], arguments.repeats)
+        imported = seconds([str(python), "-c", f"import {TRAINING[tool.split()[0]]}"], arguments.repeats)
         lines.append(
             f"| {tool} | {packages} | {size / 1e6:.0f} | {beside / 1e6:.0f} | {torch} | {asked:.2f} | {imported:.2f} |"
         )

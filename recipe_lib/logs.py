@@ -1,15 +1,79 @@
-"""Log lines: only the main rank speaks, and no line carries a secret."""
+"""Log lines: only the main rank speaks, no line carries a secret; on a terminal warnings and errors have a color."""
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
+from typing import TextIO
 
 from recipe_lib.redaction import redact
 
+VERBOSITY_VARIABLE = "TUNE_VERBOSITY"  # `quiet`: warnings and errors alone; `verbose`: more; set by -q and -v
+QUIET, VERBOSE = "quiet", "verbose"
+VERBOSITY = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
+_STYLES = {"dim": "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}  # of ECMA-48
 
-class _RedactingFormatter(logging.Formatter):
+
+def is_quiet() -> bool:
+    """Whether warnings and errors alone are wanted."""
+    return os.environ.get(VERBOSITY_VARIABLE) == QUIET
+
+
+def is_verbose() -> bool:
+    """Whether all ranks are to speak, every phase its seconds, and errors their tracebacks."""
+    return os.environ.get(VERBOSITY_VARIABLE) == VERBOSE
+
+
+def wants_color(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that is to show styles; NO_COLOR (no-color.org) and TERM=dumb say no."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def set_verbosity(verbosity: str) -> None:
+    """`quiet` or `verbose`, in this process and in those that it starts."""
+    os.environ[VERBOSITY_VARIABLE] = verbosity
+    logging.getLogger("tune").setLevel(_level())
+
+
+def _level() -> int:
+    said = logging.INFO if os.environ.get("RANK", "0") == "0" or is_verbose() else logging.WARNING
+    return logging.WARNING if is_quiet() else said
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Lines broken between words for a terminal of so many columns; what a line goes on with is indented."""
+    return "\n".join(
+        textwrap.fill(
+            line, max(columns - 1, 40), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
+
+
+class _Formatter(logging.Formatter):
+    """Without secrets; on a terminal in the color of the level, or of the record's `style`, and broken between words.
+
+    A record with `is_command` stays in one piece, to be copied.
+    """
+
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        text = redact(super().format(record))
+        if sys.stderr.isatty() and not hasattr(record, "is_command"):
+            text = wrapped(text, shutil.get_terminal_size((80, 24)).columns)
+        code = _STYLES.get(getattr(record, "style", record.levelno))
+        return f"\x1b[{code}m{text}\x1b[0m" if code and wants_color(sys.stderr) else text
+
+
+class _StandardError(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at that time: while something is drawn, it is another."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def silence_torchao() -> None:
@@ -40,11 +104,11 @@ def _keep_unless_enum_constant(record: logging.LogRecord) -> bool:
 def get_logger() -> logging.Logger:
     """The logger of the project; it writes plain lines to standard error on rank 0 and warnings elsewhere."""
     logger = logging.getLogger("tune")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+    if not any(isinstance(handler, _StandardError) for handler in logger.handlers):
+        handler = _StandardError()
         rank = int(os.environ.get("RANK", "0"))
-        handler.setFormatter(_RedactingFormatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+        handler.setFormatter(_Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logger.setLevel(_level())
         logger.propagate = False
     return logger

@@ -44,7 +44,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_logger() -> Iterator[None]:
-    """The logger's handler keeps the standard error it was made with, which pytest replaces for each test."""
+    """The logger has the rank and the verbosity of the environment that it is made in, which tests change."""
     yield
     logging.getLogger("tune").handlers.clear()
 

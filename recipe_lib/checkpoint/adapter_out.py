@@ -29,16 +29,16 @@ from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
+from recipe_lib.checkpoint.model_card import write_card
 from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
-    copy_tokenizer,
     extra_fault,
     extra_metadata,
-    tokenizer_files,
     whole,
 )
 from recipe_lib.config.schema import LoraConfig
@@ -61,9 +61,10 @@ def export_adapter(
     base_folder: Path | None = None,
     source_config: Mapping[str, Any] | None = None,
     tokenizer_folder: Path | None = None,
-    chat_template: Path | None = None,
+    chat_template: str | Path | None = None,
     stop_ids: Collection[int] = (),
     save_extra: bool = False,
+    card: str | None = None,
 ) -> None:
     """Writes the folder `out`: adapter_config.json and adapter_model.safetensors as PEFT names them. Collective.
 
@@ -71,7 +72,7 @@ def export_adapter(
     or folder that loads the frozen weights. base_folder: where they are here; a mark of them goes into the file, and
     another base is refused when the adapter is read again. source_config: the base's config.json. tokenizer_folder,
     chat_template, stop_ids: as for `export_model`. Fused projections (Phi 3) have their parts' adapters stacked: the
-    same sum, of a larger rank. save_extra: as for `export_model`; PEFT calls such modules modules_to_save.
+    same sum, of a larger rank. save_extra, card: as for `export_model`; PEFT calls such modules modules_to_save.
     An `out` that a run published is replaced when the new one is whole.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
@@ -110,6 +111,7 @@ def export_adapter(
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
             copy_tokenizer(temporary, copied, chat_template, stop_ids)
+            write_card(temporary, card)
             publish(temporary, out)
 
         decide(world, finish)
@@ -117,6 +119,11 @@ def export_adapter(
         if world.rank == 0:
             files.discard(temporary)
         raise
+
+
+def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
+    """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused projections are stacked."""
+    return max(cfg.rank * len(_targets(module, cfg)) for module in adapted_modules(spec, cfg))
 
 
 def _extras(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[list[PlannedTensor], list[str]]:

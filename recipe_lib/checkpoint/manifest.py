@@ -18,6 +18,7 @@ import torch
 from recipe_lib.config.suggest import show
 from recipe_lib.files import FileRecord, is_plain_name, sha256_of, write_json
 from recipe_lib.reading import read_json
+from recipe_lib.report.phases import phase
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -121,12 +122,14 @@ def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str
 
     part, parts: files are dealt out in descending size, so that ranks hash about equally many bytes.
     """
-    by_size = sorted(manifest.files, key=lambda record: (-record.size, record.name))
-    for record in by_size[part::parts]:
-        try:
-            found = sha256_of(folder / record.name)
-        except OSError as error:
-            return f"{record.name} cannot be read: {error.strerror}"
-        if found != record.sha256:
-            return f"{record.name} has changed since it was written (SHA-256 differs from the manifest)"
+    own = sorted(manifest.files, key=lambda record: (-record.size, record.name))[part::parts]
+    with phase(f"checking {folder.name}", sum(record.size for record in own), "bytes") as going:
+        for record in own:
+            try:
+                found = sha256_of(folder / record.name)
+            except OSError as error:
+                return f"{record.name} cannot be read: {error.strerror}"
+            if found != record.sha256:
+                return f"{record.name} has changed since it was written (SHA-256 differs from the manifest)"
+            going.advance(record.size)
     return None

@@ -27,6 +27,7 @@ from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
 from recipe_lib.checkpoint.weights_in import check_weights, read_headers, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
@@ -34,7 +35,6 @@ from recipe_lib.checkpoint.weights_out import (
     extra_metadata,
     finish_model,
     plan_shards,
-    tokenizer_files,
 )
 from recipe_lib.models import DecoderSpec, read_config, spec_from_config
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
@@ -63,16 +63,17 @@ def merge_adapter(
     ranks: RankGroup,
     out_dtype: torch.dtype | None = None,
     tokenizer_folder: Path | None = None,
-    chat_template: Path | None = None,
+    chat_template: str | Path | None = None,
     stop_ids: Collection[int] = (),
     max_shard_bytes: int = 4 * GIB,
+    card: str | None = None,
 ) -> None:
     """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
     quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of the files, if
-    another one. tokenizer_folder (default: the
-    base's), chat_template, stop_ids, max_shard_bytes: as for `export_model`. A tied model whose embedding or head is
-    adapted is no longer tied in `out`. The files are dealt out to the ranks, which need a disk in common.
+    another one. tokenizer_folder (default: the base's), chat_template, stop_ids, max_shard_bytes, card: as for
+    `export_model`. A tied model whose embedding or head is adapted is no longer tied in `out`. The files are dealt out
+    to the ranks, which need a disk in common.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     adapter, spec = together(ranks, lambda: _checked(base_folder, adapter_folder))
@@ -101,7 +102,7 @@ def merge_adapter(
 
         together(ranks, write)
         config = export_config(read_config(base_folder), written, stored)
-        decide(ranks, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
+        decide(ranks, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids, card))
     except BaseException:
         if ranks.rank == 0:
             files.discard(temporary)

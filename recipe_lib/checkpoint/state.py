@@ -59,6 +59,7 @@ from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
 from recipe_lib.models.checkpoint_parts import all_runs, ordered, own_parts, runs_of
+from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
 STATE = "state.json"
@@ -340,7 +341,7 @@ def _load_tensors(
 def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tensor]) -> None:
     """Fills this rank's tensors. It plans alone: the ranks of a pipeline have tensors of other names."""
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _torch_faults():
+    with _torch_faults(), phase(f"reading {path.name}"):
         dcp.load(targets, storage_reader=ShardReader(path, metadata), planner=planner, no_dist=True)
 
 

@@ -17,6 +17,7 @@ import torch
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import CHUNK_BYTES, FileRecord, HashedFile
 from recipe_lib.reading import check_regular, open_regular
+from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
@@ -157,13 +158,15 @@ def write_tensor_file(
     pieces along its first dimension (a fused tensor is written from its parts); taken one at a time.
     """
     header = _make_header(plan, metadata)
-    with HashedFile(path) as file:
+    total = sum(tensor.num_bytes for tensor in plan)
+    with HashedFile(path) as file, phase(f"writing {path.name}", total, "bytes") as going:
         file.write(header)
         for piece in pieces:
             for chunk in host_bytes(piece):
                 file.write(chunk)
+                going.advance(len(chunk))
             del piece  # a gathered tensor must be gone before the next one is gathered
-        if file.size != len(header) + sum(tensor.num_bytes for tensor in plan):
+        if file.size != len(header) + total:
             raise RuntimeError(f"{path}: the pieces do not fill the planned tensors")
     return file.record()
 

@@ -1,5 +1,6 @@
 """An export loaded again and compared with what was trained: names, counts, and logits of a fixed prompt."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, DecoderSpec, build_meta
 from recipe_lib.models.weight_names import weight_map
+from recipe_lib.report.phases import phase
 
 _ROWS, _LENGTH = 2, 32
 # What rounding may change, as a share of the largest logit: sums in another order, or weights rounded once more.
@@ -60,20 +62,28 @@ def model_with_adapters(
     add_adapters(model, cfg, dtype)
     model.to_empty(device=device)
     load_weights(model, spec, base)
-    init_adapters(model, 0)
+    with phase("making adapters"):
+        init_adapters(model, 0)
     return model.eval()
 
 
 def model_of_adapter(
-    folder: Path, spec: DecoderSpec, base: Path, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    spec: DecoderSpec,
+    base: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    storage: str | None = None,
 ) -> tuple[Decoder, int]:
     """The base with an adapter from its folder, in full precision; and how many modules it was put on.
 
-    An adapter may be one of some layers only: it is looked at and merged, not trained on.
+    storage: how the frozen weights are kept (`none`, `nf4`, `int8`); None: as the adapter's file says. An
+    adapter may be one of some layers only: it is looked at, merged and generated with, not trained on.
     """
     adapter = read_adapter(folder)
     check_fits(adapter, spec)
     cfg = adapter_settings_of(adapter, spec)
+    cfg.quantize_base = storage or cfg.quantize_base
     cfg.dtype = "fp32" if dtype != torch.float64 else None
     model = model_with_adapters(spec, base, cfg, dtype, device)
     return model, load_adapter(model, spec, folder, some=True)
@@ -86,9 +96,7 @@ def prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
     length = min(_LENGTH, model.spec.max_positions)
     tokens = torch.randint(0, model.spec.vocab_size, (_ROWS, length), generator=generator)
     tokens = tokens.to(next(model.parameters()).device)
-    if with_adapters:
-        return model(tokens).cpu()
-    with adapters_off(model):
+    with phase("computing logits of a fixed prompt"), nullcontext() if with_adapters else adapters_off(model):
         return model(tokens).cpu()
 
 

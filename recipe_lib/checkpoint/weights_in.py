@@ -1,7 +1,7 @@
 """A checkpoint folder's weights: what is wrong with them, from their headers; then each rank's own slices of them."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from recipe_lib.models.weight_names import (
 )
 from recipe_lib.ops.device import holds_values
 from recipe_lib.reading import read_json
+from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, format_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -244,21 +245,37 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
         if entry.made is not None:
             continue  # see below
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
-    for path, in_file in by_file.items():
-        with safe_open(str(path), framework="pt") as file:
-            for entry in in_file:
-                source = file.get_slice(entry.file_name)
-                if entry.our_name in stored:
-                    stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
-                    continue
-                for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
-                    read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
+    with phase(_loading(stored), sum(map(len, by_file.values())), "tensors") as going:
+        for path, in_file in by_file.items():
+            with safe_open(str(path), framework="pt") as file:
+                for entry in in_file:
+                    _load_entry(model, file.get_slice(entry.file_name), entry, parameters, stored)
+                    going.advance(1)
     load_converted(model, parameters, entries, found)
     _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
     if isinstance(model, LanguageModel):
         model.note_loaded_extras(extras)
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
+
+
+def _loading(stored: Collection[str]) -> str:
+    return "loading and quantizing weights" if stored else "loading weights"
+
+
+def _load_entry(
+    model: nn.Module,
+    source: Any,
+    entry: WeightEntry,
+    parameters: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Any],
+) -> None:
+    """This rank's part of a tensor of a file."""
+    if entry.our_name in stored:
+        stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
+        return
+    for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
+        read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
 
 
 def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:

@@ -1,6 +1,5 @@
 """A trained model as a Hugging Face folder, written tensor by tensor."""
 
-import json
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
@@ -11,10 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
+from recipe_lib.checkpoint.model_card import write_card
 from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
 from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
@@ -27,26 +28,6 @@ from recipe_lib.models.weight_names import weight_map
 from recipe_lib.ops.dtensor_shards import gathered
 from recipe_lib.units import MIB
 
-GENERATION = "generation_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-# Only these are copied from a tokenizer's folder: no code, no weights, nothing unknown.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.model.v1",
-    "tokenizer.model.v3",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
-SETTINGS_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    CHAT_TEMPLATE,
-    "chat_template.json",
-    GENERATION,
-)
 # They would make another program run code, or look for weights of another kind.
 _DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config", "quantization", "_name_or_path")
 
@@ -60,9 +41,10 @@ def export_model(
     tokenizer_folder: Path | None,
     max_shard_bytes: int,
     world: RankGroup,
-    chat_template: Path | None = None,
+    chat_template: str | Path | None = None,
     stop_ids: Collection[int] = (),
     save_extra: bool = False,
+    card: str | None = None,
 ) -> None:
     """Writes the folder `out`: safetensors files (with an index if several), config.json, tokenizer files. Collective.
 
@@ -71,9 +53,9 @@ def export_model(
     config.json that the spec was read from. tokenizer_folder: its tokenizer files and generation_config.json are
     copied; or a tokenizer file, which is taken with the settings next to it. chat_template, stop_ids: what the model
     was trained with, where it differs from those files, so that others prompt it and stop it as we do. save_extra:
-    write extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused. An
-    `out` that a run published is replaced when the new one is whole. Raises StorageError or CheckpointError on every
-    rank; then `out` is as it was."""
+    write extra parameters too, which only a recipe that adds them reads; without it a model that has any is refused.
+    card: the text of its README.md. An `out` that a run published is replaced when the new one is whole. Raises
+    StorageError or CheckpointError on every rank; then `out` is as it was."""
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     holders = find_holders(model, world)
@@ -99,7 +81,7 @@ def export_model(
             _write_shard(temporary / name, tensors, pieces, world, extras)
         dtype = next(model.parameters()).dtype
         config = export_config(source_config, spec, dtype)
-        decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids))
+        decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids, card))
     except BaseException:
         if world.rank == 0:
             files.discard(temporary)
@@ -280,8 +262,9 @@ def finish_model(
     shards: dict[str, list[PlannedTensor]],
     config: dict[str, Any],
     copied: list[Path],
-    chat_template: Path | None,
+    chat_template: str | Path | None,
     stop_ids: Collection[int],
+    card: str | None = None,
 ) -> None:
     """Rank 0: everything but the weights; then the folder gets its name."""
     if SINGLE not in shards:
@@ -293,32 +276,8 @@ def finish_model(
         files.write_json(temporary / INDEX, index)
     files.write_json(temporary / "config.json", config)
     copy_tokenizer(temporary, copied, chat_template, stop_ids)
+    write_card(temporary, card)
     publish(temporary, out)
-
-
-def copy_tokenizer(temporary: Path, copied: list[Path], chat_template: Path | None, stop_ids: Collection[int]) -> None:
-    """The tokenizer's files, with template and stop tokens that the model was trained with, where they differ."""
-    settings: dict[str, Any] = {}
-    for path in copied:
-        if path.name == GENERATION and stop_ids:
-            settings = json.loads(path.read_bytes())
-        elif path.name != CHAT_TEMPLATE or chat_template is None:
-            files.copy_file(path, temporary / path.name)
-    if chat_template is not None:
-        files.copy_file(chat_template, temporary / CHAT_TEMPLATE)
-    if stop_ids:
-        files.write_json(temporary / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
-
-
-def tokenizer_files(source: Path | None) -> list[Path]:
-    """The files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings next to it."""
-    if source is None:
-        return []
-    folder = source.parent if source.is_file() else source
-    found = [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
-    if source.is_file():
-        return [source, *(path for path in found if path != source)]
-    return [*(folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), *found]
 
 
 def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:

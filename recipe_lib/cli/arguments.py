@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from recipe_lib.config.load import StoreOnce, refuse_repeated
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.logs import QUIET, VERBOSE, set_verbosity
 
 
 def add_configs(parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default") -> None:
@@ -39,6 +40,8 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
         self.register("action", None, StoreOnce)
+        self.add_argument("-q", "--quiet", action="store_true", help="say warnings and errors alone")
+        self.add_argument("-v", "--verbose", action="store_true", help="say more: all ranks, the seconds of each part")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments; ConfigError for anything that is not one."""
@@ -46,6 +49,8 @@ class Parser(argparse.ArgumentParser):
         arguments, extra = self.parse_known_intermixed_args(list(words))
         if extra:
             self._refuse(extra[0])
+        if arguments.quiet or arguments.verbose:
+            set_verbosity(VERBOSE if arguments.verbose else QUIET)
         refuse_repeated(getattr(arguments, "overrides", None) or getattr(arguments, "words", None) or ())
         return arguments
 

@@ -1,5 +1,7 @@
 """`tune cat CONFIG`: a config's file, every value that will be used, or every key explained."""
 
+from collections.abc import Sequence
+
 from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config.paths import find_config, list_recipes
@@ -8,14 +10,19 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 
 
+def parser(words: Sequence[str] = ()) -> Parser:
+    """The options of the verb."""
+    options = Parser("cat", "Shows a config: its file, or with an option what it means.")
+    add_configs(options, words, "applied last, for --resolved")
+    options.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
+    options.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
+    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
+    return options
+
+
 def run(words: list[str]) -> int:
     """Prints the config in the form asked for."""
-    parser = Parser("cat", "Shows a config: its file, or with an option what it means.")
-    add_configs(parser, words, "applied last, for --resolved")
-    parser.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
-    parser.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
-    parser.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
-    arguments = parser.parse(words)
+    arguments = parser(words).parse(words)
     if arguments.resolved and arguments.describe:
         raise ConfigError("tune cat: --resolved and --describe are two different views; give one of them")
     if arguments.overrides and not arguments.resolved:

@@ -21,6 +21,7 @@ from recipe_lib.cli.torchrun_flags import rank_count, ranks_of, shows_plan
 from recipe_lib.config import parse_arguments
 from recipe_lib.errors import DONE, UserError, end_process
 from recipe_lib.logs import get_logger
+from recipe_lib.report.phases import phase
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
@@ -41,7 +42,8 @@ def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
         get_logger().info(
             f"{STRATEGY_KEY}=auto: planning fsdp and ddp for this machine; {STRATEGY_KEY}=fsdp, or ddp, saves the time"
         )
-    chosen, line = _choose_apart(flags, recipe, words)
+    with phase("planning fsdp and ddp"):
+        chosen, line = _choose_apart(flags, recipe, words)
     if shows_plan(flags):
         get_logger().info(line)
     others = [word for word in words if word != f"~{STRATEGY_KEY}" and word.partition("=")[0] != STRATEGY_KEY]

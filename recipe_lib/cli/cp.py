@@ -14,14 +14,19 @@ DESCRIPTION = """Copies a recipe or a config.
 A copied recipe runs from anywhere: tune run ./mine.py --config ./mine.yaml"""
 
 
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("cp", DESCRIPTION)
+    options.add_argument("source", metavar="RECIPE|CONFIG", help="a name that `tune ls` shows, or a path")
+    options.add_argument("destination", metavar="DEST", help="a file (its suffix may be left out) or a folder")
+    options.add_argument("--force", action="store_true", help="replace a file that is there")
+    options.add_argument("--make-parents", action="store_true", help="create missing folders")
+    return options
+
+
 def run(words: list[str]) -> int:
     """Copies, and prints where to."""
-    parser = Parser("cp", DESCRIPTION)
-    parser.add_argument("source", metavar="RECIPE|CONFIG", help="a name that `tune ls` shows, or a path")
-    parser.add_argument("destination", metavar="DEST", help="a file (its suffix may be left out) or a folder")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    parser.add_argument("--make-parents", action="store_true", help="create missing folders")
-    arguments = parser.parse(words)
+    arguments = parser().parse(words)
     source = find_source(arguments.source)
     target = place(source, arguments.destination)
     if target.is_dir():

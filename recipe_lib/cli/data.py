@@ -6,12 +6,15 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.start_checks import check_data
 from recipe_lib.config import load_config
+from recipe_lib.config.local_files import downloaded_model, model_folder
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
@@ -43,6 +46,7 @@ def run(words: list[str]) -> int:
     configs = take_configs(arguments)
     recipe = recipe_for(configs, arguments.recipe)
     cfg = load_config(configs, arguments.overrides, recipe.schema())
+    check_data(cfg)
     return show_samples(cfg, arguments) if arguments.action == "show" else check_samples(cfg, arguments)
 
 
@@ -50,26 +54,31 @@ def _one_of(names: Iterable[str]) -> str:
     return f"; expected one of {', '.join(names)}"
 
 
+def parser(words: Sequence[str] = ()) -> Parser:
+    """The options of the verb."""
+    options = Parser("data", DESCRIPTION)
+    options.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
+    add_configs(options, words)
+    options.add_argument(
+        "--limit", type=int, default=5, metavar="N", help="show: how many sequences (packs); default: 5"
+    )
+    options.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
+    options.add_argument("--validation", action="store_true", help="show: sequences of validation.source")
+    options.add_argument(
+        "--allow", metavar="FAULT", action="append", default=[], help="check: a finding to ignore, by its name"
+    )
+    options.add_argument("--json", action="store_true", help="the result as one JSON object")
+    options.add_argument("--recipe", help="check the config against this recipe (name or path)")
+    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
+    return options
+
+
 def read(words: list[str]) -> argparse.Namespace:
     """The command line."""
     if words and words[0] not in (*ACTIONS, "-h", "--help"):
         known = f"{did_you_mean(words[0], ACTIONS) or '; expected show or check'}"
         raise ConfigError(f"tune data: unknown action {show(words[0])}{known}")
-    parser = Parser("data", DESCRIPTION)
-    parser.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
-    add_configs(parser, words)
-    parser.add_argument(
-        "--limit", type=int, default=5, metavar="N", help="show: how many sequences (packs); default: 5"
-    )
-    parser.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
-    parser.add_argument("--validation", action="store_true", help="show: sequences of validation.source")
-    parser.add_argument(
-        "--allow", metavar="FAULT", action="append", default=[], help="check: a finding to ignore, by its name"
-    )
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
-    parser.add_argument("--recipe", help="check the config against this recipe (name or path)")
-    parser.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
-    arguments = parser.parse(words)
+    arguments = parser(words).parse(words)
     for name in arguments.allow:
         if name not in FINDINGS:
             raise ConfigError(f"--allow: unknown fault {show(name)}{did_you_mean(name, FINDINGS) or _one_of(FINDINGS)}")
@@ -80,27 +89,43 @@ def read(words: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def read_datasets(cfg: Any, tolerant: bool) -> tuple["Tokenizer", Any, Any, Any]:
-    """(tokenizer, training set, validation set or None, source of the model). tolerant: bad samples are counted."""
-    from recipe_lib.data import build_dataset, build_validation_dataset
+def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer", Any, Any, Any]:
+    """(tokenizer, training set, validation set or None, source of the model); for `check` bad samples are counted."""
+    from recipe_lib.data import build_dataset, build_validation_dataset, settle_formats
     from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import load_tokenizer_of
 
-    if tolerant:
+    if arguments.action == "check":
         data = dataclasses.replace(cfg.data, on_invalid="skip", check_label_mask=False, cache=False)
         truncation = "truncate" if data.truncation == "error" else data.truncation
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
-    source = resolve_model(cfg.model) if cfg.tokenizer.path is None else None
+    source = None
+    if cfg.tokenizer.path is None and (folder := _without_weights(cfg)):
+        cfg = dataclasses.replace(cfg, tokenizer=dataclasses.replace(cfg.tokenizer, path=str(folder)))
+    elif cfg.tokenizer.path is None:
+        source = resolve_model(cfg.model)
+    found = settle_formats(cfg)
     tokenizer = load_tokenizer_of(cfg, source)
     dataset = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)
-    return tokenizer, dataset, build_validation_dataset(cfg, tokenizer), source
+    validation = build_validation_dataset(cfg, tokenizer)
+    if not arguments.json:
+        for line in found:
+            print(visible(line), file=sys.stderr if arguments.action == "show" else sys.stdout)
+    return tokenizer, dataset, validation, source
+
+
+def _without_weights(cfg: Any) -> Path | None:
+    """The model's folder, where only its tokenizer was downloaded."""
+    name = cfg.model.path
+    folder = (model_folder(name) or downloaded_model(name)) if name else None
+    return folder if folder is not None and not any(folder.glob("*.safetensors")) else None
 
 
 def show_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     """Prints the first samples, or packs, of a step's order."""
     from recipe_lib.data.inspect import show_item
 
-    tokenizer, dataset, validation, _ = read_datasets(cfg, tolerant=False)
+    tokenizer, dataset, validation, _ = read_datasets(cfg, arguments)
     if arguments.validation:
         if validation is None:
             raise ConfigError("--validation: the config has no validation.source; set it, or leave --validation out")
@@ -179,7 +204,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     """Prints counts, the length histogram and what is wrong; exit code 2 if something is that was not allowed."""
     from recipe_lib.data.inspect import ids_used, inspect, special_tokens
 
-    tokenizer, dataset, validation, source = read_datasets(cfg, tolerant=True)
+    tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
     untrained = None
     if source is not None and source.folder is not None:
         from recipe_lib.checkpoint.embeddings import untrained_embeddings
@@ -193,7 +218,9 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
         findings = [dataclasses.asdict(finding) for finding in found.findings]
         print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}))
     else:
-        report(found, dataset.report.lines())
+        report(found, dataset.report.lines(faults=False))
+    if note := dataset.report.plain_note():
+        print(note, file=sys.stderr)
     for finding in faults:
         for line in (finding.line, *(f"  {place}" for place in finding.places)):
             print(f"error: {finding.name}: {visible(line)}", file=sys.stderr)

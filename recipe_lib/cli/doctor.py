@@ -13,6 +13,7 @@ from typing import Any
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.report.phases import phase
 
 FOUND = 1  # exit code
 STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
@@ -52,19 +53,24 @@ def run(words: list[str]) -> int:
     return FOUND if faults else DONE
 
 
-def read(words: Sequence[str]) -> argparse.Namespace:
-    """The command line; `nproc_per_node` is None for one rank a GPU."""
-    from recipe_lib.cli.outputs import check_output
-
-    parser = Parser("doctor", DESCRIPTION)
-    add = parser.add_argument
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("doctor", DESCRIPTION)
+    add = options.add_argument
     add("--nproc_per_node", "--nproc-per-node", metavar="N", help="ranks that exchange; default: one a GPU")
     add(
         "--output_dir", "--output-dir", metavar="DIR", default="outputs", help="where runs will write; default: outputs"
     )
     add("--json", action="store_true", help="everything as one JSON object, in place of the report")
     add("--write", metavar="FILE", help="write the measured rates, for `tune plan --calibration FILE`")
-    arguments = parser.parse(words)
+    return options
+
+
+def read(words: Sequence[str]) -> argparse.Namespace:
+    """The command line; `nproc_per_node` is None for one rank a GPU."""
+    from recipe_lib.cli.outputs import check_output
+
+    arguments = parser().parse(words)
     count = arguments.nproc_per_node
     if count is not None:
         if not (count.isascii() and count.isdigit() and 0 < int(count) <= 1024):
@@ -85,26 +91,28 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     from recipe_lib.cli.isolated_probe import run_isolated
     from recipe_lib.cli.launch import cores
 
-    say("reading versions, memory and disks")
-    facts: dict[str, Any] = {"machine": machine(folders(arguments.output_dir))}
+    with phase("reading versions, memory and disks"):
+        facts: dict[str, Any] = {"machine": machine(folders(arguments.output_dir))}
     packages = facts["machine"]["packages"]
     facts |= {"steps": {}, "failed": {}, "torchao_said": [], "peers": [], "links": None, "links_without_p2p": None}
     try:
-        import torch  # noqa: F401  (once, for all the processes to come; it touches no GPU)
+        with phase("importing torch"):
+            import torch  # noqa: F401  (once, for all the processes to come; it touches no GPU)
     except (ImportError, OSError) as error:  # or a library that it was built with is not there
         facts["failed"]["torch"] = show(f"{type(error).__name__}: {error}", 300)
         return facts
-    say("measuring this machine's device")
-    device = run_isolated(device_steps, seconds=STEP_SECONDS)[0]
+    with phase("measuring this machine's device"):
+        device = run_isolated(device_steps, seconds=STEP_SECONDS)[0]
     facts["steps"], facts["failed"] = device.values, device.failed
     gpus = device.values.get("torch", {}).get("gpus", [])
     if packages["torchao"]:
-        loaded = run_isolated(torchao_steps, seconds=STEP_SECONDS)[0]
+        with phase("loading torchao"):
+            loaded = run_isolated(torchao_steps, seconds=STEP_SECONDS)[0]
         facts["failed"] |= loaded.failed
         facts["torchao_said"] = [line for line in loaded.said.splitlines() if TORCHAO_WARNS.search(line)]
     if len(gpus) > 1:
-        say("copying between GPUs")
-        peers = run_isolated(peer_steps, seconds=STEP_SECONDS)[0]
+        with phase("copying between GPUs"):
+            peers = run_isolated(peer_steps, seconds=STEP_SECONDS)[0]
         facts["peers"], facts["failed"] = list(peers.values.values()), facts["failed"] | peers.failed
     ranks = arguments.nproc_per_node or max(1, len(gpus))
     if gpus and ranks > len(gpus):
@@ -115,12 +123,12 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{RANKS_PER_CORE} for each of the {cores()} cores; name fewer, or leave it out"
         )
     if ranks > 1:
-        say(f"timing collectives among {ranks} ranks")
-        facts["links"] = measure_links(ranks, bool(gpus))
+        with phase(f"timing collectives among {ranks} ranks"):
+            facts["links"] = measure_links(ranks, bool(gpus))
         doubtful = not usable(facts["links"]) or any(way["wrong"] for way in facts["peers"])
         if gpus and doubtful and os.environ.get(P2P) != "1":
-            say(f"timing them again with {P2P}=1")
-            facts["links_without_p2p"] = measure_links(ranks, True, **{P2P: "1"})
+            with phase(f"timing them again with {P2P}=1"):
+                facts["links_without_p2p"] = measure_links(ranks, True, **{P2P: "1"})
     return facts
 
 
@@ -128,15 +136,9 @@ def folders(output: str) -> dict[str, Path]:
     """What a run writes to: for what -> where."""
     from huggingface_hub import constants
 
-    from recipe_lib.data.cache import cache_root
+    from recipe_lib.config.local_files import cache_root
 
     return {"output_dir": Path(output), "models": Path(constants.HF_HUB_CACHE), "data.cache_dir": cache_root(None)}
-
-
-def say(text: str) -> None:
-    """What goes on, for whoever waits at a terminal."""
-    if sys.stderr.isatty():
-        print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def measure_links(ranks: int, on_gpu: bool, **environment: str) -> dict[str, Any]:

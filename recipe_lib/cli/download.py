@@ -3,6 +3,7 @@
 import errno
 import glob
 import hashlib
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED
+from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError, StorageError
 from recipe_lib.units import format_bytes
@@ -21,16 +23,21 @@ DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights,
 Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or HF_TOKEN."""
 
 
-def run(words: list[str]) -> int:
-    """Downloads; prints the folder on standard output and the next command on standard error."""
-    parser = Parser("download", DESCRIPTION)
-    parser.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub")
-    parser.add_argument("--output-dir", metavar="FOLDER", help="where to; default: the hub's cache, found by its name")
-    parser.add_argument("--revision", help="branch, tag or commit; default: main")
-    parser.add_argument(
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("download", DESCRIPTION)
+    options.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub")
+    options.add_argument("--output-dir", metavar="FOLDER", help="where to; default: the hub's cache, found by its name")
+    options.add_argument("--revision", help="branch, tag or commit; default: main")
+    options.add_argument(
         "--include", nargs="+", action="extend", metavar="PATTERN", help="of those files, only the ones that match"
     )
-    arguments = parser.parse(words)
+    return options
+
+
+def run(words: list[str]) -> int:
+    """Downloads; prints the folder on standard output and the next command on standard error."""
+    arguments = parser().parse(words)
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
         check_output(output)
@@ -52,8 +59,21 @@ def run(words: list[str]) -> int:
             allow_patterns=[glob.escape(name) for name in wanted],
         )
     print(folder)
-    print(f"next: tune run full_finetune_distributed --config CONFIG model.path={folder}", file=sys.stderr)
+    print(f"next: {next_command(repo, output)}", file=sys.stderr)
     return DONE
+
+
+def next_command(repo: str, output: Path | None) -> str:
+    """What to type with the model: a config that was made for it, where there is one."""
+    made = re.compile(rf"^ +path: {re.escape(repo)}$", re.MULTILINE)
+    names = [name for configs in list_configs().values() for name in configs]
+    names = [name for name in names if made.search(find_config(name).read_text(encoding="utf-8"))]
+    where = "" if output is None and names else f" model.path={repo if output is None else output}"
+    if not names:
+        return f"tune run CONFIG{where}"
+    first = next((name for name in names if name.endswith("_lora")), names[0])
+    others = ", ".join(name for name in names if name != first)
+    return f"tune plan {first}{where}" + (f" (or {others})" if others else "")
 
 
 def check_output(output: Path) -> None:

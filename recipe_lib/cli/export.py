@@ -1,11 +1,11 @@
 """`tune export CHECKPOINT --merge | --adapter | --hf`: what was trained, as others load it, and checked."""
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.export_source import ExportSource, base_of, beside_weights, find_base, find_export
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError
 
@@ -24,23 +24,12 @@ CHECKPOINT is a run's output_dir, one of its state/step_N, or the folder of a PE
   --hf       the model of a run that trained all weights, as a Hugging Face folder
 
 An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the export differs."""
-CONFIG, STATES = "config.yaml", "state"
-
-
-@dataclass(frozen=True)
-class ExportSource:
-    """What CHECKPOINT is. run: the output_dir it is in, cfg: that run's config; adapter or state: one of the two."""
-
-    run: Path | None
-    cfg: Any
-    adapter: Path | None
-    state: Path | None
 
 
 def run(words: list[str]) -> int:
     """Exports and checks; prints what was written and how it compares."""
     arguments = read(words)
-    found = find(arguments)
+    found = find_export(arguments)
     if arguments.hf:
         export_hf(found, arguments)
     else:
@@ -48,24 +37,29 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def read(words: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser("export", DESCRIPTION)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="output_dir, state/step_N, or an adapter's folder")
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("export", DESCRIPTION)
+    options.add_argument("checkpoint", metavar="CHECKPOINT", help="output_dir, state/step_N, or an adapter's folder")
     for name, text in (("merge", "base and adapter as one model"), ("adapter", "the adapter"), ("hf", "all weights")):
-        parser.add_argument(f"--{name}", action="store_true", help=text)
-    parser.add_argument(
+        options.add_argument(f"--{name}", action="store_true", help=text)
+    options.add_argument(
         "--out", metavar="DIR", help="a new folder; default: next to the checkpoint, in the run's folder"
     )
-    parser.add_argument(
+    options.add_argument(
         "--base", metavar="MODEL", help="the adapter's base; default: the one that run or adapter names"
     )
-    parser.add_argument(
+    options.add_argument(
         "--dtype", choices=("fp32", "bf16"), help="--merge: type of what is written; default: the run's"
     )
-    parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"), help="for the check; default: cpu")
-    parser.add_argument("--recipe", help="a recipe of your own that the run was made with")
-    arguments = parser.parse(words)
+    options.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"), help="for the check; default: cpu")
+    options.add_argument("--recipe", help="a recipe of your own that the run was made with")
+    return options
+
+
+def read(words: list[str]) -> argparse.Namespace:
+    """The command line."""
+    arguments = parser().parse(words)
     if sum((arguments.merge, arguments.adapter, arguments.hf)) != 1:
         raise ConfigError("tune export: expected one of --merge, --adapter and --hf; see `tune export --help`")
     if arguments.dtype and not arguments.merge:
@@ -73,70 +67,6 @@ def read(words: list[str]) -> argparse.Namespace:
     if arguments.base and arguments.hf:
         raise ConfigError("--base: a run that trained all weights has no base; leave it out")
     return arguments
-
-
-def find(arguments: argparse.Namespace) -> ExportSource:
-    """Looks at the folder; a state is verified byte by byte. CheckpointError, ConfigError."""
-    path, shown = Path(arguments.checkpoint).expanduser(), show(arguments.checkpoint)
-    if not path.is_dir():
-        raise CheckpointError(f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter")
-    if (path / "adapter_config.json").is_file():
-        return ExportSource(*_run_at(path.parent, arguments, path.name == "adapter"), adapter=path, state=None)
-    if (path / "manifest.json").is_file():
-        folder, cfg = _run_at(path.parent.parent, arguments)
-        if cfg is None:
-            raise CheckpointError(f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir")
-        return ExportSource(folder, cfg, None, _state(path.parent, str(path)))
-    folder, cfg = _run_at(path, arguments)
-    if folder is None:
-        what = "is a model folder already" if (path / "config.json").is_file() else "is no run, state or adapter"
-        raise CheckpointError(f"{shown}: {what}; expected a run's output_dir, a state/step_N, or an adapter's folder")
-    if not arguments.hf and (path / "adapter" / "adapter_config.json").is_file():
-        folder, cfg = _run_at(path, arguments, adapter=True)
-        _tell_of_newer_state(path / STATES, path / "adapter" / "adapter_config.json")
-        return ExportSource(folder, cfg, path / "adapter", None)
-    state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
-    if state is None:
-        raise CheckpointError(
-            f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_n_steps in the run"
-        )
-    return ExportSource(folder, cfg, None, state)
-
-
-def _tell_of_newer_state(states: Path, adapter: Path) -> None:
-    """Of a run that had ended, was gone on with and has not ended again, the adapter is older than the states."""
-    saved = {path.stat().st_mtime: path.parent for path in states.glob("step_*/manifest.json")}
-    if saved and max(saved) > adapter.stat().st_mtime:
-        print(f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it")
-
-
-def _owner(folder: Path) -> Path:
-    """Where the config of the run is that made `folder/adapter`: a run that replaces it may be under way."""
-    from recipe_lib.checkpoint.run_files import read_record
-
-    record = read_record(folder)
-    if record is None or "adapter" not in record.earlier or not record.kept:
-        return folder
-    print(f"note: {folder / 'adapter'} is of the run before the one in {folder}; see {folder / record.kept[0]}")
-    return folder / record.kept[0]
-
-
-def _run_at(folder: Path, arguments: argparse.Namespace, adapter: bool = False) -> tuple[Path | None, Any]:
-    """The run's folder and config, if the folder is a run's."""
-    config = (_owner(folder) if adapter else folder) / CONFIG
-    if not config.is_file():
-        return None, None
-    from recipe_lib.cli.recipes import recipe_for
-    from recipe_lib.config import load_config
-
-    return folder, load_config(config, [], recipe_for(str(config), arguments.recipe).schema())
-
-
-def _state(root: Path, which: str) -> Path | None:
-    from recipe_lib.checkpoint.rank_agreement import SingleRank
-    from recipe_lib.checkpoint.state import find_state
-
-    return find_state(root, which, SingleRank())
 
 
 def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Path:
@@ -162,43 +92,26 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     from recipe_lib.cli.inference_device import choose_device
     from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
     from recipe_lib.parallel import DTYPES
+    from recipe_lib.training.next_commands import model_commands, print_next
     from recipe_lib.units import GIB
 
     if found.state is None or holds_adapters(found.state):
         raise CheckpointError(f"{show(arguments.checkpoint)}: holds an adapter; use --merge or --adapter")
     cfg, out = found.cfg, _target(found, "model", arguments)
     device = choose_device(arguments.device)
-    config = read_config(_base(cfg.model.path)) if cfg.model.path else preset_config(cfg.model.preset)
+    base = find_base(cfg.model.path) if cfg.model.path else None
+    config = read_config(base) if base else preset_config(cfg.model.preset)
     spec = spec_from_config(config, where=cfg.model.path or cfg.model.preset)
     dtype = DTYPES[cfg.dtype]
     model = build_meta(spec, dtype).to_empty(device=device).eval()
     load_trained(found.state, model, SingleRank())
     sizes = int(cfg.checkpoint.max_shard_gib * GIB)
-    export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **_tokenizer(cfg, None))
+    beside = beside_weights(found, base, spec, is_adapter=False)
+    export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **beside)
     trained = prompt_logits(model)
     del model
     tell(f"model: {out}", compare(trained, prompt_logits(plain_model(spec, out, dtype, device))), dtype, out)
-
-
-def _base(name: str) -> Path:
-    from recipe_lib.checkpoint.huggingface import find_checkpoint
-
-    return find_checkpoint(name)
-
-
-def _tokenizer(cfg: Any, base: Path | None) -> dict[str, Any]:
-    """Arguments of an export: the tokenizer's files, and the template and stop tokens that the run used."""
-    if cfg is None:
-        return {"tokenizer_folder": base}
-    from recipe_lib.tokenizers import load_tokenizer
-
-    folder = Path(cfg.tokenizer.path or base or _base(cfg.model.path))
-    template = cfg.tokenizer.chat_template
-    return {
-        "tokenizer_folder": folder,
-        "chat_template": Path(template) if template else None,
-        "stop_ids": load_tokenizer(folder, template).stop_ids,
-    }
+    print_next(model_commands(out))
 
 
 def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
@@ -212,7 +125,7 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
 
     if found.state is not None and not holds_adapters(found.state):
         raise CheckpointError(f"{found.state}: is of a run that trained all weights; use --hf")
-    base = _base_of(found, arguments)
+    base = base_of(found, arguments)
     config = read_config(base)
     spec = spec_from_config(config, where=str(base))
     check_weights(spec, base)
@@ -235,33 +148,7 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
             _check_merged(found, arguments, base, adapter, out, dtype, device, trained)
         else:
             _check_adapter(found, base, spec, adapter, dtype, device, trained, written=bool(rewrite))
-
-
-def _base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
-    if arguments.base:
-        return _base(arguments.base)
-    if found.cfg is not None:
-        if not found.cfg.model.path:
-            raise CheckpointError(
-                f"{show(arguments.checkpoint)}: was trained with random weights (model.preset), which are in no "
-                "checkpoint; start from model.path to have an adapter that others can load"
-            )
-        return _named_base(found.cfg.model.path)
-    from recipe_lib.checkpoint.adapter_config import read_adapter_config
-
-    assert found.adapter is not None
-    name = read_adapter_config(found.adapter).base
-    if not name:
-        raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
-    return _named_base(name)
-
-
-def _named_base(name: str) -> Path:
-    """The base that a run or an adapter names, perhaps by a path from another folder or machine."""
-    try:
-        return _base(name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}, or say where the base is with --base") from error
+            _tell_next(found, arguments, spec, adapter)
 
 
 def _trained_model(
@@ -322,7 +209,7 @@ def _write_adapter(
         base_folder=base,
         source_config=config,
         world=SingleRank(),
-        **_tokenizer(found.cfg, base),
+        **beside_weights(found, base, spec, is_adapter=True),
     )
 
 
@@ -350,6 +237,25 @@ def _check_adapter(
     tell(f"adapter: {adapter}", compare(trained[0], prompt_logits(model), trained[1]), dtype, adapter)
 
 
+def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: "DecoderSpec", adapter: Path) -> None:
+    """The commands that go on from an adapter, each of which works with its folder as it is."""
+    from recipe_lib.checkpoint.adapter_files import read_adapter
+    from recipe_lib.checkpoint.tokenizer_out import CHAT_TEMPLATE
+    from recipe_lib.checkpoint.verify import adapter_settings_of
+    from recipe_lib.training.next_commands import adapter_commands, merge_command, print_next
+
+    held = read_adapter(adapter)
+    if held.extras:
+        return
+    lora, base = adapter_settings_of(held, spec), arguments.base or held.config.base
+    template = (adapter / CHAT_TEMPLATE).is_file()
+    given = bool(arguments.base)
+    print_next(adapter_commands(adapter, base, lora, rank=lora.rank, with_base=given, template=template))
+    is_of_run = found.run is not None and adapter.parent == found.run  # where a merged model would be the run's
+    if not (is_of_run and (adapter.parent / "model").exists()):
+        print_next([merge_command(adapter, arguments.base, arguments.recipe)])
+
+
 def _check_merged(
     found: ExportSource,
     arguments: argparse.Namespace,
@@ -366,6 +272,7 @@ def _check_merged(
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.models import read_config, spec_from_config
     from recipe_lib.parallel import DTYPES
+    from recipe_lib.training.next_commands import model_commands, print_next
 
     held = read_adapter(adapter)
     wanted = DTYPES[arguments.dtype] if arguments.dtype else dtype
@@ -377,7 +284,7 @@ def _check_merged(
         dtype=dtype,
         out_dtype=wanted,
         ranks=SingleRank(),
-        **_tokenizer(found.cfg, base),
+        **beside_weights(found, base, spec_from_config(read_config(base), where=str(base)), is_adapter=False),
     )
     spec = spec_from_config(read_config(out), where=str(out))
     print(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
@@ -385,6 +292,7 @@ def _check_merged(
     tell(f"model: {out}", comparison, min(dtype, wanted, key=lambda kind: kind.itemsize), out)
     if comparison.change and comparison.difference > comparison.change / 2:
         print("note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and adapter apart")
+    print_next(model_commands(out))
 
 
 def tell(written: str, comparison: "Comparison", dtype: "torch.dtype", out: Path) -> None:

@@ -1,79 +1,93 @@
-"""`tune generate CHECKPOINT --prompt TEXT`: a completion, as it is made.
+"""`tune generate WHAT`: answers of a model, or of an adapter beside its base, as they are made: one, or a conversation.
 
-Standard output carries the completion and one newline after it; everything else goes to standard error.
+Standard output carries the text and one newline after it; everything else goes to standard error.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.talk import talk
+from recipe_lib.config.local_files import MODEL_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, OutOfMemoryError
+from recipe_lib.logs import get_logger
 
 if TYPE_CHECKING:
     import torch
 
-    from recipe_lib.models import Decoder, DecoderSpec
+    from recipe_lib.generation.source import GenerationSource
+    from recipe_lib.models import Decoder
     from recipe_lib.tokenizers import Tokenizer
 
-DESCRIPTION = """Completes a prompt with a checkpoint and streams the text to standard output.
+DESCRIPTION = """Answers with a model, and streams the text to standard output.
+
+WHAT is a model folder, the folder of a PEFT adapter (its base is found by its adapter_config.json), a run's output_dir
+(its model/ or adapter/, the newer one), or a hub id that `tune download` has fetched.
+
+With --prompt it gives one answer. Without, it is a conversation: what is typed is answered, and so is each line of a
+pipe. /reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer.
 
 The prompt is a user's message: it is put into the tokenizer's chat template, or without one into the plain template
 that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins from nothing."""
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
+STORAGES = ("auto", "none", "nf4", "int8")
 
 
 def run(words: list[str]) -> int:
-    """Loads the checkpoint and prints the completion."""
+    """Loads the model, and prints one answer or those of a conversation."""
     arguments = read(words)
     check(arguments)
 
-    from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
-    from recipe_lib.models import read_config, spec_from_config
-    from recipe_lib.tokenizers import StreamDecoder, load_tokenizer
+    from recipe_lib.report.phases import phase
 
-    folder = find_checkpoint(arguments.checkpoint)
-    if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
-        raise CheckpointError(f"{show(str(folder))}: has no config.json; did you mean {show(str(folder / 'model'))}?")
-    config = read_config(folder)
-    spec = spec_from_config(config, where=str(folder / "config.json"))
-    check_weights(spec, folder)
-    tokenizer = load_tokenizer(folder)
-    prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw)
-    if len(prompt) >= spec.max_positions:
-        raise ConfigError(f"--prompt: {len(prompt)} tokens; the model takes {spec.max_positions}, completion included")
-    if max(prompt) >= spec.vocab_size:
-        raise CheckpointError(
-            f"{show(str(folder))}: the tokenizer writes the prompt with the id {max(prompt)}, the model knows ids up "
-            f"to {spec.vocab_size - 1}; check that tokenizer and weights are of one model"
-        )
-    text = StreamDecoder(tokenizer, prompt)
-    for token in complete(folder, spec, config, prompt, tokenizer, arguments):
-        sys.stdout.write(text.push(token))
-        sys.stdout.flush()
-    print(text.finish(), flush=True)
+    with phase("importing torch", leaves_line=False):
+        from recipe_lib.generation.source import find_source
+        from recipe_lib.tokenizers import load_tokenizer
+
+    source = find_source(arguments.checkpoint, arguments.base)
+    if source.adapter is None and arguments.quantize_base != "auto":
+        raise ConfigError("--quantize-base: the base of an adapter can be quantized; this is a model, leave it out")
+    tokenizer = load_tokenizer(source.tokenizer)
+    if arguments.system is not None:
+        check_system(tokenizer, arguments.system)
+    if arguments.prompt is None:
+        converse(source, tokenizer, arguments)
+    else:
+        complete(source, tokenizer, arguments)
     return DONE
+
+
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("generate", DESCRIPTION)
+    what = "model, adapter or output_dir, or a hub id that was downloaded"
+    options.add_argument("checkpoint", metavar="WHAT", help=what)
+    options.add_argument("--prompt", metavar="TEXT", help="what to answer or to continue; without it: a conversation")
+    options.add_argument("--system", metavar="TEXT", help="the system's message, before everything else")
+    options.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a template")
+    options.add_argument("--base", metavar="MODEL", help="an adapter's base; default: the one that the adapter names")
+    kept = "how an adapter's base is kept; auto: as it was trained"
+    options.add_argument("--quantize-base", default="auto", choices=STORAGES, help=kept)
+    options.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
+    temperature = "0 (default): always the likeliest token; 1: draw as the model was trained"
+    options.add_argument("--temperature", type=float, default=0.0, metavar="T", help=temperature)
+    options.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    options.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest that sum to P")
+    options.add_argument("--seed", type=int, default=42, help="of the draws; default: 42")
+    options.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's")
+    options.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
+    return options
 
 
 def read(words: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser("generate", DESCRIPTION)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="model folder, or a hub id that was downloaded")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to answer or to continue")
-    parser.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a template")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
-    temperature = "0 (default): always the likeliest token; 1: draw as the model was trained"
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=temperature)
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest that sum to P")
-    parser.add_argument("--seed", type=int, default=42, help="of the draws; default: 42")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
-    return parser.parse(words)
+    return parser().parse(words)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -95,13 +109,29 @@ def check(arguments: argparse.Namespace) -> None:
         faults.append(f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1")
     if arguments.prompt == "" and not arguments.raw:
         faults.append("--prompt: is empty; give a text, or begin from nothing with --raw")
-    if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):
-        faults.append("--prompt: is not UTF-8; give it in UTF-8 text")
+    if arguments.raw and arguments.prompt is None:
+        faults.append("--raw: continues a text, and there is none; give it with --prompt")
+    if arguments.raw and arguments.system is not None:
+        faults.append("--system: --raw writes no messages; leave one of the two out")
+    if arguments.system == "":
+        faults.append("--system: is empty; give a text, or leave it out")
+    for option, text in (("--prompt", arguments.prompt), ("--system", arguments.system)):
+        if any("\ud800" <= letter <= "\udfff" for letter in text or ""):
+            faults.append(f"{option}: is not UTF-8; give it in UTF-8 text")
     if faults:
         raise ConfigError(*faults)
 
 
-def prompt_tokens(tokenizer: "Tokenizer", prompt: str, raw: bool) -> list[int]:
+def check_system(tokenizer: "Tokenizer", text: str) -> None:
+    """ConfigError for a template that has no place for a message of the system."""
+    from recipe_lib.data import system_fault
+
+    fault = system_fault(tokenizer, text)
+    if fault is not None:
+        raise ConfigError(f"--system: {fault}; leave it out, and put it into the question")
+
+
+def prompt_tokens(tokenizer: "Tokenizer", prompt: str, raw: bool, system: str | None = None) -> list[int]:
     """The ids that the model reads first."""
     if raw:
         tokens = tokenizer.encode(prompt, add_bos=tokenizer.add_bos_by_default or not prompt)
@@ -110,50 +140,74 @@ def prompt_tokens(tokenizer: "Tokenizer", prompt: str, raw: bool) -> list[int]:
         return tokens
     from recipe_lib.data import render_prompt
 
-    return render_prompt(tokenizer, [{"role": "user", "content": prompt}])
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return render_prompt(tokenizer, [*before, {"role": "user", "content": prompt}])
 
 
-def complete(
-    folder: Path,
-    spec: "DecoderSpec",
-    config: dict[str, Any],
-    prompt: list[int],
-    tokenizer: "Tokenizer",
-    arguments: argparse.Namespace,
-) -> Iterator[int]:
-    """Loads the model and yields the ids of the completion."""
+def complete(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
+    """Prints one answer."""
+    from recipe_lib.generation.conversation import check_prompt, prompted
+    from recipe_lib.generation.sample import generate
+    from recipe_lib.tokenizers import StreamDecoder
+
+    prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw, arguments.system)
+    try:
+        check_prompt(prompt, source.spec, "--prompt")
+    except CheckpointError as error:
+        raise CheckpointError(f"{show(str(source.tokenizer))}: {error}") from error
+    text = StreamDecoder(tokenizer, prompt)
+    with loaded(source, arguments) as (model, device):
+        tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
+        for token in prompted(tokens, len(prompt)):
+            sys.stdout.write(text.push(token))
+            sys.stdout.flush()
+    print(text.finish(), flush=True)
+
+
+def converse(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
+    """A conversation, until the lines end."""
+    from recipe_lib.generation.conversation import Chat
+
+    with loaded(source, arguments) as (model, device):
+        chat = Chat(model, source.spec, tokenizer, arguments.system, options(tokenizer, arguments, device))
+        talk(chat, str(source.adapter or source.folder))
+
+
+def options(tokenizer: "Tokenizer", arguments: argparse.Namespace, device: "torch.device") -> dict[str, Any]:
+    """How tokens are chosen, as `generation.sample.generate` takes it."""
     import torch
 
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "stop_ids": tokenizer.stop_ids,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "generator": torch.Generator(device).manual_seed(arguments.seed),
+    }
+
+
+@contextmanager
+def loaded(source: "GenerationSource", arguments: argparse.Namespace) -> Iterator[tuple["Decoder", "torch.device"]]:
+    """The model with its weights, and its device; what does not fit there is one line."""
+    import torch
+
+    from recipe_lib.cli.inference_device import DTYPES as NAMES
     from recipe_lib.cli.inference_device import choose_device, choose_dtype
-    from recipe_lib.generation.sample import generate
+    from recipe_lib.generation.source import load_source
 
     device = choose_device(arguments.device)
+    trained = NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
+    storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
+    if source.adapter is not None:
+        kept = "" if storage == "none" else f", kept in {storage}"
+        get_logger().info("adapter: %s on %s%s", source.adapter, source.folder, kept)
+    elif source.folder == Path(arguments.checkpoint).expanduser() / MODEL_FOLDER:
+        get_logger().info("model: %s", source.folder)
     try:
-        model = load_model(folder, spec, choose_dtype(arguments.dtype, config), device)
-        generator = torch.Generator(device).manual_seed(arguments.seed)
-        yield from generate(
-            model,
-            spec,
-            prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            generator=generator,
-        )
+        yield load_source(source, choose_dtype(trained, source.config), device, storage), device
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"{show(str(folder))}: the model does not fit on {device}; try --dtype bf16, fewer --max-new-tokens, "
-            "or --device cpu"
+            f"{show(str(source.folder))}: the model does not fit on {device}; try --dtype bf16, fewer "
+            "--max-new-tokens, or --device cpu"
         ) from error
-
-
-def load_model(folder: Path, spec: "DecoderSpec", dtype: "torch.dtype", device: "torch.device") -> "Decoder":
-    """The checkpoint's model with its weights, ready to complete."""
-    from recipe_lib.checkpoint.huggingface import load_weights
-    from recipe_lib.models import build_meta
-
-    model = build_meta(spec, dtype).to_empty(device=device)
-    load_weights(model, spec, folder)
-    return model.eval()

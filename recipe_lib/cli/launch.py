@@ -31,6 +31,7 @@ from recipe_lib.errors import (
     USER_ERROR,
     SetupError,
 )
+from recipe_lib.report.phases import phase
 
 PARENT_VARIABLE = "TUNE_LAUNCHER_PID"
 CRASHED = 1
@@ -108,11 +109,14 @@ class Launcher:
             if number != signal.SIGHUP or handler != signal.SIG_IGN:  # `nohup` asks to outlive the terminal
                 signal.signal(number, self._on_signal)
         try:
-            parsed = parse_flags([*self._log_flags(), *self.flags, str(self.script), *self.arguments])
-            if self.received:
-                return 128 + self.received[0]
-            thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
-            thread.start()
+            with phase("starting the ranks", leaves_line=False):
+                parsed = parse_flags([*self._log_flags(), *self.flags, str(self.script), *self.arguments])
+                if self.received:
+                    return 128 + self.received[0]
+                thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
+                thread.start()
+                while not any((self.folder / "pids").iterdir()) and not self.finished.wait(0.05):
+                    continue
             self._wait()
             thread.join()
         finally:

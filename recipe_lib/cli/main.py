@@ -1,7 +1,7 @@
 """The entry point `tune`: finds the verb and hands it the rest of the command line.
 
 A verb is a module here with `run(words) -> exit code`. Only the verb that was asked for is imported, and none of them
-imports torch before it needs it.
+imports torch before it needs it. What it does meanwhile is shown on a terminal; parts of it say more.
 """
 
 import errno
@@ -9,8 +9,11 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from recipe_lib.errors import DONE, ConfigError, StorageError, exit_code_of
+from recipe_lib.logs import VERBOSITY, set_verbosity
 
 VERBS = {
     "ls": "recipes and their configs",
@@ -24,7 +27,18 @@ VERBS = {
     "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
     "run": "run a recipe, on one process or many",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
-    "generate": "complete a prompt with a checkpoint",
+    "generate": "talk to what was trained, or complete a prompt",
+    "completion": "what a shell completes after `tune`",
+}
+# What a verb does, for who waits; the others are done in a moment, or say it themselves.
+WAITS = {
+    "validate": "checking the config",
+    "download": "asking the hub",
+    "data": "reading the samples",
+    "plan": "planning",
+    "tp-plan": "planning",
+    "doctor": "looking at this machine",
+    "export": "exporting",
 }
 
 
@@ -50,29 +64,44 @@ def _close_output() -> None:
 
 
 def _run_verb(words: list[str]) -> int:
+    while words and words[0] in VERBOSITY:
+        set_verbosity(VERBOSITY[words[0]])
+        words = words[1:]
+    if words and words[0] == "help":
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return DONE
     verb, *rest = words
-    if verb == "--version":
+    if verb in ("-V", "--version"):
         print(_version())
         return DONE
     if verb not in VERBS:
         from recipe_lib.config.suggest import did_you_mean, show
 
         what = "option" if verb.startswith("-") else "verb"
-        raise ConfigError(
-            f"tune: unknown {what} {show(verb)!r}{did_you_mean(verb, VERBS) or '; one of: ' + ', '.join(VERBS)}"
-        )
+        known = [*VERBOSITY, "--version", "--help"] if what == "option" else VERBS
+        hint = did_you_mean(verb, known) or f"; one of: {', '.join(known)}"
+        raise ConfigError(f"tune: unknown {what} {show(verb)!r}{hint}")
     try:
-        code = importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").run(rest)
-        sys.stdout.flush()  # here, where a closed pipe can still be answered
+        with _shown(verb):
+            code = importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").run(rest)
+            sys.stdout.flush()  # here, where a closed pipe can still be answered
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         _close_output()  # a descriptor has no name: it is our output, redirected to a full disk
         raise StorageError("standard output: No space left on device; free some space") from error
     return code
+
+
+def _shown(verb: str) -> AbstractContextManager[Any]:
+    """Says what the verb does while it does it."""
+    if verb not in WAITS:
+        return nullcontext()
+    from recipe_lib.report.phases import phase  # imports rich, which `tune --help` does without
+
+    return phase(WAITS[verb], leaves_line=False)
 
 
 def _help() -> str:
@@ -86,7 +115,8 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "`tune VERB --help` explains a verb. Start with: tune run full_finetune_distributed --config demo/full",
+            "-q says warnings and errors alone, -v more; -V the version. `tune help VERB` explains a verb.",
+            "Start with: tune run demo/full",
         ]
     )
 

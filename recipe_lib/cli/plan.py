@@ -12,6 +12,8 @@ from recipe_lib.cli.choose_strategy import decided
 from recipe_lib.cli.launch import environment
 from recipe_lib.cli.plan_files import calibrate, write
 from recipe_lib.cli.plan_request import OFFLINE, explained, known_ranks, read, read_config, recipe_class, settings_for
+from recipe_lib.cli.plan_request import parser as parser
+from recipe_lib.cli.process_clock import process_seconds
 from recipe_lib.cli.recipes import RecipeFile, recipe_for
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
@@ -44,9 +46,11 @@ def run(words: list[str]) -> int:
             return DONE if found else NO_ROOM
         other = None if arguments.diff is None else other_plan(recipe, arguments)
         plan, trace = make(recipe, cfg, arguments)
+    plan.seconds = process_seconds()
     write(plan, trace, arguments)
     if arguments.json != "-":
-        print(text_of(plan, other, arguments.depth), end="")
+        plan.seconds = process_seconds()
+        print(text_of(plan, other, arguments), end="")
     return exit_code(plan)
 
 
@@ -63,7 +67,7 @@ def exit_code(plan: "Plan") -> int:
     return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
 
-def text_of(plan: "Plan", other: "Plan | None", depth: int) -> str:
+def text_of(plan: "Plan", other: "Plan | None", arguments: argparse.Namespace) -> str:
     """The report; with another plan, what is different here."""
     from recipe_lib.plan.report import render
     from recipe_lib.report.terminal import wants_color
@@ -72,7 +76,7 @@ def text_of(plan: "Plan", other: "Plan | None", depth: int) -> str:
         from recipe_lib.plan.diff import render_diff
 
         return render_diff(other, plan)
-    return render(plan, depth=depth, color=wants_color(sys.stdout))
+    return render(plan, full=arguments.full, depth=arguments.depth, color=wants_color(sys.stdout))
 
 
 def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
@@ -96,6 +100,10 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
             plan.advice = advice_from(plan, *tried)
+    from recipe_lib.plan.next_lever import next_lever
+
+    plan.notes = list(dict.fromkeys([*assumed, *arguments.notes]))
+    plan.next_lever = next_lever(plan, shaped)
     return plan, trace
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from recipe_lib.cli.launch import environment as launching
 from recipe_lib.cli.local_gpus import is_expandable
 from recipe_lib.cli.plan_request import (
     explained,
@@ -33,7 +34,9 @@ from recipe_lib.cli.plan_request import (
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import get_logger, wrapped
+from recipe_lib.report.planned import FIGURES
+from recipe_lib.report.screen import ERASE
 from recipe_lib.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -80,7 +83,8 @@ def plan_beside(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) 
             start_new_session=True,  # Ctrl-C is for the run
         )
         try:
-            yield lambda code: _compare(figures, began, code)
+            with launching(**{FIGURES: str(figures)}):  # where the run's report reads them
+                yield lambda code: _compare(figures, began, code)
         finally:
             process.kill()
             process.communicate()
@@ -196,6 +200,7 @@ def main(argv: list[str]) -> int:
         arguments = read(argv[1:])
         arguments.wait = float(WAIT_SECONDS)
         figures, settings = _plan(arguments)
+        figures |= {"device": settings.hardware.name, "ranks": settings.ranks, "own_device": gpus}
         temporary = Path(argv[0]).with_suffix(".tmp")
         temporary.write_text(json.dumps(figures), encoding="utf-8")
         temporary.rename(argv[0])
@@ -239,8 +244,11 @@ def _quiet() -> Callable[[str], None]:
     os.dup2(nowhere, 2)
 
     def say(line: str) -> None:
-        # On a terminal the run may be drawing a line at this moment: ours takes its place, it is drawn again below.
-        os.write(terminal, f"{chr(13) + chr(27) + '[2K' if is_terminal else ''}{visible(line)}\n".encode())
+        # On a terminal the run may be drawing rows at this moment: ours takes their place, they are drawn again below.
+        text = visible(line)
+        if is_terminal:
+            text = ERASE + wrapped(text, os.get_terminal_size(terminal).columns or 80)
+        os.write(terminal, f"{text}\n".encode())
 
     return say
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.local_gpus import VISIBLE, own_device, own_gpus
 from recipe_lib.cli.outputs import check_output
-from recipe_lib.cli.recipes import RecipeFile, load_module, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, is_config, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
 from recipe_lib.config.load import load
 from recipe_lib.config.mesh import same_batch_ranks
-from recipe_lib.config.paths import list_configs
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError, UserError, lines_in
@@ -36,7 +35,7 @@ DESCRIPTION = """Plans a run: the recipe's own code runs on a simulated device, 
 Needs no GPU and no weights. Takes the command line of `tune run`, with the flags for its processes anywhere.
 
   tune plan --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090
-  tune plan --config llama3/8B_qlora --device 16GB --advice
+  tune plan llama3/8B_qlora --device 16GB --advice
 
 Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2 a mistake to correct."""
 
@@ -45,7 +44,7 @@ def parser() -> Parser:
     """The options; torchrun's others are taken out before."""
     parser = Parser("plan", DESCRIPTION)
     add = parser.add_argument
-    add("words", nargs="*", metavar="[RECIPE] key=value", help="as for `tune run`; RECIPE: the one the config names")
+    add("words", nargs="*", metavar="CONFIG key=value", help="as for `tune run`: [RECIPE --config] CONFIG, overrides")
     add("--config", action="append", metavar="CONFIG", help="a name of `tune ls`, or a path; of several the later win")
     add("--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on each machine; default: 1")
     add("--nnodes", metavar="M", help="machines; default: 1")
@@ -58,7 +57,9 @@ def parser() -> Parser:
         help="tokens of a sequence: auto (the data's longest), max, p99, N",
     )
     add("--rank", metavar="R,...", help="ranks to plan; default: 0, or the first rank of each place in a pipeline")
-    add("--depth", type=int, default=2, metavar="N", help="levels of the tree of what is live at the peak; default: 2")
+    add("--full", action="store_true", help="all tables: layers, communication, times, host memory, what was assumed")
+    levels = "levels of the tree of what is live at the peak; default: 1, with --full 2"
+    add("--depth", type=int, metavar="N", help=levels)
     add("--json", metavar="FILE", help="also write the plan as JSON; -: to standard output, in place of the report")
     add("--html", metavar="FILE", help="also write a page with the memory over time")
     add("--snapshot", metavar="FILE", help="also write a snapshot for pytorch.org/memory_viz")
@@ -81,14 +82,14 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     check_launch(flags, verb="plan")
     arguments.overrides = [word for word in arguments.words if "=" in word or word.startswith("~")]
     names = [word for word in arguments.words if word not in arguments.overrides]
+    if names and is_config(names[0]):
+        arguments.config = [names.pop(0), *(arguments.config or [])]
     if len(names) > 1:
         raise ConfigError(f"tune plan: unexpected argument {show(names[1])}; see `tune plan --help`")
     arguments.recipe = names[0] if names else None
     if arguments.config is None and (names or not arguments.calibrate):
-        known = names and names[0] in {name for configs in list_configs().values() for name in configs}
-        hint = f"did you mean --config {names[0]}?" if known else "expected: tune plan [RECIPE] --config CONFIG"
-        raise ConfigError(f"tune plan: no config; {hint}")
-    if arguments.depth < 1:
+        raise ConfigError("tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)")
+    if arguments.depth is not None and arguments.depth < 1:
         raise ConfigError(f"--depth: found {arguments.depth}, expected a number >= 1")
     for name in ("context", "nccl", "reserve"):
         size = getattr(arguments, f"{name}_gib")

@@ -13,11 +13,32 @@ from typing import Any
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
 from recipe_lib.config.load import refuse_repeated
-from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, find_recipe, list_configs, recipes_folder
+from recipe_lib.config.paths import (
+    CONFIG_SUFFIXES,
+    RECIPE_CONFIGS,
+    find_config,
+    find_recipe,
+    list_configs,
+    recipes_folder,
+)
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, exit_code_of
+from recipe_lib.report.phases import phase
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
+# What torchtune has recipes for, and here is something else.
+_NO_DISTILLATION = "there is none for distillation"
+_ELSEWHERE = {
+    "lora_dpo_single_device": "did you mean dpo_distributed? It runs on one device too",
+    "generate": "did you mean `tune generate MODEL`?",
+    "quantize": "weights are quantized while they are read: lora.quantize_base=nf4, or int8",
+    "eleuther_eval": "lm-eval loads what a run exports: lm_eval --model hf --model_args pretrained=OUTPUT_DIR/model",
+    "qat_distributed": "there is none for quantization-aware training",
+    "qat_lora_finetune_distributed": "there is none for quantization-aware training",
+    "knowledge_distillation_single_device": _NO_DISTILLATION,
+    "knowledge_distillation_distributed": _NO_DISTILLATION,
+    "ppo_full_finetune_single_device": "there is none for reinforcement learning; dpo_distributed trains on pairs",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +52,8 @@ class RecipeFile:
     @classmethod
     def find(cls, name_or_path: str) -> "RecipeFile":
         """The recipe of that name or path; ConfigError with the nearest name if there is none."""
+        if name_or_path in _ELSEWHERE:
+            raise ConfigError(f"{name_or_path}: no such recipe; {_ELSEWHERE[name_or_path]}")
         path = find_recipe(name_or_path)
         shipped = _is_shipped(path) and path.stem in RECIPE_CONFIGS
         return cls(path.stem, path, shipped)
@@ -51,6 +74,11 @@ def recipe_of(config: Path) -> str | None:
     return found[1] if found else None
 
 
+def is_config(name: str) -> bool:
+    """Whether the word is a config's name or a path to one, and no recipe's."""
+    return name.endswith(CONFIG_SUFFIXES) or any(name in names for names in list_configs().values())
+
+
 def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> RecipeFile:
     """The recipe to check a config against: `recipe` where given, else the one that the (last) config names.
 
@@ -66,7 +94,7 @@ def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> Recip
                 hint = did_you_mean(name, RECIPE_CONFIGS) or (f"; did you mean {near[0]}?" if near[0] else "")
                 raise ConfigError(
                     f"{show(str(config))}: recipe: found {quote(name)}, expected {', '.join(RECIPE_CONFIGS)}{hint}; "
-                    "validate, plan and data take --recipe FILE for one of your own"
+                    "one of your own comes before --config, and as --recipe FILE for validate and data"
                 )
             return RecipeFile.find(name)
     return RecipeFile.find(next(iter(RECIPE_CONFIGS)))
@@ -98,7 +126,8 @@ def load_module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
-        spec.loader.exec_module(module)
+        with phase("importing torch" if "torch" not in sys.modules else f"importing {path.name}", leaves_line=False):
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
         raise ConfigError(f"{show(str(error.filename))}:{error.lineno}: {error.msg}") from error
@@ -138,7 +167,7 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
                 hint = did_you_mean(word.partition("=")[0], ("--config", "--plugin"))
                 if hint:
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
-            if any(word in names for names in list_configs().values()) or word.endswith(".yaml"):
+            if is_config(word):
                 raise ConfigError(f"tune run: unexpected argument {show(word)}; did you mean --config {show(word)}?")
         raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
     return parse_arguments(list(words), recipe.schema(), quiet=True)

@@ -1,30 +1,39 @@
-"""`tune run [torchrun flags] RECIPE --config CONFIG [overrides]`: a recipe on one process or many.
+"""`tune run [torchrun flags] [RECIPE --config] CONFIG [overrides]`: a recipe on one process or many.
 
-What stands before RECIPE is torchrun's and is handed on untouched; what stands after it is the recipe's.
+What stands before RECIPE is torchrun's and is handed on untouched; what stands after it is the recipe's. Without RECIPE
+it is the one that the config names.
 """
 
+from itertools import pairwise
+
+from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.choose_strategy import with_strategy
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
-from recipe_lib.cli.recipes import RecipeFile, check_arguments, run_recipe
+from recipe_lib.cli.recipes import RecipeFile, check_arguments, is_config, recipe_for, run_recipe
 from recipe_lib.cli.start_checks import check_shape, check_start
-from recipe_lib.cli.torchrun_flags import check_launch, ranks_of, split, with_rendezvous
-from recipe_lib.errors import DONE
+from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE, check_launch, ranks_of, split, with_rendezvous
+from recipe_lib.config.paths import list_configs, list_recipes
+from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.logs import VERBOSITY, is_quiet, set_verbosity
 
-USAGE = """usage: tune run [torchrun flags] RECIPE --config CONFIG ... [--plugin FILE ...] [key=value ...] [~key ...]
+USAGE = """usage: tune run [torchrun flags] CONFIG [key=value ...] [~key ...]
+       tune run [torchrun flags] RECIPE --config CONFIG ... [--plugin FILE ...] [key=value ...] [~key ...]
 
-Runs a recipe (a name that `tune ls` shows, or a .py file) with a config (a name, or a .yaml file). Of several
---config the later win, key by key.
+Runs a config (a name that `tune ls` shows, or a .yaml file) with the recipe that it names, or with another one (a name,
+or a .py file of yours). Of several --config the later win, key by key.
 
   key=value       overrides a key of the config; section.key=value reaches into a section; a value may contain `=`
   ~key            goes back to the key's default
   --plugin FILE   first imports a Python file of yours, which may register formats, losses, optimizers, trackers
   --no-plan       does not show the plan of the run
   --plan          shows it although the environment has TUNE_PLAN=off
+  -q, -v          says warnings and errors alone; says more: all ranks, the seconds of each part
 
-Flags before RECIPE are torchrun's; without any, the recipe runs in this process:
+Flags before them are torchrun's; without any, the recipe runs in this process:
 
-  tune run full_finetune_distributed --config demo/full
+  tune run demo/full
   tune run --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full batch_size=1
   tune run --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT RECIPE --config CONFIG
 
@@ -33,27 +42,81 @@ SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit c
 gone, stopped or hangs."""
 
 
+def parser() -> Parser:
+    """The options, for a shell's completion; `run` takes them apart itself, since torchrun's go to it as they are."""
+    options = Parser("run", "Runs a recipe.")
+    add = options.add_argument
+    add("words", nargs="*", metavar="CONFIG", help="a config, or a recipe before --config")
+    add("--config", action="append", metavar="CONFIG", help="of several the later win, key by key")
+    add("--plugin", action="append", metavar="FILE", help="a Python file of yours, imported first")
+    for flag in ("--plan", "--no-plan"):
+        add(flag, action="store_true", help="whether to show the plan of the run")
+    for flag in sorted(WITH_VALUE - {"-r", "-t"}):
+        add(flag, metavar="X", help="torchrun's")
+    for flag in sorted(WITHOUT_VALUE):
+        add(flag, action="store_true", help="torchrun's")
+    add("--nproc_per_node", metavar="N", help="processes on each machine")
+    return options
+
+
 def run(words: list[str]) -> int:
     """Runs the recipe; returns its exit code."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
-    words, with_plan = take_choice(words)
+    words, with_plan = take_choice(take_verbosity(words))
     flags, name, rest = split(words)
     check_launch(flags)
-    recipe = RecipeFile.find(name)
+    recipe, rest = recipe_and_words(name, rest)
     cfg = check_arguments(recipe, rest)
     if cfg is not None:
         check_start(cfg, ranks=ranks_of(flags), starts=True)
         if flags:
             check_shape(cfg)  # once, and not by every rank
     rest = with_strategy(flags, recipe, rest)
-    if not with_plan:
+    if not with_plan or is_quiet():
         return start(flags, recipe, rest)
     with plan_beside(flags, recipe, rest) as compare:
         code = start(flags, recipe, rest)
         compare(code)
     return code
+
+
+def take_verbosity(words: list[str]) -> list[str]:
+    """The words without -q and -v, which hold for the ranks too."""
+    for word in words:
+        if word in VERBOSITY:
+            set_verbosity(VERBOSITY[word])
+    return [word for word in words if word not in VERBOSITY]
+
+
+def recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:
+    """The recipe, and its arguments, with --config where `name` is a config or nothing. ConfigError."""
+    configs = configs_in(rest)
+    if name and not is_config(name):
+        known = [*list_recipes(), *(config for found in list_configs().values() for config in found)]
+        if not configs and name not in known and not name.endswith(".py"):
+            hint = did_you_mean(name, known) or "; `tune ls` lists them"
+            raise ConfigError(f"{show(name)}: no such config and no such recipe{hint}")
+        return RecipeFile.find(name), rest
+    if not name:  # `--config CONFIG RECIPE`
+        values = {at + 1 for at, word in enumerate(rest) if word in ("--config", "--plugin")}
+        named = [at for at, word in enumerate(rest) if word in list_recipes() or word.endswith(".py")]
+        place = next((at for at in named if at not in values), None)
+        if place is not None:
+            return RecipeFile.find(rest[place]), rest[:place] + rest[place + 1 :]
+    rest = ["--config", name, *rest] if name else rest
+    configs = [name, *configs] if name else configs
+    if not configs:
+        raise ConfigError("tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)")
+    return recipe_for(configs), rest
+
+
+def configs_in(words: list[str]) -> list[str]:
+    """The configs that the words name by --config, first to last."""
+    return [word for flag, word in pairwise(words) if flag == "--config"] + [
+        word.partition("=")[2] for word in words if word.startswith("--config=")
+    ]
 
 
 def start(flags: list[str], recipe: RecipeFile, rest: list[str]) -> int:

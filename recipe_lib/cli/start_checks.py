@@ -12,6 +12,7 @@ from typing import Any
 from recipe_lib.config.local_files import (
     ADAPTER_FOLDER,
     MODEL_FOLDER,
+    TOKENIZER_PATTERNS,
     check_adapter,
     check_earlier_run,
     check_folder,
@@ -70,6 +71,28 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     return list(dict.fromkeys(notes))
+
+
+def check_data(cfg: Any) -> None:
+    """What looking at samples needs: the samples, and a tokenizer. Raises ConfigError with all faults, a line each."""
+    faults: list[str] = []
+    name, needs_model = cfg.model.path, cfg.tokenizer.path is None
+    for source in [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]:
+        try:
+            faults += [note] if source and (note := check_source(source)) else []
+        except UserError as error:
+            faults.extend(error.faults)
+    try:
+        if needs_model and name and model_folder(name) is None and downloaded_model(name) is None:
+            files = " ".join(f"'{pattern}'" for pattern in TOKENIZER_PATTERNS)
+            faults.append(
+                f"{name}: no such folder, and not in the hub cache; its tokenizer is enough to look at samples: "
+                f"`tune download {name} --include {files}`"
+            )
+    except UserError as error:
+        faults.extend(error.faults)
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
 
 
 def _note_earlier_run(cfg: Any) -> str | None:

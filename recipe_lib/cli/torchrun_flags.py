@@ -23,20 +23,23 @@ RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER",
 
 
 def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """(torchrun's flags, RECIPE, its arguments). RECIPE is the first word that is no flag and no flag's value."""
+    """(torchrun's flags, RECIPE, its arguments). RECIPE is the first word that is no flag and no flag's value; empty
+    where --config comes first, whose config names it."""
     position = 0
     given: dict[str, str] = {}
     while position < len(words):
         word = words[position]
         refuse_second(given, words[position : position + 2])
+        if word.partition("=")[0] in ("--config", "--plugin"):
+            return list(words[:position]), "", list(words[position:])
         if not word.startswith("-"):
             if "=" in word or word.startswith("~"):
-                raise ConfigError(f"tune run: {show(word)}: overrides come after RECIPE")
+                raise ConfigError(f"tune run: {show(word)}: overrides come after CONFIG")
             return list(words[:position]), word, list(words[position + 1 :])
         position += 1 + takes_next(word)
         if position > len(words):
             raise ConfigError(f"tune run: {show(word)}: expected a value")
-    raise ConfigError("tune run: no recipe; expected: tune run [torchrun flags] RECIPE --config CONFIG")
+    raise ConfigError("tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)")
 
 
 def refuse_second(given: dict[str, str], words: Sequence[str]) -> None:
@@ -57,8 +60,6 @@ def takes_next(word: str) -> bool:
     """True if the word after this torchrun flag is the flag's value."""
     name, equals, _ = word.partition("=")
     flag = name.replace("_", "-")
-    if flag in ("--config", "--plugin"):
-        raise ConfigError(f"tune run: {flag} comes after RECIPE: tune run [torchrun flags] RECIPE --config CONFIG")
     if flag in REFUSED:
         raise ConfigError(f"tune run: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
     if flag in WITHOUT_VALUE:

@@ -56,18 +56,23 @@ def run(words: list[str]) -> int:
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
 
 
-def read(words: Sequence[str]) -> argparse.Namespace:
-    """The command line, checked as far as it can be without torch."""
-    from recipe_lib.cli.outputs import check_output
-
-    parser = Parser("tp-plan", DESCRIPTION)
-    add = parser.add_argument
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("tp-plan", DESCRIPTION)
+    add = options.add_argument
     add("model", metavar="MODEL", help="folder, config.json, hub id in the cache, or preset")
     add("--tensor", default="2,4,8", metavar="T,...", help="ranks of a group; default: 2,4,8")
     add("--tokens", type=int, default=8192, metavar="N", help="tokens of a micro-batch, b x s; default: 8192")
     add("--certify", action="store_true", help="also prove the plan on a small copy with random weights")
     add("--json", metavar="FILE", help="also write the plan and its numbers as JSON; -: in place of the report")
-    arguments = parser.parse(words)
+    return options
+
+
+def read(words: Sequence[str]) -> argparse.Namespace:
+    """The command line, checked as far as it can be without torch."""
+    from recipe_lib.cli.outputs import check_output
+
+    arguments = parser().parse(words)
     arguments.tensor = read_sizes(arguments.tensor)
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens: found {arguments.tokens}, expected a number >= 1")

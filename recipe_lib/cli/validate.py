@@ -1,5 +1,7 @@
 """`tune validate CONFIG`: every fault of a config, and what a run of it would miss, without running anything."""
 
+from collections.abc import Sequence
+
 from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.cli.start_checks import check_shape, check_start
@@ -9,13 +11,18 @@ from recipe_lib.config.registry import load_plugin
 from recipe_lib.errors import DONE
 
 
+def parser(words: Sequence[str] = ()) -> Parser:
+    """The options of the verb."""
+    options = Parser("validate", "Checks a config against its recipe and reports every fault.")
+    add_configs(options, words)
+    options.add_argument("--recipe", help="check against this recipe (name or path), not the one that the config names")
+    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
+    return options
+
+
 def run(words: list[str]) -> int:
     """Prints one line if the config is right; raises ConfigError with all its faults if not."""
-    parser = Parser("validate", "Checks a config against its recipe and reports every fault.")
-    add_configs(parser, words)
-    parser.add_argument("--recipe", help="check against this recipe (name or path), not the one that the config names")
-    parser.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
-    arguments = parser.parse(words)
+    arguments = parser(words).parse(words)
     for plugin in arguments.plugin:
         load_plugin(plugin)
     configs = take_configs(arguments)

@@ -21,7 +21,7 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
-    also: tuple[float, ...] | None = None,
+    also: tuple[float, ...] | tuple[str, ...] | None = None,
     length: int | None = None,
     items: tuple[str, ...] | None = None,
     path: bool | None = None,
@@ -33,7 +33,8 @@ def key(
 
     default: its value when the config does not set it. help: one line, with the unit.
     choices: the only legal values. kind: the registry (`recipe_lib.config.registry`) its names live in.
-    minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of them.
+    minimum, maximum: inclusive bounds. above, below: exclusive bounds. also: legal values outside of
+    them, and of the names of a kind.
     length: how many items a list has. On a list, choices and bounds are those of each item. items: the only legal
     items of the list that may stand in place of a choice. path: a file or folder, in which a `~` at the beginning is
     the user's home. needs: what has to hold for it to have an effect (`recipe_lib.config.idle`). most: a bound far

@@ -13,7 +13,7 @@ from recipe_lib.config.check import Checked, check_file, check_required, fill_pe
 from recipe_lib.config.idle import disable_idle
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.overrides import apply_overrides
-from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
+from recipe_lib.config.paths import RECIPE_CONFIGS, example_file, expand, find_config
 from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.rules import broken_rules
@@ -96,6 +96,7 @@ def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFin
         checked.sort_by_line(shown, start)
     apply_overrides(checked, overrides)
     fill_pending(checked)
+    _find_examples(checked)
     refuse_secrets(checked)
     _check_recipe(checked)
     check_required(checked, shown)
@@ -119,6 +120,14 @@ def _rows(checked: Any, cfg: Any, idle: list[str]) -> list[tuple[str, Any, str]]
         else:
             rows.append((name, setting.value, setting.where))
     return rows
+
+
+def _find_examples(checked: Any) -> None:
+    """Files of the demo are found from any folder."""
+    for name in ("data.source", "validation.source", "tokenizer.path"):
+        setting = checked.settings.get(name)
+        if setting is not None and isinstance(setting.value, str):
+            checked.settings[name] = dataclasses.replace(setting, value=example_file(setting.value))
 
 
 def _check_recipe(checked: Any) -> None:

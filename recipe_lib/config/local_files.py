@@ -19,6 +19,9 @@ MODEL_FILES = [
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
 ]  # fmt: skip
 
+# Of these, what it takes to look at samples.
+TOKENIZER_PATTERNS = ("*token*", "*.model", "*.jinja", "config.json")
+
 # Not even where a pattern above fits: subfolders, code, formats that run code when loaded, second copies of weights.
 NEVER_DOWNLOADED = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.gguf", "consolidated*"]
 
@@ -88,7 +91,8 @@ def no_whole_state(resume: str, damage: str) -> str:
     return f"resume={resume}: {damage}; expected a whole state folder: resume=latest takes the newest whole one"
 
 
-DATA_KINDS = (".json", ".jsonl", ".parquet", ".txt")
+DATA_KINDS = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
+COMPRESSED = {".gz": "gzip", ".zst": "Zstandard"}  # what may stand behind another kind
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")  # each the extra of its name
@@ -127,6 +131,13 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
 
 
+def cache_root(folder: str | None) -> Path:
+    """`data.cache_dir`, or its default."""
+    if folder is not None:
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache")) / "tune-recipes"
+
+
 def not_downloaded(name: str) -> str:
     """The line for a hub id that is not on this machine."""
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
@@ -152,23 +163,32 @@ def check_adapter(folder: Path) -> None:
         raise CheckpointError(f"{folder}: has no {ADAPTER_CONFIG}{merged}; expected the folder of a PEFT adapter")
 
 
+def is_data(path: Path) -> bool:
+    """Whether a file is one of samples, by its name: `rows.jsonl`, `rows.csv.gz`."""
+    name = Path(path.stem) if path.suffix in COMPRESSED else path
+    return name.suffix in DATA_KINDS and not (path.suffix in COMPRESSED and name.suffix == ".parquet")
+
+
 def find_files(source: str) -> list[Path]:
     """The data files that a local source names, sorted by name. Raises DataError."""
-    path, kinds = Path(source), ", ".join(DATA_KINDS)
+    path, kinds = Path(source), f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
     if os.path.isdir(path):
         # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
         shown = (file for file in path.iterdir() if not file.name.startswith("."))
-        files = sorted(file for file in shown if file.suffix in DATA_KINDS and file.is_file())
+        files = sorted(file for file in shown if is_data(file) and file.is_file())
         if not files:
-            raise DataError(f"{source}: found no {kinds} file in the folder; set data.source to one with data")
+            raise DataError(
+                f"{source}: found no file of samples in the folder ({kinds}); set data.source to one with data"
+            )
         return files
     if not os.path.exists(path):
         raise DataError(
             f"{source}: no such file or folder; set data.source to one of yours, "
             f"or to {HUB}OWNER/NAME for a hub dataset"
         )
-    if path.suffix not in DATA_KINDS:
-        raise DataError(f"{source}: found a {path.suffix or 'nameless'} file, expected one of {kinds}")
+    if not is_data(path):
+        found = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix
+        raise DataError(f"{source}: found a {found or 'nameless'} file, expected one of {kinds}")
     return [path]
 
 
@@ -190,6 +210,11 @@ def no_pyarrow(path: Path) -> str:
     return f"{path}: Parquet needs the package pyarrow; run `{install_line('datasets')}`"
 
 
+def no_zstd(path: Path) -> str:
+    """The line for a Zstandard file without the package that reads it."""
+    return f"{path}: Zstandard needs the package zstandard; run `{install_line('zstd')}`"
+
+
 def check_source(source: str) -> str | None:
     """A note if the package that reads datasets of the hub is still to be installed. Nothing is asked of the hub.
 
@@ -200,6 +225,9 @@ def check_source(source: str) -> str | None:
     packed = [path for path in find_files(source) if path.suffix == ".parquet"]
     if packed and not has_package("pyarrow"):
         raise DataError(no_pyarrow(packed[0]))
+    compressed = [path for path in find_files(source) if path.suffix == ".zst"]
+    if compressed and not has_package("zstandard"):
+        raise DataError(no_zstd(compressed[0]))
     return None
 
 

@@ -26,6 +26,15 @@ def configs_folder() -> Path:
     return _shipped_folder("configs")
 
 
+def example_file(path: str) -> str:
+    """The path; for one of `examples/` that is not there, as outside of a clone, where the installed package has it."""
+    first, _, rest = path.partition("/")
+    if first != "examples" or not rest or os.path.lexists(path):
+        return path
+    shipped = _shipped_folder(first) / rest
+    return str(shipped) if shipped.exists() else path
+
+
 def presets_folder() -> Path:
     """The folder of the shipped architectures (a config.json each)."""
     return _PACKAGE / "models" / "presets"

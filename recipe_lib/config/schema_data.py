@@ -59,7 +59,11 @@ class SourceConfig:
         known_as="Megatron --data-path weights; LLaMA-Factory interleave_probs",
     )
     format: str | None = key(
-        None, "Like data.format; null: the same.", kind="data.format", known_as="LLaMA-Factory formatting; Axolotl type"
+        None,
+        "Like data.format; null: the same.",
+        kind="data.format",
+        also=("auto",),
+        known_as="LLaMA-Factory formatting; Axolotl type",
     )
     split: str | None = key(None, "Like data.split; null: the same.", known_as="HF load_dataset split")
     columns: dict[str, str] | None = key(None, "Like data.columns; null: the same.", known_as="torchtune column_map")
@@ -72,8 +76,8 @@ class DataConfig:
 
     source: str | None = key(
         None,
-        "File or folder (.json, .jsonl, .parquet, .txt), or `hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` "
-        "(extra `datasets`, which .parquet needs too).",
+        "File or folder (.json, .jsonl, .csv, .tsv, .parquet, .txt; the first four and .txt also with .gz or .zst), or "
+        "`hub:OWNER/NAME` or `hub:OWNER/NAME:SUBSET` (extra `datasets`, which .parquet needs too; .zst: extra `zstd`).",
         path=True,
         known_as="HF load_dataset path; TRL dataset_name",
     )
@@ -81,7 +85,11 @@ class DataConfig:
         [], "Several sources with weights, in place of data.source.", known_as="Axolotl datasets; TRL dataset mixtures"
     )
     format: str = key(
-        "alpaca", "How a sample is read.", kind="data.format", known_as="LLaMA-Factory formatting; Axolotl type"
+        "auto",
+        "How a sample is read; `auto`: found by the columns of the first samples.",
+        kind="data.format",
+        also=("auto",),
+        known_as="LLaMA-Factory formatting; Axolotl type",
     )
     split: str = key("train", "Split of a hub dataset.", needs=idle.reads_hub, known_as="HF load_dataset split")
     columns: dict[str, str] = key(
@@ -204,6 +212,7 @@ class ValidationConfig:
         None,
         "Like data.format; null: the same.",
         kind="data.format",
+        also=("auto",),
         needs="validation.source",
         known_as="none has it: torchtune and Axolotl say it within the dataset",
     )

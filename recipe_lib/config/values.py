@@ -203,7 +203,7 @@ def _check_limits(value: Any, key: Key, written: str) -> None:
     if choices is None and key.kinds and typing.get_origin(key.kinds[0]) is typing.Literal:
         choices = typing.get_args(key.kinds[0])
     if choices is None and "kind" in limits:
-        choices = registry.names(limits["kind"])
+        choices = _names(limits)
     if choices is not None:
         _check_choice(value, choices, key)
     elif isinstance(value, (int, float)) and value > limits.get("most", math.inf):
@@ -263,7 +263,7 @@ def _expected_kind(kind: Any, key: Key) -> str:
     if kind in (str, int) and "choices" in limits:
         return f"one of {', '.join(map(str, limits['choices']))}"
     if kind is str and "kind" in limits:
-        return f"one of {', '.join(registry.names(limits['kind']))}"
+        return f"one of {', '.join(_names(limits))}"
     if kind is Any:
         return "a value"
     singular, _ = _NOUNS[kind]
@@ -275,7 +275,7 @@ def _expected_list(item: Any, key: Key, only: bool) -> str:
     if dataclasses.is_dataclass(item):
         return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
     if only and ("choices" in limits or "kind" in limits):
-        choices = limits["choices"] if "choices" in limits else registry.names(limits["kind"])
+        choices = limits["choices"] if "choices" in limits else _names(limits)
         return f"a list [...] of {', '.join(choices)}"
     if "items" in limits:
         return f"a list [...] of {', '.join(limits['items'])}"
@@ -351,3 +351,8 @@ def _by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
         lambda kind: kind is not str and kind is not Path,
     ]
     return sorted(kinds, key=lambda kind: [not test(kind) for test in order])
+
+
+def _names(limits: typing.Mapping[str, Any]) -> list[str]:
+    """The names that a key of a registry's kind may hold."""
+    return [*limits.get("also", ()), *registry.names(limits["kind"])]

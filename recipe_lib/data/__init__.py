@@ -3,11 +3,13 @@
 from recipe_lib.data.batches import Batch, StepBatches, make_step, validation_steps
 from recipe_lib.data.checks import check_vocabulary, warn_of_overlap, warn_of_positions
 from recipe_lib.data.dataset import Dataset, TokenSequence
+from recipe_lib.data.find_format import settle_formats
 from recipe_lib.data.loader import step_batches
 from recipe_lib.data.order import DataPlan
 from recipe_lib.data.packing import Packs, pack
 from recipe_lib.data.packing_isolation import check_packing_isolation
-from recipe_lib.data.templates import render_prompt
+from recipe_lib.data.plain_template import trained_template
+from recipe_lib.data.templates import render_prompt, system_fault
 from recipe_lib.data.tokenize_dataset import PreparedData, build_dataset, build_validation_dataset, prepare_data
 
 __all__ = [
@@ -26,7 +28,10 @@ __all__ = [
     "pack",
     "prepare_data",
     "render_prompt",
+    "settle_formats",
     "step_batches",
+    "system_fault",
+    "trained_template",
     "validation_steps",
     "warn_of_overlap",
     "warn_of_positions",

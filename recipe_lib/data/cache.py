@@ -54,13 +54,6 @@ class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
     """The cache cannot be used on this machine; str(): why."""
 
 
-def cache_root(folder: str | None) -> Path:
-    """`data.cache_dir`, or its default."""
-    if folder is not None:
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache")) / "tune-recipes"
-
-
 def make_in_memory(make: Make) -> Stored:
     """What `make` writes, kept in memory."""
     with ArrayWriter(None) as writer:

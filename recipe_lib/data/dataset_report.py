@@ -7,6 +7,8 @@ from typing import Any
 
 from recipe_lib.errors import DataError
 
+MOST_BAD_LINES = 20  # bad samples that an error names one by one
+
 
 @dataclass
 class DataReport:
@@ -23,6 +25,7 @@ class DataReport:
     train_on: str | list[str] = "assistant"
     adds_bos: bool = False
     history: str = "auto"
+    falls_back: bool = False  # the plain template is written because the tokenizer has no other
     samples_read: int = 0
     sequences: int = 0
     pairs: int = 0
@@ -31,6 +34,7 @@ class DataReport:
     prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
     bad_samples: Counter[str] = field(default_factory=Counter)
     first_bad: dict[str, str] = field(default_factory=dict)  # cause -> the first such sample's place and detail
+    bad_lines: list[tuple[str, str]] = field(default_factory=list)  # (cause, place and detail) of the first bad samples
     truncated_sequences: int = 0
     skipped_long_sequences: int = 0
     emptied_sequences: int = 0  # truncated sequences whose whole answer was cut off; they are left out
@@ -43,6 +47,7 @@ class DataReport:
     dropped_tokens: int = 0
     apart_samples: int = 0
     unseen_samples: int = 0  # samples with a message of the system or the user that the template does not write
+    openings: int = 0  # conversations that the assistant begins; that message is not trained
     split_samples: int = 0  # conversations that became several sequences, and how many; before long ones are cut
     split_sequences: int = 0
     split_tokens: int = 0  # of these sequences, and of the same conversations in one sequence each
@@ -74,6 +79,7 @@ class DataReport:
         self.first_mark = self.first_mark or other.first_mark
         self.bad_samples.update(other.bad_samples)
         self.first_bad = other.first_bad | self.first_bad
+        self.bad_lines = [*self.bad_lines, *other.bad_lines][:MOST_BAD_LINES]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -84,7 +90,9 @@ class DataReport:
     def from_json(content: Mapping[str, Any]) -> "DataReport":
         """The report that `to_json` made into values. Raises TypeError or KeyError for anything else."""
         parts = [DataReport.from_json(part) for part in content["parts"]]
-        return DataReport(**dict(content) | {"bad_samples": Counter(content["bad_samples"]), "parts": parts})
+        bad = [(cause, line) for cause, line in content["bad_lines"]]
+        restored = {"bad_samples": Counter(content["bad_samples"]), "bad_lines": bad, "parts": parts}
+        return DataReport(**dict(content) | restored)
 
     def check_share(self) -> None:
         """Raises DataError if, from one of the sources, no token or every token is a label token."""
@@ -92,6 +100,22 @@ class DataReport:
             fault = part.share_fault()
             if fault:
                 raise DataError(f"{part.source}: {fault}, or set data.check_label_mask to false if it is meant")
+
+    def check_samples(self) -> None:
+        """Raises DataError with a line for each bad sample."""
+        if not self.bad_lines:
+            return
+        bad = sum(self.bad_samples.values())
+        if bad == 1:
+            raise DataError(f"{self.bad_lines[0][1]}; correct the sample, or set data.on_invalid to skip")
+        if bad == self.samples_read and len(self.bad_samples) == 1:
+            raise DataError(f"{self.bad_lines[0][1]}; the other samples ({bad - 1}) have the same fault")
+        more = "" if bad == len(self.bad_lines) else f", the first {len(self.bad_lines)} of which stand above"
+        raise DataError(
+            *(line for _, line in self.bad_lines),
+            f"{self.source}: found {bad} samples of {self.samples_read} that cannot be used{more}; correct them, or "
+            "set data.on_invalid to skip (`tune data check` with the same config and overrides counts them by cause)",
+        )
 
     def share_fault(self) -> str | None:
         """What is wrong with the share of trained tokens of one source; None: nothing.
@@ -106,13 +130,24 @@ class DataReport:
         sequences = "1 sequence" if self.sequences == 1 else f"{self.sequences} sequences"
         return f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or data.train_on"
 
-    def lines(self) -> list[str]:
-        """The report as log lines."""
+    def plain_note(self) -> str | None:
+        """That the built-in template is written where nobody asked for it; None: it is not."""
+        if self.template != "plain" or not self.falls_back:
+            return None
+        return (
+            "warning: data.template: the tokenizer has no chat template, so that conversations are written in the "
+            "built-in plain one (User:, Assistant:), which exports will carry; for chats begin with an instruct model, "
+            "or set tokenizer.chat_template"
+        )
+
+    def lines(self, *, faults: bool = True) -> list[str]:
+        """The report as log lines. faults: with samples that are bad, or the same as another one."""
         everything = self.train_on == "all" or self.texts > 0
         what = "all tokens" if everything else "answers incl. end-of-turn"
-        read = f"cut from {self.texts} texts" if self.texts else f"of {self.samples_read} samples"
+        samples = _counted(self.samples_read, "sample")
+        read = f"cut from {_counted(self.texts, 'text')}" if self.texts else f"of {samples}"
         read = f"from the {self.samples_read} samples" if self.split_sequences else read
-        kind = f"{self.pairs} pairs" if self.pairs else f"{self.sequences} sequences"
+        kind = _counted(self.pairs, "pair") if self.pairs else _counted(self.sequences, "sequence")
         lines = [
             f"data: {kind} {read} read from {self.source} (format {self.format}, template "
             f"{self.template}), {self.tokens} tokens; label tokens: {what}, "
@@ -120,11 +155,12 @@ class DataReport:
             *(f"data: {part.part_line()}" for part in self.parts),
             f"data: {self._bos_line()}",
         ]
-        return lines + self._sequence_lines() + self._lost_lines() + self._bad_lines()
+        lines += self._sequence_lines() + self._lost_lines() + self._odd_lines()
+        return lines + self._bad_lines() if faults else lines
 
     def part_line(self) -> str:
         """One source among several, in a line."""
-        kind = f"{self.pairs} pairs" if self.pairs else f"{self.sequences} sequences"
+        kind = _counted(self.pairs, "pair") if self.pairs else _counted(self.sequences, "sequence")
         read = (
             f"from the {self.samples_read} samples of"
             if self.split_sequences
@@ -188,8 +224,14 @@ class DataReport:
             )
         return lines
 
-    def _bad_lines(self) -> list[str]:
+    def _odd_lines(self) -> list[str]:
+        """What is not as most would expect, and no fault."""
         lines = []
+        if self.openings:
+            lines.append(
+                f"data: in {_counted(self.openings, 'conversation')} the assistant begins; no prompt asks for that "
+                "message, so it is not trained"
+            )
         if self.apart_samples:
             lines.append(
                 f"data: in {self.apart_samples} samples an answer's first letters would join the prompt's last token; "
@@ -201,16 +243,20 @@ class DataReport:
                 "which "
                 "the model is never shown; set tokenizer.chat_template to one that writes it"
             )
+        return lines
+
+    def _bad_lines(self) -> list[str]:
+        lines = []
         if self.duplicate_sequences:
+            same = "1 sequence is" if self.duplicate_sequences == 1 else f"{self.duplicate_sequences} sequences are"
             lines.append(
-                f"data: {self.duplicate_sequences} sequences are the same as an earlier one, and are trained on all "
-                "the "
-                f"same (first: {self.first_duplicate})"
+                f"data: {same} the same as an earlier one, and trained on all the same (first: {self.first_duplicate})"
             )
         bad = sum(self.bad_samples.values())
         if bad:
             causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
-            lines.append(f"data: {bad} of {self.samples_read} samples are bad and were left out: {causes}")
+            are = "is bad and was" if bad == 1 else "are bad and were"
+            lines.append(f"data: {bad} of {_counted(self.samples_read, 'sample')} {are} left out: {causes}")
             lines += [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
         return lines
 
@@ -222,6 +268,11 @@ class DataReport:
 
 
 _COUNTS = [item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"]
+
+
+def _counted(count: int, noun: str) -> str:
+    """`1 sample`, `2 samples`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _percent(share: float) -> str:

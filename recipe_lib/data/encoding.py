@@ -9,7 +9,8 @@ from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
-from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
+from recipe_lib.data.find_format import fitting
 from recipe_lib.data.samples import Completion, Conversation, Document, Preference, Sample, SampleFault
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoded, Encoder
@@ -83,6 +84,7 @@ class SourceEncoder:
             train_on=cfg.train_on,
             adds_bos=encoder.add_bos,
             history=encoder.history,
+            falls_back=cfg.template == "auto" and encoder.template == "plain",
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
@@ -120,16 +122,18 @@ class SourceEncoder:
             wanted = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
             one = f".{missing[0]}=NAME" if self.section == "data" else f"={{{missing[0]}: NAME}}"
+            others = fitting(sample, self.columns)
+            remedy = f"these are of the format {others[0]}: set {self.section}.format={others[0]}" if others else ""
             raise SampleFault(
                 f"no column {wanted}",
                 f"found the columns {found}, expected {wanted} (format {self.format}); "
-                f"name yours with {self.section}.columns{one}",
+                + (remedy or f"name yours with {self.section}.columns{one}"),
             )
         return renamed
 
     def _bad(self, report: DataReport, place: str, fault: SampleFault) -> None:
-        if self.cfg.on_invalid == "error":
-            raise DataError(f"{place}: {fault}; correct the sample, or set data.on_invalid to skip") from None
+        if len(report.bad_lines) < MOST_BAD_LINES:
+            report.bad_lines.append((fault.cause, f"{place}: {fault}"))
         report.bad_samples[fault.cause] += 1
         report.first_bad.setdefault(fault.cause, f"{place}: {fault}")
 
@@ -158,6 +162,8 @@ class SourceEncoder:
         if isinstance(sample, Preference):
             return [self.encoder.encode_preference(sample)]
         whole = self.encoder.encode_sample(sample)
+        if isinstance(sample, Conversation) and self.cfg.train_on != "all":
+            report.openings += sample.messages[0]["role"] == "assistant"
         if len(whole.sequences) > 1:
             report.split_samples += 1
             report.split_sequences += len(whole.sequences)

@@ -58,7 +58,9 @@ def read_alpaca(sample: RawSample) -> Conversation:
 @columns("conversations", optional=("system", "tools"))
 def read_sharegpt(sample: RawSample) -> Conversation:
     """`conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be JSON)."""
-    return conversation([*_system(sample), *read_turns(sample, "conversations")], read_tools(sample))
+    before, places = _system(sample), list[str]()
+    turns = read_turns(sample, "conversations", places=places)
+    return conversation([*before, *turns], read_tools(sample), [*[".system"] * len(before), *places])
 
 
 @register("data.format", "messages")
@@ -66,8 +68,9 @@ def read_sharegpt(sample: RawSample) -> Conversation:
 def read_messages(sample: RawSample) -> Conversation:
     """`messages`: a list of {role, content} as chat APIs have it; and perhaps `tools` for the chat template."""
     turns = list_of(sample, "messages")
-    messages = [read_message(turn, f"messages[{number}]") for number, turn in enumerate(turns, start=1)]
-    return conversation(messages, read_tools(sample))
+    places = [f".messages[{number}]" for number in range(len(turns))]
+    messages = [read_message(turn, place) for turn, place in zip(turns, places, strict=True)]
+    return conversation(messages, read_tools(sample), places)
 
 
 @register("data.format", "prompt_completion")
@@ -119,11 +122,12 @@ def read_preference(sample: RawSample) -> Preference:
         if messages[shared]["role"] != "assistant":
             raise SampleFault(
                 "other questions",
-                f"{name}: message {shared + 1} is of the {messages[shared]['role']} and differs between chosen and "
-                "rejected, expected them to part in an answer",
+                f"{name}: message {shared} (the first is 0) is of the {messages[shared]['role']} and differs between "
+                "chosen and rejected, expected them to part in an answer",
             )
-        check_order(messages)
-        check_answers([message for message in messages[shared:] if message["role"] == "assistant"], f"answer in {name}")
+        check_order(messages, [f"{name}: message {number} (the first is 0)" for number in range(len(messages))])
+        answers = [message for message in messages[shared:] if message["role"] == "assistant"]
+        check_answers(answers, what=f"answer in {name}")
     return Preference(chosen[:shared], chosen[shared:], rejected[shared:], read_tools(sample))
 
 

@@ -100,7 +100,9 @@ def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int
 def _sequence_findings(training: Dataset, max_seq_len: int) -> Iterable[Finding]:
     report = training.report
     for cause, count in report.bad_samples.most_common():
-        yield Finding("bad-samples", f"{count} bad samples: {cause}", count, [report.first_bad[cause]])
+        places = [line for found, line in report.bad_lines if found == cause]
+        kind = "1 bad sample" if count == 1 else f"{count} bad samples"
+        yield Finding("bad-samples", f"{kind}: {cause}", count, places or [report.first_bad[cause]])
     lost = report.lost_answer_tokens
     if lost:
         share = lost / max(1, report.trained_tokens + lost)

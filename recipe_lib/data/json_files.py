@@ -40,6 +40,20 @@ class JsonFile(LocalFile):
                 file.seek(int(first))
                 yield self.place_of(sample), parse_sample(file.read(int(end - first)))
 
+    def first(self, count: int) -> Iterator[Located]:
+        """As SampleFile says; a file that turns out to be no list of objects is read as a whole."""
+        with opened(self.path) as file:
+            scanner = _Scanner(file, self.place, self.sample_limit)
+            if scanner.next_letter() != "[":
+                yield from self.read(0, count)
+                return
+            items = scanner.list_items(count).tolist()
+        with opened(self.path) as file:
+            for number, (start, end, line) in enumerate(zip(items[::3], items[1::3], items[2::3], strict=True), 1):
+                if end - start <= self.sample_limit:
+                    file.seek(start)
+                    yield f"{self.place}:{line} (sample {number})", parse_sample(file.read(end - start))
+
     def place_of(self, sample: int) -> str:
         """As SampleFile says."""
         line = int(self._index[sample, 2])
@@ -83,8 +97,8 @@ class _Scanner:
             raise self.invalid("Extra data", self.at)
         return items
 
-    def list_items(self) -> array:
-        """Of the list that begins here."""
+    def list_items(self, count: int | None = None) -> array:
+        """Of the list that begins here; of the first `count` items alone, after which it can be used no more."""
         items = array("q")
         self.advance(self.at + 1)
         mark = self.next_letter()
@@ -92,6 +106,8 @@ class _Scanner:
             first, line = self.byte, self.line
             self.value()
             items.extend((first, self.byte, line))
+            if count is not None and len(items) == 3 * count:
+                return items
             mark = self.next_letter()
             if mark not in (",", "]"):
                 raise self.invalid("Expecting ',' delimiter", self.at)

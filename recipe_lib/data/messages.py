@@ -20,22 +20,31 @@ SPEAKERS = {
 CALLS = ("function_call", "tool_call")  # an assistant's turn that is a call, or a list of them, as JSON
 
 
-def read_turns(sample: RawSample, name: str, *, where: str = "") -> list[Message]:
+def read_turns(sample: RawSample, name: str, *, where: str = "", places: list[str] | None = None) -> list[Message]:
     """The messages of a column, each {from, value} or {role, content}. where: the column, if it is another one.
+    places: gets the path of each message in the sample, as jq has it.
 
     A call of a tool joins the words of the assistant before it, and calls after each other become one message
     (unless only one of the two is to be trained).
     """
     messages: list[Message] = []
-    for number, turn in enumerate(list_of(sample, name), start=1):
-        message = read_turn(turn, f"{where or name}[{number}]")
+    for number, turn in enumerate(list_of(sample, name)):
+        message = read_turn(turn, f".{where or name}[{number}]")
         calls = message.get("tool_calls")
         before = messages[-1] if messages else {}
         same = before.get("role") == "assistant" and before.get("train") == message.get("train")
         if calls and is_call(turn) and same:
             messages[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *calls]}
+        elif calls and is_call(turn) and before.get("role") == "assistant":
+            raise SampleFault(
+                "call apart from its words",
+                f".{where or name}[{number}]: found a call of which `train` is another than of the words before it, "
+                "expected the same of both",
+            )
         else:
             messages.append(message)
+            if places is not None:
+                places.append(f".{where or name}[{number}]")
     return name_calls(messages)
 
 
@@ -151,38 +160,59 @@ def read_tools(sample: RawSample) -> list[RawSample] | None:
     return [{"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool for tool in tools]
 
 
-def conversation(messages: Sequence[Message], tools: Sequence[RawSample] | None = None) -> Conversation:
-    """Checks the order of the roles and that there is an answer. Raises SampleFault."""
-    check_order(messages)
+def conversation(
+    messages: Sequence[Message], tools: Sequence[RawSample] | None = None, places: Sequence[str] = ()
+) -> Conversation:
+    """Checks the order of the roles and that there is an answer. Raises SampleFault.
+
+    places: where in the sample each message is, as jq has it (`.messages[0]`), for the fault.
+    """
+    check_order(messages, places)
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         raise SampleFault(
-            "no answer", f"found {len(messages)} messages without an answer, expected one of the assistant"
+            "no answer",
+            f"found no answer among the messages ({len(messages)}), expected one of the assistant",
         )
+    for message, place in zip(messages, places, strict=False):
+        check_answers([message] if message["role"] == "assistant" else [], f"{place}.content: ")
     check_answers(answers)
     return Conversation(messages, tools)
 
 
-def check_order(messages: Sequence[Message]) -> None:
-    """Raises SampleFault for a message that cannot follow the one before it."""
+_AFTER = {
+    "system": ("the start",),
+    "user": ("the start", "system", "user", "assistant"),
+    "assistant": ("the start", "system", "user", "assistant", "tool"),
+    "tool": ("assistant", "tool"),
+}
+# What a template that takes turns can write.
+_IN_TURN = _AFTER | {"user": ("the start", "system", "assistant"), "assistant": ("user", "tool")}
+
+
+def check_order(messages: Sequence[Message], places: Sequence[str] = (), *, in_turn: bool = False) -> None:
+    """Raises SampleFault for a message that cannot follow the one before it.
+
+    The assistant may begin, and a speaker may go on: whether that can be written, the chat template says. in_turn:
+    user and assistant take turns, and the user begins. places: as for `conversation`.
+    """
     before = "the start"
-    for number, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages):
         role = message["role"]
-        allowed = {"system": ("the start",), "user": ("the start", "system", "assistant")}.get(role)
-        allowed = allowed or {"assistant": ("user", "tool"), "tool": ("assistant", "tool")}[role]
+        allowed = (_IN_TURN if in_turn else _AFTER)[role]
         if before not in allowed:
-            after = " or ".join(allowed)
+            where = places[number] if number < len(places) else f"message {number} (the first is 0)"
             raise SampleFault(
-                "wrong role order", f"message {number}: found {role} after {before}, expected it after {after}"
+                "wrong role order", f"{where}: found {role} after {before}, expected it after {' or '.join(allowed)}"
             )
         before = role
 
 
-def check_answers(answers: Sequence[Message], what: str = "answer") -> None:
-    """Raises SampleFault for one with nothing in it to train on."""
+def check_answers(answers: Sequence[Message], where: str = "", what: str = "answer") -> None:
+    """Raises SampleFault for one with nothing in it to train on. where: it is, before the fault."""
     for message in answers:
         if not message["content"].strip() and not message.get("tool_calls"):
-            raise SampleFault("empty answer", f"found an empty {what}, expected text to train on")
+            raise SampleFault("empty answer", f"{where}found an empty {what}, expected text to train on")
 
 
 def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = "") -> str:

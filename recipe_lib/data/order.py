@@ -132,6 +132,16 @@ class DataPlan:
         """Tokens of the fullest pack of the epoch that a step is in; None without packing."""
         return self._epoch(self.locate(step)[0]).pack_length if self._capacity else None
 
+    def packs(self) -> int:
+        """Slots of the first epoch."""
+        return self._slots(0)
+
+    def packed_share(self) -> float | None:
+        """How much of the first epoch's packs is tokens, where all are as long as the fullest; None without packing."""
+        first = self._epoch(0)
+        room = first.slots * (first.pack_length or 0)
+        return float(self._lengths[first.items].sum()) / room if room else None
+
     def _slots(self, epoch: int) -> int:
         return self._epoch(epoch).slots
 

@@ -27,8 +27,8 @@ MAGIC = b"PAR1"  # at both ends of the file
 class ParquetFile(LocalFile):
     """A .parquet file; where its samples begin is what its footer says of the row groups."""
 
-    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT) -> None:
-        super().__init__(path, sample_limit)
+    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None) -> None:
+        super().__init__(path, sample_limit, place)
         try:
             import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:

@@ -61,6 +61,10 @@ class SampleFile(ABC):
         A sample that cannot be used comes as a SampleFault.
         """
 
+    def first(self, count: int) -> Iterator[Located]:
+        """As `read(0, count)`; files that are found out about line by line, or item by item, are not read further."""
+        return self.read(0, count)
+
     @abstractmethod
     def place_of(self, sample: int) -> str:
         """Where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, `rows.parquet (sample 7)`."""
@@ -77,14 +81,15 @@ class SampleFile(ABC):
 class LocalFile(SampleFile):
     """A file on disk."""
 
-    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT) -> None:
-        super().__init__(str(path), sample_limit)
+    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None) -> None:
+        """place: what the file is called, where its content lies in another one."""
+        super().__init__(place or str(path), sample_limit)
         self.path = path
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """As SampleFile says."""
-        return {"name": self.path.name} | hash_of(self.path)
+        return {"name": Path(self.place).name} | hash_of(self.path)
 
 
 class TextFile(LocalFile):
@@ -136,6 +141,21 @@ class JsonLinesFile(LocalFile):
                     yield self.place_of(sample), self.too_large(self._size_of(sample))
                 else:
                     yield self.place_of(sample), parse_sample(line)
+
+    def first(self, count: int) -> Iterator[Located]:
+        """As SampleFile says."""
+        with opened(self.path) as file:
+            file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
+            number = 0
+            while count and (line := file.readline(self.sample_limit + 2)):
+                number += 1
+                if not line.strip():
+                    continue
+                count -= 1
+                whole = line.endswith(b"\n") or len(line) < self.sample_limit + 2
+                yield f"{self.place}:{number}", parse_sample(line) if whole else self.too_large(self.sample_limit + 1)
+                if not whole:
+                    return
 
     def place_of(self, sample: int) -> str:
         """As SampleFile says."""

@@ -41,9 +41,14 @@ def check_train_on(train_on: str | Sequence[str]) -> None:
 
 
 def picked(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
-    """Which messages are trained: by role, unless a message says `train` itself. Raises SampleFault."""
+    """Which messages are trained: by role, unless a message says `train` itself. Raises SampleFault.
+
+    An answer that the conversation begins with is not: no prompt asks for it.
+    """
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
     chosen = [message["role"] in roles for message in messages]
+    if messages[0]["role"] == "assistant":
+        chosen[0] = False
     if train_on == "all":
         chosen = [True] * len(messages)
     elif train_on == "last":
@@ -53,7 +58,7 @@ def picked(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[b
         own = message.get("train")
         if own is not None and not isinstance(own, bool):
             raise SampleFault(
-                "train is no switch", f"message {number + 1}: found train {own!r}, expected true or false"
+                "train is no switch", f"message {number} (the first is 0): found train {own!r}, expected true or false"
             )
         chosen[number] = chosen[number] if own is None else own
     return chosen

@@ -13,6 +13,8 @@ from recipe_lib.data import spans
 from recipe_lib.data.answers import AnswerFinder, Writing, in_whole, shared_out
 from recipe_lib.data.escaping import escaped, special_pattern, unused_letters
 from recipe_lib.data.generation_tags import Marked, marked_answers
+from recipe_lib.data.messages import check_order
+from recipe_lib.data.plain_template import bos_text, eos_text, plain_or_fault
 from recipe_lib.data.samples import Completion, Conversation, Message, Preference, SampleFault, TextTokenizer, Wanted
 from recipe_lib.data.spans import Span
 from recipe_lib.data.template_behavior import Habits, learn_habits
@@ -83,6 +85,7 @@ class Encoder:
             )
         self.template = "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
+        self._bos = bos_text(tokenizer, add_bos)  # written, so that what follows is encoded as it is after BOS
         self._stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
         self._special = special_pattern(tokenizer.special_texts)
 
@@ -125,6 +128,11 @@ class Encoder:
         ids = self.tokenizer.encode_pieces([text], literal=literal)[0]
         return self._with_bos(ids) if self.add_bos and self.template == "plain" else ids
 
+    def written(self, messages: Sequence[Message], tools: Tools = None) -> str | DataError:
+        """The text of a conversation that the assistant is to go on with, or what the template objects to."""
+        read, tools = self._prepared(messages, tools)
+        return self._renders(read, tools, [(len(messages), True, ())])[0]
+
     def _conversation(
         self, messages: Sequence[Message], tools: Tools, picked: Sequence[bool], only: bool = False
     ) -> EncodedSample:
@@ -135,6 +143,8 @@ class Encoder:
                 f"found none of {len(messages)} messages to be trained, expected one that data.train_on names or that "
                 "says `train: true`",
             )
+        if self.template == "plain":  # writes a place for an answer below each question
+            check_order(messages, in_turn=True)
         inside = only or self.train_on != "all"
         numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
         try:
@@ -231,7 +241,7 @@ class Encoder:
     ) -> Sequence[str | DataError]:
         if self.template == "chat":
             return self.tokenizer.render_chats(messages, wanted, tools, options)
-        return [_plain_or_fault(messages, one, self._eos()) for one in wanted]
+        return [plain_or_fault(messages, one, self._eos(), self._bos) for one in wanted]
 
     def _writing(self, letters: Callable[[], Sequence[str]], literal: str | None) -> Writing:
         chat, end = self.template == "chat", self.tokenizer.turn_end
@@ -251,13 +261,7 @@ class Encoder:
         return [self.tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
 
     def _eos(self) -> str:
-        tokenizer = self.tokenizer
-        if tokenizer.eos_id is None:
-            raise DataError(
-                f"{tokenizer.place}: the tokenizer has no EOS token to end an answer with; "
-                "set eos_token in tokenizer_config.json"
-            )
-        return tokenizer.token_bytes(tokenizer.eos_id).decode()
+        return eos_text(self.tokenizer)
 
     def _letters(self, content: Any, count: int) -> list[str]:
         return unused_letters(content, self.tokenizer.chat_template or "", count)
@@ -331,32 +335,20 @@ def _only(sample: EncodedSample) -> Encoded:
     return sample.sequences[0]
 
 
-def render_plain(messages: Sequence[Message], add_generation_prompt: bool, eos: str) -> str:
-    """The built-in template: `User:` and `Assistant:` on separate lines, EOS after each answer."""
-    parts = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if message.get("tool_calls"):
-            raise DataError("the plain template has no tool calls; use a tokenizer with a chat template")
-        written = {"system": f"{content}\n\n", "assistant": f"{content}{eos}", "tool": f"Tool:\n{content}\n\n"}
-        parts.append(written.get(role, f"User:\n{content}\n\n"))
-        if role in ("user", "tool"):
-            parts.append("Assistant:\n")
-    return "".join(parts)
-
-
-def _plain_or_fault(messages: Sequence[Message], wanted: Wanted, eos: str) -> str | DataError:
-    stop, prompt, contents = wanted
-    instead = dict(contents)
-    replaced = [{**message, "content": instead.get(n, message["content"])} for n, message in enumerate(messages)]
-    try:
-        return render_plain(replaced[:stop], prompt, eos)
-    except DataError as error:
-        return error
-
-
 def render_prompt(
     tokenizer: TextTokenizer, messages: Sequence[Message], template: str = "auto", add_bos: bool = True
 ) -> list[int]:
     """Ids to generate an answer from, the same as training puts before that answer. Raises DataError."""
     return Encoder(tokenizer, template, add_bos=add_bos).prompt(messages)
+
+
+def system_fault(tokenizer: TextTokenizer, text: str) -> str | None:
+    """Why a conversation cannot begin with this message of the system; None: it can."""
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
+    encoder = Encoder(tokenizer, "auto")
+    written = encoder.written(messages)
+    if isinstance(written, DataError):
+        return str(written)
+    if spans.left_out(messages[:1], written):
+        return f"{tokenizer.chat_template_place}: the chat template does not write a system message"
+    return None

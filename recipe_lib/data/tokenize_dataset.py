@@ -10,18 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources
-from recipe_lib.data.cache import cache_key, cache_root, load_or_make, make_in_memory
+from recipe_lib.data.cache import cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
+from recipe_lib.data.find_format import with_format
 from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.data.store import ArrayWriter
 from recipe_lib.data.templates import Encoder
-from recipe_lib.data.workers import WorkProgress, in_order, worker_count
+from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import DataError
+from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
 SAMPLES_PER_TASK = 256
@@ -109,14 +112,20 @@ class _Build:
     def __init__(
         self, cfg: DataConfig, tokenizer: TextTokenizer, max_seq_len: int, sources: Mapping[str, SourceConfig]
     ) -> None:
-        """Looks the files up and reads none of them. Raises DataError."""
-        self.cfg, self.tokenizer, self.max_seq_len, self.sources = cfg, tokenizer, max_seq_len, list(sources.values())
+        """Looks the files up, and into them only where their format is to be found. Raises DataError."""
+        self.cfg, self.tokenizer, self.max_seq_len = cfg, tokenizer, max_seq_len
+        limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
+        opened = [open_sources(source, limit, cache) for source in sources.values()]
+        sources = {
+            section: with_format(source, files, section)
+            for (section, source), files in zip(sources.items(), opened, strict=True)
+        }
+        self.sources = list(sources.values())
         encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos, cfg.history)
         self.add_bos, self.template = encoder.add_bos, encoder.template
         self.encoders = [
             SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
         ]
-        opened = [open_sources(source, int(cfg.max_sample_mib * MIB)) for source in self.sources]
         self.files: list[SampleFile] = [file for files in opened for file in files]
         self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
         wanted = {section: asdict(source) for section, source in sources.items()}
@@ -173,15 +182,19 @@ class _Build:
         samples = sum((task.stop or 0) - task.start for task in tasks)
         workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
-            WorkProgress("data: tokenizing", samples, "samples") as progress,
+            phase("data: tokenizing", samples, "samples") as progress,
             closing(in_order(self._encode, tasks, workers)) as chunks,
         ):
             for task, chunk in zip(tasks, chunks, strict=True):
                 if chunk.fault is not None:
-                    raise chunk.fault
+                    strict = self.cfg.on_invalid == "error"
+                    bad = [line for part in reports for _, line in part.bad_lines if strict]
+                    raise DataError(*bad, *chunk.fault.faults) if bad else chunk.fault
                 reports[task.source].add(chunk.report)
                 writer.append(chunk, task.file)
                 progress.advance(chunk.report.samples_read)
+        for part in reports if self.cfg.on_invalid == "error" else ():
+            part.check_samples()
         for part in reports:
             if not part.sequences:
                 raise DataError(_nothing_left(part))

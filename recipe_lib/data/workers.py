@@ -1,4 +1,4 @@
-"""Work on many pieces in several processes, its results in order; and how far it has come, for who waits."""
+"""Work on many pieces in several processes, its results in order."""
 
 import gc
 import multiprocessing
@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -16,18 +15,13 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recipe_lib.errors import SetupError
-from recipe_lib.logs import get_logger
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 AHEAD = 4  # pieces for each process that may be done before the first of them is taken
-LINE_SECONDS = 15.0  # before the first line of progress and between two, off a terminal
-BAR_SECONDS = 0.5  # before the bar on a terminal shows, and between two changes of it
 
 _work: Callable[[Any], Any] | None = None  # in a worker: what it does
 
@@ -105,48 +99,3 @@ def _device_in_use() -> bool:
     """Whether a CUDA context exists, without making one."""
     module = sys.modules.get("torch.cuda")
     return module is not None and bool(module.is_initialized())
-
-
-class WorkProgress:
-    """Shows how far work has come: a bar on a terminal, else a line now and then; only on rank 0, if it takes long.
-
-    with WorkProgress("data: tokenizing", total, "samples") as progress:
-        progress.advance(100)
-    """
-
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self._what, self._total, self._unit, self._done = what, total, unit, 0
-        self._began = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._pause = BAR_SECONDS if self._terminal else LINE_SECONDS
-        self._next = self._began + self._pause
-        self._shown = os.environ.get("RANK", "0") == "0"
-        self._bar: Any = None
-
-    def __enter__(self) -> "WorkProgress":
-        return self
-
-    def __exit__(self, *_exception: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, count: int) -> None:
-        """So many more are done."""
-        self._done += count
-        now = time.monotonic()
-        if not self._shown or now < self._next:
-            return
-        speed = f"{self._done / (now - self._began):.0f} {self._unit}/s"
-        self._next = now + self._pause
-        if self._terminal:
-            self._show_bar(speed)
-        else:
-            get_logger().info("%s: %d of %d %s, %s", self._what, self._done, self._total, self._unit, speed)
-
-    def _show_bar(self, speed: str) -> None:
-        if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task(self._what, total=self._total)
-            self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=self._done, description=f"{self._what}, {speed}")

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
+from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import LoraConfig, MemoryConfig
-from recipe_lib.data.cache import cache_root
 from recipe_lib.errors import SetupError
 from recipe_lib.external.adapters import add_adapters
 from recipe_lib.external.tensor_plan.certificate import certify

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +38,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.verdict import HOST_ALLOWS
 from recipe_lib.plan.world.sequence_lengths import Sequence
+from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, format_bytes
 
 PHASES = ("load", "validation", "save")
@@ -71,10 +71,12 @@ class PlanSettings:
 
 def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Plan, Trace]:
     """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
-    began = time.process_time()
     hardware = settings.hardware
     traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
-    simulated = {rank: simulate_rank(recipe_class, cfg, settings, rank) for rank in traced}
+    simulated = {}
+    for rank in traced:
+        with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
+            simulated[rank] = simulate_rank(recipe_class, cfg, settings, rank)
     outside = settings.outside or max(
         (outside_torch(hardware, _communicators(found.trace)) for found in simulated.values()),
         key=lambda one: one.total,
@@ -114,7 +116,6 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         estimate=estimate,
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
-    plan.seconds = time.process_time() - began
     return plan, found.trace
 
 
@@ -283,8 +284,9 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
         kernels += "; for unpacked sequences torch may take cuDNN's attention here, whose workspace differs"
     multiple = cfg.data.pad_to_multiple_of
     padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
+    source = settings.sequence.source.partition(":")[0]  # why it is that one, the run's own lines say
     lines = [
-        f"sequences of {settings.sequence.tokens} tokens{padded} ({settings.sequence.source}), "
+        f"sequences of {settings.sequence.tokens} tokens{padded} ({source}), "
         f"batch_size {cfg.batch_size}, gradient_accumulation_steps {cfg.gradient_accumulation_steps}",
         f"kernels: {kernels}; torch {torch.__version__}",
         "allocator: torch's default settings; `expandable` with PYTORCH_ALLOC_CONF=expandable_segments:True",

@@ -2,17 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from xml.etree.ElementTree import Element
 
 from recipe_lib.plan.result import ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tables import Unit, duration, hundredths, layers_text, unit_of, where_of, written
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
+from recipe_lib.report.chart import Chart, Scale, Tooltip, as_svg, short, strips, ticks
 from recipe_lib.report.page import Figure
-from recipe_lib.report.svg import as_text, drawing, put, ticks
 
 MOST_POINTS = 2000
 _WIDTH, _RIGHT = 1000, 12
-_HEIGHT, _LEFT, _TOP, _BOTTOM = 340, 80, 44, 12  # of the timeline
+_HEIGHT, _LEFT, _TOP, _BOTTOM = 376, 64, 60, 40  # of the timeline
+_TOOLTIPS = 160  # strips of the timeline that show values
+_LIMIT_ABOVE = 3.0  # a limit that is more times the highest point would flatten the picture: the note says it instead
+_LETTER = 7.0
 
 
 @dataclass
@@ -72,53 +74,73 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     highest = max(shown, key=lambda point: point.total, default=None)
     if highest is None or not highest.total:
         return None
-    limit = plan.device.usable if plan.device.usable <= 1.6 * highest.total else 0
-    top, last = max(highest.total, limit) * 1.04, shown[-1].at
+    usable = max(0, plan.device.usable)
+    on_axis = usable <= _LIMIT_ABOVE * highest.total
     unit = unit_of(highest.total)
-
-    def x(at: int) -> float:
-        return _LEFT + at / last * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(num_bytes: float) -> float:
-        return _HEIGHT - _BOTTOM - num_bytes / top * (_HEIGHT - _TOP - _BOTTOM)
-
-    picture = drawing(_WIDTH, _HEIGHT, "memory live on the device")
-    for value in ticks(0, top / unit[0], 5):
-        level = y(value * unit[0])
-        put(picture, "line", "grid", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=level, y2=level)
-        put(picture, "text", text=f"{value:g} {unit[1]}", x=_LEFT - 8, y=level + 4, text_anchor="end")
-    # The highest sum first, each lower one over it: what stays to be seen of an area is its own kind.
-    for place in reversed(range(len(STORAGE_KINDS))):
-        if any(point.kinds[place] for point in shown):
-            steps = "".join(f"H{x(point.at):.1f}V{y(sum(point.kinds[: place + 1])):.1f}" for point in shown)
-            path = f"M{x(0):.1f},{y(0):.1f}{steps}V{y(0):.1f}Z"
-            put(picture, "path", f"k{place}", title=STORAGE_KINDS[place], d=path)
-    _phase_marks(picture, [(phase, x(at)) for phase, at in begins.items()])
-    if limit:
-        usable = f"usable: {written(hundredths(limit, unit), unit)}"
-        put(picture, "line", "limit", title=usable, x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y(limit), y2=y(limit))
+    top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
+    chart = Chart(_WIDTH, _HEIGHT, "memory live on the device", _LEFT, _RIGHT, _TOP, _BOTTOM)
+    last = shown[-1].at
+    counts = [(at, short(at)) for at in ticks(0, last, 8) if at == int(at)]
+    chart.x = Scale("allocations and releases, in their order", 0, last, counts)
+    chart.y = Scale(f"live on the device ({unit[1]})", 0, top, [(value, f"{value:g}") for value in ticks(0, top, 5)])
+    _draw_areas(chart, shown, unit)
+    _phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
+    said = written(hundredths(usable, unit), unit)
+    if on_axis:
+        y = chart.up(usable / unit[0])
+        chart.put("line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
+        chart.put("text", "limit-name", f"usable {said}", x=_LEFT + 24, y=y + 14)
+        limit = f"Dashed across: the {said} that the allocator may use."
+    else:
+        limit = f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point: above this axis."
     most = f"highest: {written(hundredths(highest.total, unit), unit)}"
-    put(picture, "circle", "peak", title=most, cx=x(highest.at), cy=y(highest.total), r=3.5)
+    chart.put("circle", "peak", title=most, cx=chart.across(highest.at), cy=chart.up(highest.total / unit[0]), r=3.5)
+    chart.tooltips = _timeline_tooltips(chart, shown, begins, unit)
     peak = plan.heaviest.peak
     at_peak = f"{most}, {where_of(peak)}" if highest.total == peak.requested else most
-    return Figure(as_text(picture), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION}")
+    return Figure(as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True)
 
 
-_CAPTION = (
-    "Requested bytes of tensors, on one rank; from left to right every allocation and release, which is "
-    "order, not time. Dashed across: what the allocator may use."
-)
+_CAPTION = "Requested bytes of tensors, on one rank; from left to right every allocation and release, in their order."
 
 
-def _phase_marks(picture: Element, begins: list[tuple[str, float]]) -> None:
-    """A line where each phase begins, its name above it in the first of two rows that has room; else only the line."""
-    ends = [0.0, 0.0]
+def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
+    """The highest sum first, each lower one over it: what stays to be seen of an area is its own kind."""
+    base = f"{chart.up(0):.1f}"
+    for place in reversed(range(len(STORAGE_KINDS))):
+        if any(point.kinds[place] for point in shown):
+            tops = [(chart.across(point.at), chart.up(sum(point.kinds[: place + 1]) / unit[0])) for point in shown]
+            steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
+            path = f"M{chart.across(0):.1f},{base}{steps}V{base}Z"
+            chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
+
+
+def _timeline_tooltips(chart: Chart, shown: list[Point], begins: dict[str, int], unit: Unit) -> list[Tooltip]:
+    """What is live, by kind, at the highest point of each strip."""
+    size = math.ceil(len(shown) / _TOOLTIPS)
+    groups = [shown[start : start + size] for start in range(0, len(shown), size)]
+    tops = [max(group, key=lambda point: point.total) for group in groups]
+
+    def read(at: int) -> tuple[list[tuple[str, str]], list[tuple[float, str]]]:
+        point = tops[at]
+        phase = next((name for name, begin in reversed(begins.items()) if begin < point.at), "")
+        said = f"{written(hundredths(point.total, unit), unit)}{f' in {phase}' if phase else ''}"
+        return [("", said), *_kind_keys(point, unit)], [(chart.up(point.total / unit[0]), "peak")]
+
+    return strips(chart, [chart.across(top.at) for top in tops], read)
+
+
+def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
+    """A line where each phase begins, its name above it in the first of three rows that has room."""
+    ends = [0.0, 0.0, 0.0]
     for phase, x in begins:
-        put(picture, "line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
-        row = next((row for row, end in enumerate(ends) if end <= x), None)
+        chart.put("line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
+        width = _LETTER * len(phase)
+        begin = min(x, _WIDTH - width)  # a phase that begins near the right edge has its name left of it
+        row = next((row for row, end in enumerate(ends) if end <= begin), None)
         if row is not None:
-            put(picture, "text", text=phase, x=x, y=14 + 16 * row)
-            ends[row] = x + 7.0 * len(phase) + 8
+            chart.put("text", text=phase, x=begin, y=14 + 16 * row)
+            ends[row] = begin + width + 8
 
 
 def _kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
@@ -137,7 +159,7 @@ _ACTIONS = {
     "I": ("backward: gradient of the input", "k3"),
     "W": ("backward: gradients of the weights", "k2"),
 }
-_NAMES, _AXIS = 150, 22  # at the left and above the boxes of a pipeline
+_NAMES, _AXIS = 150, 8  # at the left and above the boxes of a pipeline
 _ROW, _GAP = 30, 8
 _DIGIT = 6.0  # a number is left out where its box is narrower than its digits
 
@@ -146,38 +168,36 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
     """A row for each rank, a box for each forward and backward, gaps where it waits; None if times are not known."""
     if not plan.spans or not plan.seconds:
         return None
-    height = _AXIS + len(plan.places) * (_ROW + _GAP)
-    scale = (_WIDTH - _NAMES - _RIGHT) / plan.seconds
-    picture = drawing(_WIDTH, height, "what each rank computes over a step")
-    for value in ticks(0, plan.seconds, 5):
-        x = _NAMES + value * scale
-        put(picture, "line", "grid", x1=x, x2=x, y1=_AXIS - 4, y2=height)
-        put(picture, "text", text=duration(value) if value else "0", x=x, y=12, text_anchor="middle")
+    height = _AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM
+    chart = Chart(_WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM)
+    times = [(value, duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)]
+    chart.x = Scale("planned time of the step", 0, plan.seconds, times)
     rows = {place.place: _AXIS + at * (_ROW + _GAP) for at, place in enumerate(plan.places)}
     for place in plan.places:
         y = rows[place.place]
-        put(picture, "text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
-        put(picture, "text", text=f"layers {layers_text(place)}", x=0, y=y + 27)
-        put(picture, "rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
+        chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
+        chart.put("text", text=f"layers {layers_text(place)}", x=0, y=y + 27)
+        chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
     turns = {stage: turn for place in plan.places for turn, stage in enumerate(place.stages)}
     for span in plan.spans:
-        _box(picture, span, rows[span.place], scale, turns.get(span.stage, 0))
+        _box(chart, span, rows[span.place], turns.get(span.stage, 0))
     kinds = {span.kind for span in plan.spans}
     keys = [(style, what) for kind, (what, style) in _ACTIONS.items() if kind in kinds]
     note = f"{plan.schedule}, {plan.micro_batches} micro-batches, planned times. Numbers: micro-batches."
     if plan.stages_per_rank > 1:
         note += " A rank's later stages have lower boxes."
     note += " The optimizer and what else a step does outside the pipeline are not here."
-    return Figure(as_text(picture), [*keys, ("idle", "waiting")], note)
+    return Figure(as_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
 
 
-def _box(picture: Element, span: ActionSpan, y: int, scale: float, turn: int) -> None:
+def _box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
     """A box with the number of its micro-batch; those of a rank's later stages are lower, to tell them apart."""
     what, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
-    x, width = _NAMES + span.start * scale, (span.end - span.start) * scale
+    x = chart.across(span.start)
+    width = chart.across(span.end) - x
     top = y + 4 * min(turn, 3)
     title = f"micro-batch {span.micro_batch}, stage {span.stage}, {what}, {duration(span.end - span.start)}"
-    put(picture, "rect", f"box {style}", title=title, x=x, y=top, width=max(width, 0.1), height=_ROW - (top - y))
+    chart.put("rect", f"box {style}", title=title, x=x, y=top, width=max(width, 0.1), height=_ROW - (top - y))
     number = str(span.micro_batch)
     if width >= _DIGIT * len(number) + 1:
-        put(picture, "text", "mark", number, x=x + width / 2, y=y + 23)
+        chart.put("text", "mark", number, x=x + width / 2, y=y + 23)

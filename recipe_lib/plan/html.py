@@ -15,13 +15,13 @@ from recipe_lib.plan.tables import (
     rank_name,
     rank_table,
     run_lines,
-    time_lines,
     unit_of,
     verdict_text,
     version_line,
     where_of,
     written,
 )
+from recipe_lib.plan.time_tables import time_lines
 from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tree import Node, alive_tree, folded, shares
 from recipe_lib.plan.verdict import next_step

@@ -21,7 +21,7 @@ def stage_table(plan: Plan) -> Table | None:
         "gradients. States: parameters, gradients and optimizer states at the peak. Sends: to other ranks of the "
         "pipeline, a step.",
     )
-    optional = ("parameters", "sends", "other", "computes", "reserved")
+    optional = ("parameters", "sends", "other", "computes", "reserved", "layers", "states", "activations", "idle")
     return Table("stages of the pipeline, at the peak of each", header, rows, ("rank", "layers", ""), optional, notes)
 
 

@@ -15,38 +15,62 @@ from recipe_lib.plan.tables import (
     layer_table,
     outside_rows,
     phase_table,
+    planned_in,
     rank_name,
     rank_table,
     run_lines,
-    time_lines,
     unit_of,
+    verdict_line,
     verdict_text,
     version_line,
     where_of,
     written,
 )
-from recipe_lib.plan.tree import alive_tree, shares
+from recipe_lib.plan.time_tables import step_line, time_lines
+from recipe_lib.plan.tree import alive_tree, folded, shares
 from recipe_lib.plan.verdict import next_step
 from recipe_lib.report import terminal
 from recipe_lib.report.terminal import Table, heading, put, put_list, put_pairs, put_table
 
+_SMALL_KIND = 0.01  # share of the peak below which the short report sums kinds up
+_STYLES = {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}
 
-def render(plan: Plan, *, depth: int = 2, width: int | None = None, color: bool = False) -> str:
-    """The report: verdict, memory, what is live at the peak, communication, time, advice, assumptions.
 
-    depth: levels of the tree; 1: kinds, 2: layers too, and so on. width: columns, by default those of the terminal
-    between 80 and 120. color: styles of a terminal; `wants_color` says whether a stream should get them.
+def render(
+    plan: Plan, *, full: bool = False, depth: int | None = None, width: int | None = None, color: bool = False
+) -> str:
+    """The report. Short: verdict, what was planned, memory by phase, what is live at the peak; full: communication,
+    layers, time, host memory and assumptions as well. Both end with the verdict and what to change next.
+
+    depth: levels of the tree; 1: kinds, 2: layers too, and so on; by default 1, in the full report 2. width: columns,
+    by default those of the terminal between 80 and 120. color: styles of a terminal; `wants_color` says whether a
+    stream should get them.
     """
     console = terminal.open_console(width or terminal.terminal_width(), color)
-    put(
-        console,
-        verdict_text(plan),
-        {FITS: terminal.GOOD, DOES_NOT_FIT: terminal.BAD}.get(plan.verdict, terminal.WARNING),
-    )
+    style = _STYLES.get(plan.verdict, terminal.WARNING)
+    put(console, verdict_text(plan), style)
     console.print()
-    put_pairs(console, run_lines(plan))
-    _tables(console, plan, phase_table, stage_table, rank_table)
-    _put_tree(console, plan, max(depth, 1))
+    put_pairs(console, [*run_lines(plan), *([] if full else step_line(plan))])
+    _tables(console, plan, phase_table, *((stage_table, rank_table) if full else ()))
+    _put_tree(console, plan, max(depth or (2 if full else 1), 1), whole=full or depth is not None)
+    if full:
+        _put_details(console, plan)
+    if levers := advice_table(plan):
+        _put_advice(console, levers)
+    if full:
+        _put_sentences(console, ("assumed", plan.assumptions), ("not modeled", plan.not_modeled))
+    else:
+        _put_sentences(console, ("notes", plan.notes))
+    console.print()
+    more = "--full shows the other tables, times, and what was assumed"
+    put(console, version_line(plan) if full else f"{planned_in(plan)}; {more}", terminal.SOFT)
+    console.print()
+    put(console, verdict_line(plan), style)
+    put(console, f"next: {next_step(plan)}")
+    return terminal.text_of(console)
+
+
+def _put_details(console: Console, plan: Plan) -> None:
     _put_outside(console, plan)
     heading(console, "host memory")
     put(console, host_line(plan), indent=2)
@@ -54,18 +78,13 @@ def render(plan: Plan, *, depth: int = 2, width: int | None = None, color: bool 
     if plan.time is not None:
         heading(console, "time of a step")
         put_pairs(console, time_lines(plan))
-    if levers := advice_table(plan):
-        _put_advice(console, levers)
-    for title, sentences in (("assumed", plan.assumptions), ("not modeled", plan.not_modeled)):
+
+
+def _put_sentences(console: Console, *lists: tuple[str, list[str]]) -> None:
+    for title, sentences in lists:
         if sentences:
             heading(console, title)
             put_list(console, sentences)
-    console.print()
-    put(console, version_line(plan), terminal.SOFT)
-    if after := next_step(plan):
-        console.print()
-        put(console, after, terminal.WARNING)
-    return terminal.text_of(console)
 
 
 def _tables(console: Console, plan: Plan, *makers: Callable[[Plan], Table | None]) -> None:
@@ -75,9 +94,12 @@ def _tables(console: Console, plan: Plan, *makers: Callable[[Plan], Table | None
             put_table(console, table)
 
 
-def _put_tree(console: Console, plan: Plan, depth: int) -> None:
+def _put_tree(console: Console, plan: Plan, depth: int, *, whole: bool) -> None:
+    """whole: with kinds that are small, which are one line otherwise."""
     rank = plan.heaviest
     root = alive_tree(rank)
+    if not whole:
+        root.children = folded(root.children, smallest=root.bytes * _SMALL_KIND, most=len(root.children))
     unit = unit_of(root.bytes)
     total = hundredths(root.bytes, unit)
     heading(console, f"live at the peak of {rank_name(plan, rank)}: phase {rank.peak.phase}, {where_of(rank.peak)}")
@@ -87,8 +109,10 @@ def _put_tree(console: Console, plan: Plan, depth: int) -> None:
         share = f"{node.bytes / root.bytes:.1%}" if root.bytes else ""
         count = f"{node.count:,} tensor{'s' if node.count != 1 else ''}" if node.count else ""
         rows.append([f"{indent}{node.name}", written(number, unit), share, count])
-    put_table(console, Table("", ["name", "bytes", "share", "tensors"], rows, ("name", "tensors"), headed=False))
-    if len(branches(root, total, unit, depth + 1)) > len(below):
+    put_table(
+        console, Table("", ["name", "bytes", "share", "tensors"], rows, ("name", "tensors"), ("tensors",), headed=False)
+    )
+    if whole and len(branches(root, total, unit, depth + 1)) > len(below):
         put(console, f"--depth {depth + 1} opens the next level", terminal.SOFT, indent=2)
 
 
@@ -100,15 +124,17 @@ def _put_outside(console: Console, plan: Plan) -> None:
     named = [("outside torch", ""), *((f"  {name}", f"{option} X replaces it") for name, _, option in rows)]
     heading(console, "outside PyTorch's allocator")
     lines = [[name, written(number, unit), note] for (name, note), number in zip(named, numbers, strict=True)]
-    put_table(console, Table("", ["name", "bytes", "option"], lines, ("name", "option"), headed=False))
+    put_table(console, Table("", ["name", "bytes", "option"], lines, ("name", "option"), ("option",), headed=False))
 
 
 def _put_advice(console: Console, table: Table) -> None:
     """A lever a line, its note below it."""
-    bare = Table(table.title, table.header[:-1], [row[:-1] for row in table.rows], table.left)
+    bare = Table(table.title, table.header[:-1], [row[:-1] for row in table.rows], table.left, table.optional)
     header, *levers = terminal.table_lines(bare, console.width)
     heading(console, table.title)
     put(console, header, terminal.SOFT)
     for line, row in zip(levers, table.rows, strict=True):
         put(console, line)
+        if "…" in line:  # to be copied whole
+            put(console, row[0], indent=6, wrap=False)
         put(console, row[-1], indent=6)

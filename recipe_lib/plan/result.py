@@ -258,8 +258,9 @@ class Plan:
     of. rank_plans: of the ranks traced. outside: memory that torch does not hand out. layers: of the model.
     communication: of a steady step, the heaviest rank. time: None where it was not planned. pipeline: None without one.
     advice: levers, each tried alone. assumptions, not_modeled: one sentence each. versions: program to version.
-    estimate: why the figures are not those of all micro-batches and steps; empty where they are.
-    seconds: of CPU time that planning took; in no file, so that a plan is the same bytes every time.
+    estimate: why the figures are not those of all micro-batches and steps; empty where they are. notes: those of the
+    assumptions that concern this machine and the start of a run. next_lever: what to change next, in words.
+    seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
     recipe: str
@@ -283,6 +284,8 @@ class Plan:
     not_modeled: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     estimate: str = ""
+    notes: list[str] = field(default_factory=list)
+    next_lever: str = ""
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property

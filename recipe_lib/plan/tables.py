@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, PipelinePlan, Plan, RankPlan, StagePlan
+from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, Plan, RankPlan, StagePlan
 from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares, split_number
 from recipe_lib.plan.verdict import reason_text
 from recipe_lib.report.terminal import Table
@@ -68,11 +68,17 @@ def allocator_name(plan: Plan) -> str:
     return "reserved (expandable segments)" if planned == expandable != heaviest.reserved else "reserved"
 
 
+def _margin(plan: Plan, unit: Unit) -> int:
+    """In hundredths of the unit: what the printed sum leaves of the printed memory, so that the figures add up."""
+    reserved, outside = (hundredths(size, unit) for size in (planned_reserved(plan), plan.outside.total))
+    return hundredths(planned_reserved(plan) + plan.outside.total + plan.margin, unit) - reserved - outside
+
+
 def verdict_text(plan: Plan) -> str:
     """The verdict with its sum; the figures add up as they are printed."""
     unit = unit_of(planned_reserved(plan) + plan.outside.total)
     reserved, outside = (hundredths(size, unit) for size in (planned_reserved(plan), plan.outside.total))
-    margin = hundredths(planned_reserved(plan) + plan.outside.total + plan.margin, unit) - reserved - outside
+    margin = _margin(plan, unit)
     return (
         f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name}"
         f" ({written(hundredths(plan.device.memory, unit), unit)} each)"
@@ -81,6 +87,16 @@ def verdict_text(plan: Plan) -> str:
         f"{f'margin {written(margin, unit)}' if plan.margin >= 0 else f'exceeds by {written(-margin, unit)}'}"
         f"{f'; an estimate: {plan.estimate}' if plan.estimate else ''}"
     )
+
+
+def verdict_line(plan: Plan) -> str:
+    """The same in a few words, for where a terminal stands still."""
+    unit = unit_of(planned_reserved(plan) + plan.outside.total)
+    margin = _margin(plan, unit)
+    room = f"{written(margin, unit)} left" if plan.margin >= 0 else f"exceeds by {written(-margin, unit)}"
+    estimated = ", an estimate" if plan.estimate else ""
+    devices = f"{'each of ' if plan.ranks > 1 else ''}{plan.ranks} x {plan.device.name}"
+    return f"{plan.verdict.upper()}: {room} on {devices}{estimated}"
 
 
 def branches(root: Node, number: int, unit: Unit, depth: int) -> list[tuple[str, Node, int]]:
@@ -146,7 +162,7 @@ def phase_table(plan: Plan) -> Table:
     ]  # fmt: skip
     header = ["phase", "active", "allocated", "reserved", "expandable", "host", "peak in"]
     title = f"memory by phase, {rank_name(plan, rank)}"
-    return Table(title, header, rows, ("phase", "peak in"), ("peak in",))
+    return Table(title, header, rows, ("phase", "peak in"), ("peak in", "host", "allocated", "expandable"))
 
 
 def rank_table(plan: Plan) -> Table | None:
@@ -159,7 +175,7 @@ def rank_table(plan: Plan) -> Table | None:
         heaviest = "heaviest" if rank is plan.heaviest else ""
         rows.append([str(rank.rank), *map(format_bytes, sizes), heaviest, _place(plan, rank)])
     header = ["rank", "active", "reserved", "expandable", "host", "", "place"]
-    return Table("ranks, peak of all phases", header, rows, ("rank", "", "place"))
+    return Table("ranks, peak of all phases", header, rows, ("rank", "", "place"), ("place", "host", "expandable"))
 
 
 def layer_table(plan: Plan) -> Table | None:
@@ -182,7 +198,7 @@ def layer_table(plan: Plan) -> Table | None:
     if plan.pipeline:
         note += " With a pipeline, this rank is for each module a rank that has it."
     return Table("layers: the full model and one rank's share", header, rows, ("module", "type"),
-                 ("type", "modules"), (note,))  # fmt: skip
+                 ("type", "modules", "trained", "full model"), (note,))  # fmt: skip
 
 
 def _indented(names: list[str]) -> list[str]:
@@ -267,7 +283,7 @@ def communication_table(plan: Plan) -> Table | None:
     note = "On the wire: what a rank sends. Alone: the time if nothing else ran."
     title = "communication of a step" + (f", {rank_name(plan, plan.heaviest)}" if plan.pipeline else "")
     return Table(title, header, rows, ("operation", "where", "module", "shape"),
-                 ("shape", "module", "dtype", "together"), (note,))  # fmt: skip
+                 ("shape", "module", "dtype", "together", "each", "alone"), (note,))  # fmt: skip
 
 
 def _shapes_text(rows: Iterable[CommunicationRow]) -> str:
@@ -280,60 +296,6 @@ def _traffic_cells(sums: Traffic, each: str = "", dtype: str = "") -> list[str]:
     return [str(sums.count), each, dtype, format_bytes(sums.bytes), format_bytes(sums.wire), duration(sums.seconds)]
 
 
-_FEW_SECONDS = 1e-3  # batches on their way to the device take less
-
-
-def time_lines(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) of what is known about time; empty if it was not planned."""
-    time = plan.time
-    if time is None:
-        return []
-    stated = f"error: {time.error}" if time.error else "error not stated"
-    rates = "calibrated" if time.calibrated else "ranking only, not calibrated"
-    lines = [
-        ("step", f"{duration(time.step)}, {rates}; {stated}"),
-        ("kernels", duration(time.compute)),
-        ("communication", f"{duration(time.communication)} total, {duration(time.exposed)} exposed"),
-        ("kernel launches (CPU)", duration(time.launch)),
-        ("bound by", bound_by(plan)),
-        ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
-                   f"all ranks; {time.mfu:.1%} of the device's dense rate"),
-    ]  # fmt: skip
-    if time.copies > _FEW_SECONDS:
-        text = f"{duration(time.copies)} total, {duration(time.copies_exposed)} exposed"
-        lines.insert(3, ("copies to and from the host", text))
-    if plan.pipeline is not None:
-        lines.insert(1, ("pipeline", _pipeline_text(plan.pipeline)))
-    if time.steps is not None:
-        lasts = f", {format_seconds(time.total)}" if time.total is not None else ""
-        lines.append(("run", f"{time.steps:,} steps{lasts}"))
-    return lines
-
-
-def _pipeline_text(pipeline: PipelinePlan) -> str:
-    """Its schedule, and how much of it is waiting."""
-    sequences = f"{pipeline.micro_batch_size} sequence{'s' if pipeline.micro_batch_size != 1 else ''}"
-    text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
-    if pipeline.bubble is not None and pipeline.seconds is not None:
-        text += (
-            f"; bubble {pipeline.bubble:.1%} of {duration(pipeline.seconds)} on {len(pipeline.places)} pipeline ranks"
-        )
-    if pipeline.ideal is not None:
-        text += f" (equal stages without communication time: {pipeline.ideal:.1%})"
-    return text
-
-
-def bound_by(plan: Plan) -> str:
-    """What a step cannot be shorter than: its kernels, its collectives, or the host that issues both."""
-    assert plan.time is not None
-    parts = {
-        "kernels": plan.time.compute,
-        "communication": plan.time.communication,
-        "the CPU (launch-bound)": plan.time.launch,
-    }
-    return max(parts, key=lambda name: parts[name])
-
-
 def advice_table(plan: Plan) -> Table | None:
     """One lever a row; None without advice."""
     if not plan.advice:
@@ -343,7 +305,7 @@ def advice_table(plan: Plan) -> Table | None:
          signed_seconds(lever.seconds), "fits" if lever.fits else "does not fit", lever.note] for lever in plan.advice
     ]  # fmt: skip
     header = ["override", "peak", "step", "verdict", "note"]
-    return Table("effect of one override", header, rows, ("override", "verdict", "note"))
+    return Table("effect of one override", header, rows, ("override", "verdict", "note"), ("step",))
 
 
 def host_line(plan: Plan) -> str:
@@ -370,16 +332,19 @@ def run_lines(plan: Plan) -> list[tuple[str, str]]:
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
         ("mesh", f"{mesh} ({plan.ranks} rank{'s' if plan.ranks != 1 else ''})"),
-        ("sequence length", _sequence_text(plan.sequence)),
+        ("sequence length", _sequence_text(plan)),
         ("device", facts),
     ]
 
 
-def _sequence_text(sequence: dict[str, Any]) -> str:
-    tokens = sequence.get("tokens")
+def _sequence_text(plan: Plan) -> str:
+    tokens = plan.sequence.get("tokens")
     text = f"{tokens:,} tokens" if isinstance(tokens, int) else "not known"
-    source, histogram = sequence.get("source"), sequence.get("histogram")
-    text += f", from {source}" if source else ""
+    source, histogram = plan.sequence.get("source"), plan.sequence.get("histogram")
+    if isinstance(source, str):
+        short, _, reason = source.partition(": ")
+        told = reason and any(line.startswith(reason) for line in plan.assumptions)
+        text += f", from {short if told else source}"
     if isinstance(histogram, dict):
         numbers = [f"{name} {value:,}" for name, value in histogram.items() if isinstance(value, (int, float))]
         text += f" ({', '.join(numbers)})" if numbers and len(numbers) <= 8 else ""
@@ -389,4 +354,9 @@ def _sequence_text(sequence: dict[str, Any]) -> str:
 def version_line(plan: Plan) -> str:
     """Programs with their versions, and how long planning took."""
     parts = [f"{name} {version}" for name, version in plan.versions.items()]
-    return ", ".join([*parts, f"planned in {duration(plan.seconds)}"])
+    return ", ".join([*parts, planned_in(plan)])
+
+
+def planned_in(plan: Plan) -> str:
+    """How long the process took, as a clock on the wall has it."""
+    return f"planned in {duration(plan.seconds)} of wall time"

@@ -33,8 +33,24 @@ def _requested(plan: Plan) -> int:
 
 
 def next_step(plan: Plan) -> str:
-    """What to do about it; empty where the run fits."""
+    """What to change next, and where to find more."""
+    ways = [] if plan.advice else ["--advice says what each lever gains"]
+    if plan.verdict != FITS:
+        ways.append("--search looks for the fastest settings that fit")
+    return "; ".join(filter(None, [_tried(plan) or plan.next_lever, *ways]))
+
+
+def _tried(plan: Plan) -> str:
+    """The best of the levers that were tried: what makes the run fit, or where it does, what makes it faster."""
+    rows = [row for row in plan.advice if row.fits]
     if plan.verdict == FITS:
+        rows = [row for row in rows if row.seconds is not None and row.seconds < 0]
+    elif plan.verdict == DOES_NOT_FIT or not rows:
+        rows = rows or plan.advice
+    if not rows:
         return ""
-    levers = "" if plan.advice else "--advice says what each lever gains; "
-    return f"{plan.verdict}: {levers}--search looks for the fastest settings that fit"
+    row = rows[0]
+    change = f"{format_bytes(abs(row.bytes))} {'less' if row.bytes <= 0 else 'more'} at the peak"
+    if row.seconds:
+        change += f", a step {abs(row.seconds):.3g} s {'shorter' if row.seconds < 0 else 'longer'}"
+    return f"{row.override}: {change}, {'fits' if row.fits else 'does not fit yet'}"

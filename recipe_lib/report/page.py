@@ -19,11 +19,19 @@ class TableLike(Protocol):
 
 @dataclass
 class Figure:
-    """svg: of `report.svg`. keys: (class of a color, what has it). note: a sentence below it."""
+    """svg: of `report.chart`. keys: (class of a color, what has it). note: a sentence below it. title: above it.
+
+    log: the same with a logarithmic axis, to choose in place of it; log_first: what is seen first. wide: on a narrow
+    screen it keeps a width at which it can be read, and is scrolled.
+    """
 
     svg: str
     keys: Sequence[tuple[str, str]] = ()
     note: str = ""
+    title: str = ""
+    log: str = ""
+    log_first: bool = False
+    wide: bool = False
 
 
 @dataclass
@@ -40,7 +48,7 @@ class Branch:
 
 @dataclass
 class Section:
-    """A heading and what is below it; one that has nothing is left out."""
+    """A heading and what is below it; one that has nothing is left out. closed: opened by a click on its heading."""
 
     title: str
     facts: Sequence[tuple[str, object]] = ()
@@ -49,6 +57,7 @@ class Section:
     tree: Branch | None = None
     items: Sequence[str] = ()
     text: str = ""
+    closed: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.facts or self.table or self.figures or self.tree or self.items or self.text)

@@ -4,12 +4,11 @@ Everything that is shown goes through `visible`: control characters of a user's 
 """
 
 import io
-import os
 import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Literal
 
 from rich import table as rich_table
 from rich.cells import cell_len
@@ -18,8 +17,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from recipe_lib.errors import visible
+from recipe_lib.logs import wants_color as wants_color
 
-NARROWEST, WIDEST = 80, 120
+NARROWEST, WIDEST = 60, 120
 GOOD, BAD, WARNING, HEADING, SOFT = "bold green", "bold red", "bold yellow", "bold", "dim"
 _GAP, _SHORTEST = 2, 12  # columns between two; letters that a text which is cut keeps
 _ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
@@ -41,13 +41,8 @@ class Table:
     fold: bool = False
 
 
-def wants_color(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that is to show styles; NO_COLOR (no-color.org) and TERM=dumb say no."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def terminal_width(otherwise: int = 100) -> int:
-    """Columns of the terminal between 80 and 120; without a terminal `otherwise`."""
+    """Columns of the terminal between 60 and 120; without a terminal `otherwise`."""
     return min(max(WIDEST, otherwise), max(NARROWEST, shutil.get_terminal_size((otherwise, 24)).columns))
 
 

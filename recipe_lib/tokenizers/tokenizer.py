@@ -70,6 +70,16 @@ class Tokenizer:
         return self._template.place if self._template else self.place
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """What encodes ordinary text."""
+        return self._vocabulary
+
+    @property
+    def added_tokens(self) -> tuple[AddedToken, ...]:
+        """The tokens beside the vocabulary's ordinary ones."""
+        return tuple(self._added.values())
+
+    @property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as text."""
         return tuple(content for content, token in self._added.items() if token.special)

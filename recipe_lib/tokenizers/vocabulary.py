@@ -81,10 +81,15 @@ class SentencePieceVocabulary:
         pieces = self._first.encode("a", out_type=str)
         self.eats_first_space = bool(pieces) and pieces[0].startswith("▁")
         self.eats_space_after_special = self.eats_first_space and legacy
-        self._collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
+        self.collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
         greedy = [s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)]
         self._breakable = alternation(greedy)
         self._bytes = [self._piece_bytes(i) for i in range(self.size)]
+
+    @property
+    def model(self) -> SentencePieceProcessor:
+        """The model as the file has it."""
+        return self._first
 
     def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text."""
@@ -93,7 +98,7 @@ class SentencePieceVocabulary:
             if place is TextPosition.START or (place is TextPosition.AFTER_SPECIAL and self.eats_space_after_special):
                 ids += self._first.encode(part)
             else:
-                ids += self._inner.encode(re.sub(" {2,}", " ", part) if self._collapses_spaces else part)
+                ids += self._inner.encode(re.sub(" {2,}", " ", part) if self.collapses_spaces else part)
             place = TextPosition.INSIDE
         return ids
 

@@ -1,19 +1,31 @@
 """What a run leaves for others: the trained model, or an adapter and perhaps the model with it merged in."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter, file_rank
 from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import trained_template
 from recipe_lib.logs import get_logger
+from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.added_parameters import warn_of_export
+from recipe_lib.training.card import run_card
+from recipe_lib.training.next_commands import (
+    ANYWHERE,
+    adapter_commands,
+    merge_command,
+    model_commands,
+    own_recipe,
+    tell_next,
+)
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB
@@ -27,6 +39,7 @@ def export_trained_model(
 ) -> None:
     """Writes output_dir/model, a Hugging Face folder with the tokenizer it was trained with. Collective."""
     folder = Path(cfg.output_dir) / MODEL_FOLDER
+    usable = _can_generate(model, source)
     export_model(
         model,
         source.spec,
@@ -35,12 +48,14 @@ def export_trained_model(
         tokenizer_folder=data.tokenizer_path,
         max_shard_bytes=_shard_bytes(cfg),
         world=world,
-        chat_template=data.chat_template,
-        stop_ids=data.tokenizer.stop_ids,
+        **_trained_with(cfg, data),
         save_extra=cfg.checkpoint.extra_parameters == "save",
+        card=_card(cfg, source, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
+    if usable:
+        tell_next(model_commands(folder))
 
 
 def export_trained_adapter(
@@ -51,6 +66,12 @@ def export_trained_adapter(
     The model is merged from the checkpoint's files: weights of a random start (model.preset) are in none.
     """
     folder = Path(cfg.output_dir) / ADAPTER_FOLDER
+    beside, usable = _trained_with(cfg, data), source.folder is not None and _can_generate(model, source)
+
+    def commands(adapter: Path) -> list[str]:
+        rank, has_template = file_rank(source.spec, cfg.lora), beside["chat_template"] is not None
+        return adapter_commands(adapter, source.name, cfg.lora, rank=rank, template=has_template)
+
     export_adapter(
         model,
         source.spec,
@@ -61,14 +82,14 @@ def export_trained_adapter(
         base_folder=source.folder,
         source_config=source.config,
         tokenizer_folder=data.tokenizer_path,
-        chat_template=data.chat_template,
-        stop_ids=data.tokenizer.stop_ids,
+        **beside,
         save_extra=cfg.checkpoint.extra_parameters == "save",
+        card=_card(cfg, source, world, commands(ANYWHERE) if usable else [], is_adapter=True),
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
+    merged = Path(cfg.output_dir) / MODEL_FOLDER
     if cfg.lora.merge_on_save and source.folder is not None:
-        merged = Path(cfg.output_dir) / MODEL_FOLDER
         merge_adapter(
             source.folder,
             folder,
@@ -77,11 +98,35 @@ def export_trained_adapter(
             dtype=DTYPES[cfg.dtype],
             ranks=world,
             tokenizer_folder=data.tokenizer_path,
-            chat_template=data.chat_template,
-            stop_ids=data.tokenizer.stop_ids,
+            **beside,
             max_shard_bytes=_shard_bytes(cfg),
+            card=_card(cfg, source, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
         )
         get_logger().info("model: %s", merged)
+    if usable:
+        merge = [merge_command(Path(cfg.output_dir), recipe=own_recipe(cfg))]
+        stays = merged.exists() and not cfg.overwrite_output_dir  # of a run that is gone on with
+        then = model_commands(merged) if cfg.lora.merge_on_save else [] if stays else merge
+        tell_next([*commands(folder), *then])
+
+
+def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
+    """What the tokenizer's own files may not say: the template of the samples, and what ends an answer."""
+    return {"chat_template": trained_template(cfg, data.tokenizer), "stop_ids": data.tokenizer.stop_ids}
+
+
+def _card(
+    cfg: FullFinetuneConfig, source: ResolvedModel, world: "World", commands: list[str], *, is_adapter: bool
+) -> str | None:
+    """On rank 0, which has the records of the run and writes the export."""
+    if not world.is_main:
+        return None
+    return run_card(cfg, source.folder, commands, is_adapter=is_adapter, run=Path(cfg.output_dir))
+
+
+def _can_generate(model: nn.Module, source: ResolvedModel) -> bool:
+    """Whether `tune generate` loads what was written: models of our families, without parameters of a recipe."""
+    return isinstance(source.spec, DecoderSpec) and not extra_tensors(model, saved=True)
 
 
 def _shard_bytes(cfg: FullFinetuneConfig) -> int:

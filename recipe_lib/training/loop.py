@@ -20,8 +20,10 @@ from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate
 from recipe_lib.optim.state_layout import local_of
 from recipe_lib.parallel.hang_detection import beats
+from recipe_lib.report.phases import phase
 from recipe_lib.training.records.communication import CommunicationProbe, describe
 from recipe_lib.training.records.metrics import step_metrics
+from recipe_lib.training.records.run_facts import data_facts
 from recipe_lib.training.records.run_log import RunLog
 from recipe_lib.training.resume import save_run
 from recipe_lib.training.same_on_all_ranks import check_same_batches
@@ -75,7 +77,9 @@ class TrainingLoop:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(explain_out_of_memory("training", self._cfg, self._peak))
-            self._log = stack.enter_context(RunLog(self._cfg, self._world, self.total_steps, done=self.step))
+            facts = data_facts(self._data)
+            log = RunLog(self._cfg, self._world, self.total_steps, done=self.step, data=facts)
+            self._log = stack.enter_context(log)
             self._stop = stack.enter_context(StopSignal())
             self._stack = stack.pop_all()
         return self
@@ -118,7 +122,9 @@ class TrainingLoop:
         self._record(step, batches)
         if self._validation_is_due():
             heartbeat.enter(f"validation after step {self.step}")
-            self._log.validation({"step": self.step} | dict(validate()))
+            with phase("validating"):
+                numbers = dict(validate())
+            self._log.validation({"step": self.step} | numbers)
             heartbeat.enter(f"end of step {self.step}")
         stopped = self._stop.agreed(self._world)
         is_last, every = self.step == self.total_steps, self._cfg.checkpoint.save_every_n_steps
@@ -127,7 +133,8 @@ class TrainingLoop:
             self._check_weights()
         if saves:
             heartbeat.enter(f"saving step {self.step}")
-            path = save_run(self._cfg, self.step, self._model, self._optimizer, self._data, self._world)
+            with phase("saving a state to resume from"):
+                path = save_run(self._cfg, self.step, self._model, self._optimizer, self._data, self._world)
         if stopped:
             self._log.close("stopped")
             raise StoppedAndSaved(f"stopped after step {self.step}; resume it with resume=latest ({path})")
@@ -152,7 +159,8 @@ class TrainingLoop:
             devices=self._world.size,
             peak=peak,
         )
-        self._log.step(line | of_places | shares | {name: value.item() for name, value in step.metrics.items()})
+        own = {name: value.item() for name, value in step.metrics.items()}
+        self._log.step(line | of_places | shares | own, tuple(own))
         if shares:
             get_logger().info(describe(self.step, shares))
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:

@@ -1,18 +1,31 @@
 """report.html: what a run did, on one page that needs neither network nor script."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from recipe_lib.files import replace_text
 from recipe_lib.redaction import redact
+from recipe_lib.report.chart import Curve, line_figure
 from recipe_lib.report.page import Figure, Section, render_page
-from recipe_lib.report.svg import Curve, draw_chart
+from recipe_lib.report.planned import NO_PLAN, planned_table
+from recipe_lib.report.terminal import Table
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.units import format_count, format_seconds
 
 REPORT_FILE = "report.html"
+# Keys of a metrics line that a run itself writes; every other number is of the recipe's own.
+_ONCE = ("communication_share", "communication_exposed_share", "scaling_efficiency")
+_OF_THE_RUN = {
+    "step", "epoch", "loss", "grad_norm", "lr", "tokens_per_second", "tokens_per_second_per_device", "label_tokens",
+    "label_token_fraction", "seconds", "tokens", "memory_kind", "validation_loss", "validation_tokens", *_ONCE,
+}  # fmt: skip
+_PEAK, _PLACE = "peak_memory_", "peak_memory_allocated_gib_pipeline_"
+_VALIDATION = "validation_"
+_LARGEST = 1e300  # what is beyond cannot be drawn beside other numbers
 
 
 def write_report(output_dir: Path) -> Path:
@@ -36,9 +49,13 @@ def render_report(name: str, summary: Mapping[str, Any], lines: list[dict[str, A
     versions = summary.get("versions")
     sections = [
         Section("Curves", figures=_charts(lines)),
-        Section("Summary", facts=_summary_rows(summary)),
+        Section("Metrics of the recipe", figures=_own_charts(lines)),
+        _planned(summary, lines),
+        Section("Data", table=_data_table(summary.get("data"))),
+        Section("Settings that differ from the defaults", table=_settings_table(summary.get("changed_settings"))),
+        Section("Summary", facts=[*_summary_rows(summary), *_measured_once(lines)]),
         Section("Software", facts=sorted(versions.items()) if isinstance(versions, dict) else []),
-        Section("Config", text=config),
+        Section("All settings", text=config, closed=True),
     ]
     status = str(summary.get("status", "unknown"))
     return render_page("run", f"{name}: {headline}", name, headline, sections, status=status)
@@ -48,31 +65,124 @@ def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
     """One chart for each kind of number; those that the run never recorded are left out."""
     kind = next((line["memory_kind"] for line in lines if line.get("memory_kind")), "device")
     memory = "Peak device memory" if kind == "device" else f"Peak memory ({kind})"
-    shown = [
-        ("Loss", "", [("training", "loss"), ("validation", "validation_loss")], False),
-        ("Gradient norm, before clipping", "", [("gradient norm", "grad_norm")], True),
-        ("Learning rate", "", [("learning rate", "lr")], True),
-        ("Tokens per second", "", [("all devices", "tokens_per_second")], True),
-        ("Label tokens, share of all", "", [("share", "label_token_fraction")], True),
-        (
-            memory,
-            "GiB",
-            [(name, f"peak_memory_{name}_gib") for name in ("reserved", "allocated", "active")],
-            True,
-        ),
-    ]
+    places = sorted({key for line in lines for key in line if key.startswith(_PLACE)}, key=lambda key: (len(key), key))
+    shown: list[tuple[str, str, list[tuple[str, str]], dict[str, Any]]] = [
+        ("Loss", "", [("training", "loss"), ("validation", "validation_loss")], {"prefers_log": True}),
+        ("Gradient norm, before clipping", "norm", [("gradient norm", "grad_norm")], {"prefers_log": True}),
+        ("Learning rate", "", [("learning rate", "lr")], {"from_zero": True}),
+        ("Throughput", "tokens per second", [("all devices", "tokens_per_second")], {"from_zero": True}),
+        ("Label tokens", "share of all tokens", [("share", "label_token_fraction")], {"from_zero": True}),
+        (memory, "GiB", [(name, f"{_PEAK}{name}_gib") for name in ("reserved", "allocated", "active")],
+         {"from_zero": True}),
+        ("Peak allocated memory, by place in the pipeline", "GiB",
+         [(f"place {key.removeprefix(_PLACE)}", key) for key in places], {"from_zero": True}),
+    ]  # fmt: skip
     charts = []
-    for title, unit, series, from_zero in shown:
-        curves = [Curve(name, [(line["step"], line[key]) for line in lines if key in line]) for name, key in series]
-        curves = [curve for curve in curves if any(value is not None for _, value in curve.points)]
-        if curves:
-            charts.append(Figure(draw_chart(title, unit, _without_copies(curves), from_zero=from_zero)))
+    for title, unit, series, how in shown:
+        if curves := _curves(lines, series):
+            charts.append(line_figure(title, unit, _without_copies(curves), **how))
     return charts
+
+
+def _own_charts(lines: list[dict[str, Any]]) -> list[Figure]:
+    """A chart for each number that the recipe returned with its steps or validations; `x` and `validation_x` share
+    one."""
+    own = dict.fromkeys(
+        key for line in lines for key, value in line.items()
+        if key not in _OF_THE_RUN and not key.startswith(_PEAK) and _is_number(value)
+    )  # fmt: skip
+    charts = []
+    for key in own:
+        checked = f"{_VALIDATION}{key}"
+        if key.startswith(_VALIDATION) and key.removeprefix(_VALIDATION) in own:
+            continue
+        series = [("training", key), ("validation", checked)] if checked in own else [(key, key)]
+        if curves := _curves(lines, series):
+            charts.append(line_figure(key, "", curves))
+    return charts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _curves(lines: list[dict[str, Any]], series: Iterable[tuple[str, str]]) -> list[Curve]:
+    """The series that have at least one number that can be drawn."""
+    curves = [Curve(name, [(line["step"], _drawable(line[key])) for line in lines if key in line])
+              for name, key in series]  # fmt: skip
+    return [curve for curve in curves if any(value is not None for _, value in curve.points)]
+
+
+def _drawable(value: Any) -> float | None:
+    if not _is_number(value) or not abs(value) < _LARGEST or not math.isfinite(value):
+        return None
+    return float(value) if abs(value) > 1 / _LARGEST else 0.0
 
 
 def _without_copies(curves: list[Curve]) -> list[Curve]:
     """The curves, of several that are equal (on a CPU all kinds of memory are) only the last."""
     return [curve for at, curve in enumerate(curves) if all(curve.points != later.points for later in curves[at + 1 :])]
+
+
+def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section:
+    """Planned beside measured; nothing for a run whose summary says nothing of plans."""
+    title = "Planned and measured"
+    if "planned" not in summary:
+        return Section(title)
+    if not isinstance(summary["planned"], dict):
+        return Section(title, items=[NO_PLAN])
+    seconds = [line["seconds"] for line in lines if _is_number(line.get("seconds"))]
+    typical = median(seconds[1:] or seconds) if seconds else None
+    return Section(title, table=planned_table(summary["planned"], summary, typical))
+
+
+def _data_table(data: Any) -> Table | None:
+    """What became of the samples, a column for training and one for validation; None if it was not counted."""
+    if not isinstance(data, dict) or not data:
+        return None
+    names = [name for name in ("training", "validation") if name in data]
+    rows = [[what, *(_data_text(data[name], key) for name in names)] for what, key in _DATA_ROWS]
+    rows = [row for row in rows if any(text not in ("", "0") for text in row[1:])]
+    return Table("Data", ["", *names], rows, ("", *names))
+
+
+_DATA_ROWS = (
+    ("source", "source"),
+    ("format", "format"),
+    ("template", "template"),
+    ("samples read", "samples"),
+    ("bad samples, left out", "bad"),
+    ("sequences", "sequences"),
+    ("pairs", "pairs"),
+    ("truncated at max_seq_len", "truncated"),
+    ("too long or empty, left out", "left_out"),
+    ("the same as an earlier one", "duplicates"),
+    ("tokens", "tokens"),
+    ("label tokens", "label_tokens"),
+    ("packed sequences an epoch", "packs"),
+    ("tokens in packed sequences", "packed_share"),
+)
+
+
+def _data_text(counts: Mapping[str, Any], key: str) -> str:
+    value = counts.get(key)
+    if value is None:
+        return ""
+    if key == "packed_share":
+        return f"{value:.1%}, the rest is padding"
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    if key == "label_tokens":
+        text += f" ({counts['label_token_fraction']:.1%})"
+    elif key == "truncated" and value:
+        text = f"{text} of {counts['sequences']:,} sequences, at {counts['max_seq_len']:,} tokens"
+    return text
+
+
+def _settings_table(changed: Any) -> Table | None:
+    if not isinstance(changed, dict) or not changed:
+        return None
+    rows = [[name, *texts] for name, texts in changed.items()]
+    return Table("Settings", ["key", "value", "default"], rows, ("key", "value", "default"))
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
@@ -88,7 +198,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of every plain number of the summary, with its unit."""
     rows = []
     for key, value in summary.items():
-        if isinstance(value, (dict, list)):
+        if isinstance(value, (dict, list)) or key in ("planned", "data", "changed_settings"):
             continue
         name = key.replace("_gib", "").replace("_seconds", " time").replace("_", " ")
         if value is None:
@@ -103,3 +213,13 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             text = f"{value:.4f}" if isinstance(value, float) else str(value)
         rows.append((name, text))
     return rows
+
+
+def _measured_once(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What `log.communication_step` measured."""
+    return [
+        (f"{key.replace('_', ' ')}, step {line['step']}", f"{line[key]:.1%}")
+        for line in lines
+        for key in _ONCE
+        if _is_number(line.get(key))
+    ]

@@ -1,5 +1,7 @@
 """A recipe from its config to its last step: the same calls, in the same order, on every rank."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -8,8 +10,10 @@ from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.parallel import World, start_world
 from recipe_lib.parallel.seeds import set_seeds
+from recipe_lib.report.phases import phase
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
 from recipe_lib.training.same_on_all_ranks import check_same_config
+from recipe_lib.training.slow_dtype import warn_of_slow_dtype
 from recipe_lib.training.training_data import prepare
 
 
@@ -49,28 +53,36 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     what one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with what its
     memory held before. Raises UserError and StoppedAndSaved.
     """
-    prepared = prepare(cfg)
+    with phase("reading the data"):
+        prepared = prepare(cfg)
     with start_world(cfg) as world:
-        heartbeat = world.heartbeat
+
+        @contextmanager
+        def part(name: str) -> Iterator[None]:
+            world.heartbeat.enter(name)
+            with phase(name):
+                yield
+
         set_seeds(cfg.seed, world, alike=cfg.model.implementation != "native")
-        heartbeat.enter("setting up")
-        check_same_config(cfg, world)
-        recipe: Recipe = world.agree(recipe_class, cfg, world)
-        heartbeat.enter("reading data")
-        world.agree(recipe.setup_data, prepared)
+        with part("setting up"):
+            check_same_config(cfg, world)
+            warn_of_slow_dtype(cfg, world)
+            recipe: Recipe = world.agree(recipe_class, cfg, world)
+        with part("reading data"):
+            world.agree(recipe.setup_data, prepared)
         with explain_out_of_memory("setting up the model", cfg, PeakMemory(world.device)):
-            heartbeat.enter("setting up the model")
-            recipe.setup_model()
-            check_models(recipe, cfg, world)
-            heartbeat.enter("loading weights")
-            recipe.load_weights()
-            check_values(recipe, world)
-            heartbeat.enter("setting up the optimizer")
-            recipe.setup_optimizer()
-            check_trained(recipe, world)
+            with part("setting up the model"):
+                recipe.setup_model()
+                check_models(recipe, cfg, world)
+            with part("loading weights"):
+                recipe.load_weights()
+                check_values(recipe, world)
+            with part("setting up the optimizer"):
+                recipe.setup_optimizer()
+                check_trained(recipe, world)
             for line in recipe.describe():
                 get_logger().info(line)
-            heartbeat.enter("resuming")
-            recipe.resume()
-        heartbeat.enter("starting to train")
+            with part("resuming"):
+                recipe.resume()
+        world.heartbeat.enter("starting to train")
         recipe.train()

@@ -15,12 +15,14 @@ from recipe_lib.data import (
     build_validation_dataset,
     check_vocabulary,
     prepare_data,
+    settle_formats,
     step_batches,
     validation_steps,
     warn_of_overlap,
     warn_of_positions,
 )
 from recipe_lib.errors import UserError
+from recipe_lib.logs import get_logger
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.output import check_output
@@ -55,6 +57,8 @@ class TrainingData:
         check_vocabulary(self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset)
         warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
         warn_of_overlap(self.dataset, self.validation_dataset)
+        if note := self.dataset.report.plain_note():
+            get_logger().info(note)
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
         self.plan = DataPlan(
             self.dataset,
@@ -127,7 +131,11 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | None:
         check_output(cfg)
         source = resolve_model(cfg.model)
         validate_parallelism(cfg, source.spec)
-        return prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))
+        found = settle_formats(cfg)
+        prepared = prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))
+        for line in found:
+            get_logger().info(line)
+        return prepared
     except UserError:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise

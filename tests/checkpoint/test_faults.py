@@ -144,6 +144,7 @@ def test_a_full_disk_at_every_operation(first: Path, memory_path: Path, monkeypa
         assert latest(root) == (2, good[2])
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_at_every_operation(
     first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

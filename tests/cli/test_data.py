@@ -43,7 +43,7 @@ def between(text: str) -> list[str]:
 def test_show_marks_what_is_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     rows = write(tmp_path / "rows.jsonl", ROWS)
     code, out, err = tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--limit", "2")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"data: format alpaca, found by the columns of {rows}\n")
     assert "".join(between(out.split("── sequence 2")[0])).startswith("five")
     assert "".join(between(out.split("── sequence 2")[1])).startswith("six")
     assert f"{rows}:1" in out and f"{rows}:2" in out and f"{rows}:3" not in out
@@ -73,7 +73,11 @@ def test_a_step_behind_the_last_one(capsys: pytest.CaptureFixture[str], tmp_path
     words = ["show", *arguments(write(tmp_path / "rows.jsonl", ROWS), "batch_size=2", "epochs=2"), "--step"]
     assert tune(capsys, *words, "2")[0] == 0
     code, out, err = tune(capsys, *words, "3")
-    assert (code, out, err) == (2, "", "error: --step: found 3, expected at most 2: the config's epochs end there\n")
+    assert (code, out, err.splitlines(True)[-1]) == (
+        2,
+        "",
+        "error: --step: found 3, expected at most 2: the config's epochs end there\n",
+    )
 
 
 def test_show_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path):

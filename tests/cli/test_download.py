@@ -76,12 +76,13 @@ def test_safe_files_and_no_others(download: Download, hub: Hub, tmp_path: Path):
     result = download("owner/good", "--output-dir", output)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{output}\n"
-    assert result.stderr == f"next: tune run full_finetune_distributed --config CONFIG model.path={output}\n"
+    assert result.stderr == f"next: tune run CONFIG model.path={output}\n"
     assert names(output) == set(SAFE)
     assert all((output / name).read_bytes() == content for name, content in SAFE.items())
     assert not any(path.endswith((".py", ".bin", ".pth", ".gguf")) for path in hub.asked)
 
 
+@pytest.mark.slow
 def test_the_cache_and_finding_it_again(download: Download, tmp_path: Path):
     result = download("owner/good")
     assert result.returncode == 0, result.stderr

@@ -30,23 +30,42 @@ def test_ls_shows_recipes_with_their_configs(capsys: pytest.CaptureFixture):
         docstring = ast.get_docstring(ast.parse(find_recipe(name).read_text()))
         start = lines.index(f"{name}: {docstring.splitlines()[0]}")
         configs = list_configs()[name]
-        assert lines[start + 1 : start + 1 + len(configs)] == [f"  {config}" for config in configs]
+        shown = lines[start + 1 : start + 1 + len(configs)]
+        assert [line.split()[0] for line in shown] == configs
+        for config, line in zip(configs, shown, strict=True):  # what the head of the file says
+            head = find_config(config).read_text().split("\nrecipe:")[0].replace("\n# ", " ")
+            reserved = head.split(" active, ")[1].split(" reserved")[0]
+            meant = head.split("Meant for ")[1].split(":")[0] if "Meant for" in head else "1 rank"
+            assert line.split("  ", 2)[2].split() == [*reserved.split(), "planned", *meant.split()]
 
 
 def test_ls_of_one_recipe(capsys: pytest.CaptureFixture):
     code, out, _ = run(capsys, "ls", RECIPE)
     assert code == 0
     assert out.startswith(f"{RECIPE}: ")
-    assert f"  {CONFIG}\n" in out
+    assert f"  {CONFIG} " in out and "dpo" not in out
 
 
-def test_ls_of_no_recipe(capsys: pytest.CaptureFixture):
-    assert run(capsys, "ls", "full_finetun") == (
-        2,
-        "",
-        f"error: full_finetun: no such recipe; did you mean {RECIPE}?\n",
-    )
-    assert run(capsys, "ls", "zzz")[2].startswith("error: zzz: no such recipe; one of: dpo_distributed, ")
+@pytest.mark.parametrize(
+    ("words", "configs"),
+    [
+        (["qwen3", "8B", "lora"], ["qwen3/8B_lora"]),
+        (["QWEN2.5", "7b", "lora"], ["qwen2_5/7B_lora"]),
+        (["405B"], ["llama3_1/405B_full", "llama3_1/405B_qlora"]),
+        (["lora_finetune_distributed", "llama3", "8B_q"], ["llama3/8B_qlora", "llama3_1/8B_qlora"]),
+        (["dpo", "qwen3"], ["qwen3/8B_dpo"]),
+    ],
+)
+def test_ls_filters(words: list[str], configs: list[str], capsys: pytest.CaptureFixture):
+    code, out, err = run(capsys, "ls", *words)
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == configs
+
+
+def test_ls_of_nothing(capsys: pytest.CaptureFixture):
+    said = run(capsys, "ls", "full_finetun")
+    assert said == (2, "", f"error: full_finetun: no such recipe, and no config with it; did you mean {RECIPE}?\n")
+    assert run(capsys, "ls", "qwen3", "405B")[2] == "error: no config has qwen3 and 405B; `tune ls` lists all\n"
 
 
 def test_cat_is_the_file(capsys: pytest.CaptureFixture):

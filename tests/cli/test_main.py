@@ -17,6 +17,9 @@ CHEAP = [
     ["--help"],
     ["ls"],
     ["ls", "--help"],
+    ["ls", "qwen3", "8B", "lora"],
+    ["-V"],
+    ["help", "run"],
     ["cat", CONFIG],
     ["cat", CONFIG, "--resolved", "batch_size=3"],
     ["cat", CONFIG, "--describe"],
@@ -96,12 +99,11 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (
             ["zzz"],
             "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "doctor, run, export, generate",
+            "doctor, run, export, generate, completion",
         ),
         (
-            ["--verbose"],
-            "error: tune: unknown option '--verbose'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "doctor, run, export, generate",
+            ["--verbos"],
+            "error: tune: unknown option '--verbos'; did you mean --verbose?",
         ),
         (["cat", CONFIG, "--resolvd"], "error: tune cat: unknown option --resolvd; did you mean --resolved?"),
         (["generate", "x", "--promt", "a"], "error: tune generate: unknown option --promt; did you mean --prompt?"),

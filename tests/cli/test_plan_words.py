@@ -73,10 +73,10 @@ def test_all_gpus_of_a_machine_without_one(monkeypatch: pytest.MonkeyPatch):
         (["-m", "recipe", *CONFIG], "-m cannot be used: RECIPE is the name of a recipe or a .py file"),
         (["--nnodes", "2:1", *CONFIG], "--nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999"),
         (["one", "two", *CONFIG], "unexpected argument two; see `tune plan --help`"),
-        ([], "no config; expected: tune plan [RECIPE] --config CONFIG"),
+        ([], "no config; expected: tune plan [RECIPE --config] CONFIG"),
         (
             ["--calibrate", "rates.json", "full_finetune_distributed"],
-            "no config; expected: tune plan [RECIPE] --config",
+            "no config; expected: tune plan [RECIPE --config]",
         ),
     ],
 )

@@ -1,9 +1,11 @@
 """`tune run`: which words are torchrun's, which is the recipe, and what is refused before anything starts."""
 
+from pathlib import Path
+
 import pytest
 from torch.distributed.run import get_args_parser
 
-from recipe_lib.cli import torchrun_flags
+from recipe_lib.cli import run, torchrun_flags
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
@@ -72,9 +74,9 @@ def test_the_last_value_of_a_flag_counts():
     assert torchrun_flags.value_of(["--standalone"], "--nnodes") is None
 
 
-USAGE = "expected: tune run [torchrun flags] RECIPE --config CONFIG"
+USAGE = "expected: tune run [torchrun flags] CONFIG (see `tune ls`)"
 MISTAKES = [
-    (["--nproc_per_node", "2"], f"tune run: no recipe; {USAGE}"),
+    (["--nproc_per_node", "2"], f"tune run: no config; {USAGE}"),
     (["--nproc_per_node"], "tune run: --nproc_per_node: expected a value"),
     (
         ["--nproc_per_nod", "2", RECIPE],
@@ -97,11 +99,8 @@ MISTAKES = [
     (["--nnodes", "2:1", RECIPE], "tune run: --nnodes 2:1: expected N or MIN:MAX, numbers from 1 to 99999"),
     (["--no-python", RECIPE], "tune run: --no-python cannot be used: RECIPE is the name of a recipe or a .py file"),
     (["-m", RECIPE], "tune run: -m cannot be used: RECIPE is the name of a recipe or a .py file"),
-    (
-        ["--config", CONFIG, RECIPE],
-        "tune run: --config comes after RECIPE: tune run [torchrun flags] RECIPE --config CONFIG",
-    ),
-    (["batch_size=1", RECIPE], "tune run: batch_size=1: overrides come after RECIPE"),
+    (["batch_size=1", RECIPE], "tune run: batch_size=1: overrides come after CONFIG"),
+    (["llama3/8B_ful"], f"llama3/8B_ful: no such config and no such recipe; did you mean {CONFIG}?"),
     (["full_finetune", "--config", CONFIG], f"full_finetune: no such recipe; did you mean {RECIPE}?"),
     ([RECIPE], f"tune run: no config; expected: tune run {RECIPE} --config CONFIG (see `tune ls`)"),
     ([RECIPE, "--confg", CONFIG], "tune run: unknown option --confg; did you mean --config?"),
@@ -152,3 +151,28 @@ def test_a_recipe_without_main(tmp_path, capsys: pytest.CaptureFixture):
 def test_a_flag_without_its_value_is_named():
     with pytest.raises(ConfigError, match="--rdzv-endpoint: expected a value"):
         torchrun_flags.split(["--nnodes", "2", "--rdzv-endpoint"])
+
+
+@pytest.mark.parametrize(
+    ("words", "configs"),
+    [
+        ([CONFIG, "batch_size=1"], [CONFIG]),
+        ([CONFIG, "--config", "mine.yaml"], [CONFIG, "mine.yaml"]),
+        (["--config", CONFIG], [CONFIG]),
+        ([f"--config={CONFIG}", RECIPE], [CONFIG]),
+        (["--config", CONFIG, RECIPE, "batch_size=1"], [CONFIG]),
+        ([RECIPE, "--config", CONFIG], [CONFIG]),
+    ],
+)
+def test_the_recipe_is_the_one_that_the_config_names(words: list[str], configs: list[str], tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(f"recipe: {RECIPE}\n")
+    flags, name, rest = torchrun_flags.split(["--nproc_per_node", "2", *words])
+    recipe, rest = run.recipe_and_words(name, rest)
+    assert flags == ["--nproc_per_node", "2"] and recipe.name == RECIPE
+    assert run.configs_in(rest) == configs
+    assert RECIPE not in rest
+
+
+def test_a_config_that_names_another_recipe():
+    assert run.recipe_and_words("llama3/8B_qlora", [])[0].name == "lora_finetune_distributed"

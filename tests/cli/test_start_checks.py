@@ -61,7 +61,8 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "validation rows": (
         ("validation.source={folder}/empty",),
-        "{folder}/empty: found no .json, .jsonl, .parquet, .txt file in the folder; set data.source to one with data",
+        "{folder}/empty: found no file of samples in the folder (.csv, .json, .jsonl, .parquet, .tsv, .txt, or one "
+        "of them with .gz or .zst); set data.source to one with data",
     ),
     "tokenizer": (
         ("tokenizer.path={folder}/none",),

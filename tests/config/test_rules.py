@@ -143,7 +143,7 @@ def test_formats_of_sources_are_judged_one_by_one(faults):
     line = (
         "command line: dpo.loss, data.format: the loss compares a chosen with a rejected answer, which samples of this "
     )
-    found = faults("", "~data.source", "data.sources=[{source: a, format: preference}, {source: b}]",
+    found = faults("", "~data.source", "data.sources=[{source: a, format: preference}, {source: b, format: alpaca}]",
                    schema=DpoFinetuneConfig)  # fmt: skip
     assert found == [line.replace("command line", "c.yaml") + "format do not have; set data.format to preference"]
     found = faults("", "data.format=preference", "validation.source=v.jsonl", "validation.format=alpaca",

@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.tokenizers.conftest import real_folder  # noqa: F401  (a fixture)
+from tests.tokenizers.conftest import made, real_folder  # noqa: F401  (fixtures)
 from tests.tokenizers.made import write_json
 
 

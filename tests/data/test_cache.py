@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import build_dataset, build_validation_dataset, prepare_data
-from recipe_lib.data.cache import cache_root
 from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.samples import Completion
 from recipe_lib.data.store import ArrayWriter

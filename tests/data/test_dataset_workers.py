@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from recipe_lib.config.registry import register
@@ -13,7 +12,7 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data import tokenize_dataset as building
 from recipe_lib.data.samples import Completion, Document
-from recipe_lib.data.workers import WorkProgress, in_order, worker_count
+from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import DataError, SetupError
 from tests.distributed.ranks import run_ranks
 
@@ -187,31 +186,3 @@ def test_no_fork_once_there_is_a_process_group():
     assert run_ranks(in_a_rank, 1) == [1]
     assert run_ranks(in_a_rank, 1, process_group=False) == [4]
     assert run_ranks(lambda: worker_count(4), 1, process_group=False) == [1]  # a daemon may not fork
-
-
-def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, said):
-    clock = iter(np.array([0.0, 1.0, 16.0, 17.0, 40.0]))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with WorkProgress("data: tokenizing", 100, "samples") as progress:
-        for _ in range(4):
-            progress.advance(16)
-    assert said == [
-        "data: tokenizing: 32 of 100 samples, 2 samples/s",
-        "data: tokenizing: 64 of 100 samples, 2 samples/s",
-    ]
-
-
-def test_progress_on_a_terminal_is_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("recipe_lib.data.workers.BAR_SECONDS", 0.0)
-    with WorkProgress("data: tokenizing", 100, "samples") as progress:
-        progress.advance(16)
-    assert "data: tokenizing" in capsys.readouterr().err
-
-
-def test_other_ranks_show_no_progress(monkeypatch, said):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("recipe_lib.data.workers.LINE_SECONDS", 0.0)
-    with WorkProgress("data: tokenizing", 100, "samples") as progress:
-        progress.advance(16)
-    assert not said

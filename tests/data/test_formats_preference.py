@@ -111,7 +111,7 @@ def test_answers_that_call_tools():
         ),
         (
             {"chosen": [user("q"), answer("a")], "rejected": [user("p"), answer("b")]},
-            "chosen: message 1 is of the user and differs between chosen and rejected, expected them to",
+            "chosen: message 0 (the first is 0) is of the user and differs between chosen and rejected, expected them",
         ),
         (
             {"chosen": [user("q"), answer("a")], "rejected": [user("q"), answer("a"), user("r"), answer("b")]},
@@ -122,8 +122,10 @@ def test_answers_that_call_tools():
             "rejected: found user at its end, expected an answer of its own",
         ),
         ({"prompt": "q", "chosen": "a", "rejected": []}, "rejected: found nothing at its end, expected an answer"),
-        ({"prompt": [user("q")], "chosen": "a", "rejected": [turn("bard", "b")]}, "rejected[1]: found the from 'bard'"),
-        ({"prompt": [answer("q")], "chosen": "a", "rejected": "b"}, "message 1: found assistant after the start"),
+        (
+            {"prompt": [user("q")], "chosen": "a", "rejected": [turn("bard", "b")]},
+            ".rejected[0]: found the from 'bard'",
+        ),
         ({"prompt": ["q"], "chosen": "a", "rejected": "b"}, "prompt: found a list, expected a list of objects"),
         ({"prompt": "\ud83d", "chosen": "a", "rejected": "b"}, "prompt: found half a surrogate pair at character 1"),
     ],

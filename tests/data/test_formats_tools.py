@@ -92,7 +92,7 @@ def test_words_and_call_of_which_one_is_trained_stay_apart():
     """Joining them would train, or leave out, what the row says not to."""
     row = turns(("human", "a"), ("gpt", "I look."), ("function_call", CALL))
     row["conversations"][1]["train"] = False
-    with pytest.raises(SampleFault, match="message 3: found assistant after assistant"):
+    with pytest.raises(SampleFault, match="found a call of which `train` is another"):
         read("sharegpt", row)
 
 
@@ -154,7 +154,7 @@ def test_what_else_a_message_holds_is_kept():
     assert read("sharegpt", row).messages[1] == {"role": "assistant", "content": "b", "train": False}
 
 
-NO_JSON = "conversations[2]: found a function_call that is no JSON object, expected "
+NO_JSON = ".conversations[1]: found a function_call that is no JSON object, expected "
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,12 @@ NO_JSON = "conversations[2]: found a function_call that is no JSON object, expec
         ("sharegpt", turns(("human", "a"), ("function_call", "[]")), NO_JSON),
         ("sharegpt", turns(("human", "a"), ("function_call", '{"arguments": {}}')), NO_JSON),
         ("sharegpt", turns(("human", "a"), ("function_call", "[" * 100_000)), NO_JSON),
-        ("sharegpt", turns(("human", "a"), ("function_call", None)), "conversations[2].value: found nothing, expected"),
-        ("sharegpt", turns(("function_call", CALL), ("gpt", "x")), "message 1: found assistant after the start"),
-        ("sharegpt", turns((["gpt"], "x")), "conversations[1]: found the from ['gpt'], expected human, gpt"),
+        (
+            "sharegpt",
+            turns(("human", "a"), ("function_call", None)),
+            ".conversations[1].value: found nothing, expected",
+        ),
+        ("sharegpt", turns((["gpt"], "x")), ".conversations[0]: found the from ['gpt'], expected human, gpt"),
         (
             "sharegpt",
             turns(("human", "a"), ("gpt", "b"), tools="{"),
@@ -185,8 +188,8 @@ NO_JSON = "conversations[2]: found a function_call that is no JSON object, expec
         (
             "messages",
             {"messages": [{"from": "human", "value": "a"}]},
-            "messages[1]: found the role None, expected one of system, user, assistant, tool; samples of {from, value} "
-            "are read by the format sharegpt",
+            ".messages[0]: found the role None, expected one of system, user, assistant, tool; samples of {from, "
+            "value} are read by the format sharegpt",
         ),
         (
             "messages",

@@ -43,6 +43,39 @@ def test_by_role(chatml):
     assert everything == chatml.render_chat(MESSAGES, False).removeprefix("<|im_start|>")
 
 
+def said(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+OUT_OF_TURN = {
+    "the assistant begins": (said(("assistant", "Hello."), ("user", "Hi!"), ("assistant", "4")), ["4"]),
+    "with a system": (
+        said(("system", "s"), ("assistant", "Hello."), ("user", "Hi!"), ("assistant", "4")),
+        ["Hello.", "4"],
+    ),
+    "the user goes on": (said(("user", "Hi!"), ("user", "2+2?"), ("assistant", "4")), ["4"]),
+    "the assistant goes on": (said(("user", "Hi!"), ("assistant", "Hello."), ("assistant", "4")), ["Hello.", "4"]),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_TURN)
+def test_out_of_turn_where_the_template_writes_it(name, chatml, plain, tmp_path):
+    """Every answer that a prompt asks for is a label, whole, and the text is the template's own."""
+    messages, answers = OUT_OF_TURN[name]
+    assert trained(chatml, "assistant", messages) == [answer + END for answer in answers]
+    encoder = Encoder(chatml, "auto")
+    text = chatml.decode(encoder.encode(conversation(messages)).ids)
+    assert text.strip() == chatml.render_chat(messages, False).strip()
+    with pytest.raises(SampleFault, match=r"message \d \(the first is 0\): found (user|assistant) after"):
+        trained(plain, "assistant", messages)
+    strict = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
+    )
+    strict += "{% endif %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    with pytest.raises(SampleFault, match="the chat template failed"):
+        trained(load_tokenizer(write_json(tmp_path / "strict", template=strict)), "assistant", messages)
+
+
 def test_a_message_has_the_last_word(chatml):
     assert trained(chatml, "assistant", with_train(_2=False)) == ["4" + END]
     assert trained(chatml, "assistant", with_train(_1=True, _4=False)) == ["Hi!" + END, "Hello." + END]
@@ -52,7 +85,7 @@ def test_a_message_has_the_last_word(chatml):
     assert first.endswith("<|im_start|>user\n") and second == "\n<|im_start|>assistant\n4<|im_end|>\n"
     with pytest.raises(SampleFault, match="found none of 5 messages to be trained, expected one that data.train_on"):
         trained(chatml, "last", with_train(_4=False))
-    with pytest.raises(SampleFault, match="message 3: found train 'no', expected true or false"):
+    with pytest.raises(SampleFault, match=r"message 2 \(the first is 0\): found train 'no', expected true or false"):
         trained(chatml, "last", with_train(_2="no"))
 
 

@@ -180,9 +180,13 @@ def test_folders_are_read_in_order_of_names(tmp_path):
 
 def test_sources_that_are_not_there(tmp_path):
     refused(tmp_path / "x.json", r"x.json: no such file or folder; set data.source")
-    refused(tmp_path, r"found no .json, .jsonl, .parquet, .txt file in the folder")
-    (tmp_path / "a.csv").write_text("a,b")
-    refused(tmp_path / "a.csv", r"a.csv: found a .csv file, expected one of .json, .jsonl, .parquet, .txt")
+    refused(tmp_path, "found no file of samples in the folder")
+    (tmp_path / "a.xlsx").write_text("a,b")
+    refused(
+        tmp_path / "a.xlsx", r"a.xlsx: found a .xlsx file, expected one of .csv, .json, .jsonl, .parquet, .tsv, .txt"
+    )
+    (tmp_path / "a.parquet.gz").write_text("a,b")
+    refused(tmp_path / "a.parquet.gz", r"found a .parquet.gz file, expected one of .csv")
     (tmp_path / "rows").write_text("{}")
     refused(tmp_path / "rows", r"rows: found a nameless file")
 

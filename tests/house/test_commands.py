@@ -7,6 +7,8 @@ other programs have to exist. A command that no rule here knows fails the test.
 """
 
 import json
+import math
+import os
 import re
 import runpy
 import subprocess
@@ -18,32 +20,40 @@ from pathlib import Path
 
 import pytest
 
+import recipe_lib
 from recipe_lib.cli import data as data_verb
 from recipe_lib.cli import doctor as doctor_verb
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli import plan_request, torchrun_flags
+from recipe_lib.cli import run as run_verb
 from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli.main import main as tune
-from recipe_lib.cli.recipes import RecipeFile, check_arguments
+from recipe_lib.cli.recipes import check_arguments
 from tests.house.documents import Block, blocks, documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
 from tests.plan.apart import apart
 from tests.selection import slow_except
 
+# Set where recipe_lib is the one of a wheel, and no clone is around; tests/house/test_package.py does it.
+IN_A_WHEEL = "TUNE_TEST_WHEEL"
+OF_A_CLONE = ("make", "python", "sbatch", "pip", "source")
 WITH_COMMANDS = [path for path in documents() if any(block.language == "bash" for block in blocks(path))]
 
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the files of a clone that commands name, and rows of a user's own."""
-    for name in ("examples", "recipes", "configs", "benchmarks", "Makefile"):
+    """An empty folder with the files of a clone that commands name, and rows of a user's own; of a wheel, those rows
+    alone."""
+    for name in ("examples", "recipes", "configs", "benchmarks", "Makefile") if IN_A_WHEEL not in os.environ else ():
         (tmp_path / name).symlink_to(ROOT / name)
     rows = (ROOT / "examples" / "demo" / "heldout.jsonl").read_text(encoding="utf-8")
     for name in ("rows.jsonl", "heldout.jsonl"):
         (tmp_path / name).write_text(rows, encoding="utf-8")
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -57,6 +67,8 @@ SECONDS = [ROOT / "docs" / name for name in ("your_data.md", "plan.md")]  # what
     ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
+    if IN_A_WHEEL in os.environ:
+        assert Path(recipe_lib.__file__).is_relative_to(os.environ[IN_A_WHEEL])
     for block in blocks(path):
         if block.mark == "file":
             (clone / block.name).write_text(block.text, encoding="utf-8")
@@ -72,6 +84,10 @@ def check(words: list[str], clone: Path) -> None:
     """Runs or checks one command."""
     line = " ".join(words)
     program, *rest = words
+    if IN_A_WHEEL in os.environ and (
+        program in OF_A_CLONE or any(re.match(r"\.venv/|recipes/", word) for word in words)
+    ):
+        return
     if program == "tune":
         check_tune(rest)
     elif program == "make":
@@ -84,11 +100,19 @@ def check(words: list[str], clone: Path) -> None:
         assert tune(["validate", arguments[1], *arguments[2:], "--recipe", name]) == 0, line
     elif program == "python":
         check_python(rest, clone)
+    elif program == "sbatch":  # its flags, then a file, whose words are those of `tune run`
+        file = next(at for at, word in enumerate(rest) if word.endswith(".sbatch"))
+        assert (clone / rest[file]).is_file(), line
+        check_tune(["run", "--nnodes", "2", *rest[file + 1 :]])
     elif program.startswith(".venv/bin/"):
         development = {distribution(name) for name in PROJECT["project"]["optional-dependencies"]["dev"]}
         assert distribution(program.removeprefix(".venv/bin/")) in development, line
     else:
-        assert line.startswith("pip install torch>=") or line in ("pip install -e .", "source .venv/bin/activate"), line
+        install = line.replace(" --no-compile", "")
+        assert install.startswith("pip install torch>=") or install in (
+            "pip install -e .",
+            "source .venv/bin/activate",
+        ), line
 
 
 def check_python(words: list[str], clone: Path) -> None:
@@ -138,7 +162,7 @@ def check_tune(words: list[str]) -> None:
     elif verb == "tp-plan":
         tp_plan_verb.config_of(tp_plan_verb.read(rest).model)
     else:
-        assert verb in ("ls", "cat", "cp", "validate"), f"no rule for: {line}"
+        assert verb in ("ls", "cat", "cp", "validate", "help", "completion"), f"no rule for: {line}"
         assert tune(words) == 0, line
 
 
@@ -146,11 +170,12 @@ def check_run(words: list[str]) -> None:
     """A run of the demo in one process is run for two steps; others are checked as before their start."""
     flags, name, rest = torchrun_flags.split(words)
     torchrun_flags.check_launch(flags)
+    recipe, rest = run_verb.recipe_and_words(name, rest)
     config = rest[rest.index("--config") + 1]
     if flags or not (config == "demo/full" or Path(config).is_file()):
-        recipe = RecipeFile.find(name)
         check_arguments(recipe, rest)
         return
+    name = name if name.endswith(".py") else recipe.name
     sys.modules.pop(f"recipe_{Path(name).stem}", None)  # the copy may have been edited since
     resumed = any(word.startswith("resume=") for word in rest)
     kept = [word for word in rest if not word.startswith(("max_steps=", "checkpoint.save_every_n_steps="))]
@@ -172,6 +197,9 @@ def edit_recipe(path: Path, block: Block) -> None:
         text = text.replace("from pathlib", "from dataclasses import dataclass\nfrom pathlib", 1)
     elif block.name == "Correction":
         text = text.replace("class FullFinetune:", f"{block.text}\n\nclass FullFinetune:", 1)
+    elif block.name == "metrics":
+        assert text.count("return training.Step(") == 1
+        text = re.sub(r" *return training\.Step\(.*\n", lambda _: block.text, text)
     else:
         line = next(line for line in text.splitlines(keepends=True) if "build_meta(" in line)
         text = text.replace(line, line + block.text)
@@ -194,6 +222,20 @@ def test_edited_recipe_freezes_the_embedding(clone: Path):
         embeddings[name] = load_file(clone / name / "model" / "model.safetensors")["model.embed_tokens.weight"]
     assert (embeddings["frozen"] == embeddings["start"]).all()
     assert not (embeddings["free"] == embeddings["start"]).all()
+
+
+def test_edited_recipe_records_its_own_metrics(clone: Path):
+    """Every step's line has the number, and the report its chart."""
+    assert tune(["cp", "full_finetune_distributed", "mine.py"]) == 0
+    for block in blocks(ROOT / "docs" / "your_recipe.md"):
+        if block.mark == "recipe" and block.name == "metrics":
+            edit_recipe(clone / "mine.py", block)
+    sys.modules.pop("recipe_mine", None)
+    options = ["max_steps=2", "output_dir=own", "data.max_samples=200", "~validation.source"]
+    assert tune(["run", "./mine.py", "--config", "demo/full", *options]) == 0
+    lines = [json.loads(line) for line in (clone / "own" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["perplexity"] for line in lines] == pytest.approx([math.exp(line["loss"]) for line in lines])
+    assert "<figcaption>perplexity</figcaption>" in (clone / "own" / "report.html").read_text(encoding="utf-8")
 
 
 def test_edited_recipe_adds_a_layer(clone: Path):

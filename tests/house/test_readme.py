@@ -62,6 +62,38 @@ def python_version() -> None:
     assert PROJECT["requires-python"] == ">=3.11"
 
 
+def pictures() -> None:
+    """The pictures are there, and of what the sentence names."""
+    from benchmarks.pictures import PLAN
+
+    assert PLAN.startswith("plan llama3/8B_full --nproc_per_node 4 --device rtx4090")
+    for name in ("plan", "run"):
+        assert f"(docs/pictures/{name}.png)" in TEXT
+        assert (ROOT / "docs" / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def bytecode_share() -> None:
+    """By what docs/measurements/footprint.md has measured with and without."""
+    text = (ROOT / "docs" / "measurements" / "footprint.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| tune-recipes |"))
+    without = next(line for line in text.splitlines() if line.startswith("| tune-recipes (pip --no-compile) |"))
+    sizes = [int(line.split("|")[3]) for line in (row, without)]
+    assert abs((sizes[0] - sizes[1]) / sizes[0] - 1 / 6) < 0.02, sizes
+
+
+def listed() -> None:
+    """Every line of a config has its planned memory."""
+    from contextlib import redirect_stdout
+
+    from recipe_lib.cli import ls
+
+    said = StringIO()
+    with redirect_stdout(said):
+        assert ls.run(["qwen3", "lora"]) == 0
+    lines = [line for line in said.getvalue().splitlines() if "qwen3/" in line]
+    assert len(lines) >= 6 and all("GiB" in line for line in lines)
+
+
 def demo_needs_no_download() -> None:
     text = (ROOT / "configs" / "demo" / "full.yaml").read_text(encoding="utf-8")
     assert "hub:" not in text and "preset: demo/0.5M" in text
@@ -70,10 +102,10 @@ def demo_needs_no_download() -> None:
 
 def torch_versions() -> None:
     allowed = next(need for need in PROJECT["dependencies"] if need.startswith("torch>"))
-    (install,) = re.findall(r'pip install "(torch\S+)"', TEXT)
+    (install,) = re.findall(r'pip install (?:--no-compile )?"(torch\S+)"', TEXT)
     assert set(install.removeprefix("torch").split(",")) == set(allowed.removeprefix("torch").split(","))
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    named = re.findall(r"\b2\.\d\d\.\d\b", next(line for line in TEXT.splitlines() if line.startswith("`make` takes")))
+    named = re.findall(r"\b2\.\d\d\.\d\b", next(line for line in TEXT.splitlines() if "`make` takes" in line))
     assert f"torch=={named[0]}\n" in pinned
 
 
@@ -199,7 +231,16 @@ PRESETS = f"{DOCUMENTS}::test_every_preset_is_in_the_table"
 TIES: dict[str, Callable[[], None] | str] = {
     "one file of under 200 lines": recipes_are_short,
     "of 0.1 to 405 billion parameters": sizes_of_models,
+    "Llama 3 8B with all parameters trained on four cards": pictures,
+    "both are HTML pages that need no network": "tests/training/test_report_page.py::"
+    "test_the_page_stands_alone_and_is_well_formed",
     "Python 3.11 or newer": python_version,
+    "`--no-compile` leaves out bytecode": bytecode_share,
+    "A wheel of it": "tests/house/test_package.py::test_the_commands_of_all_pages_run_from_the_wheel",
+    "`tune ls qwen3 lora` lists": listed,
+    "| `full_finetune_distributed`": methods,
+    "| `lora_finetune_distributed`": methods,
+    "| `dpo_distributed`": methods,
     "none, then nearly all": "tests/house/test_demo.py::test_score_counts_exact_answers",
     "Nothing is downloaded for it": demo_needs_no_download,
     "`make` takes torch": torch_versions,

@@ -206,6 +206,7 @@ def ranks() -> list[str]:
     return faults
 
 
+@pytest.mark.slow
 def test_sharded_models() -> None:
     assert run_ranks(ranks, 2) == [[], []]
 

@@ -166,6 +166,7 @@ CASES = {"fp32": {}, "8 bits": {"state_bits": 8}, "master": {"master_weights": T
 CUTS = {3: ["rows"], 4: ["rows, then rows", "columns, then rows"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", CUTS)
 def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
     """To the bit: one rank puts a matrix together and computes it whole, whatever the cut; empty parts too."""

@@ -157,6 +157,7 @@ HELD = {
 }
 
 
+@pytest.mark.slow
 def test_gathered_bytes_of_each_policy() -> None:
     """They are whole tensors' bytes, however many ranks have parts of them."""
 

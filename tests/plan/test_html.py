@@ -240,3 +240,70 @@ def test_areas_are_stacked():
     for kind, found in height.items():
         most = max(sum(point.kinds[: int(kind[1:]) + 1]) for point in shown)
         assert found / height[f"k{STORAGE_KINDS.index('logits')}"] == pytest.approx(most / highest, abs=0.002)
+
+
+def test_the_limit_is_on_the_axis_or_said_to_be_above_it():
+    """However far it is from the highest point; the note is true of what is drawn."""
+    trace = hand_made_trace()
+    highest = max(trace.active_peaks().values())
+    for times in (0.2, 0.9, 1.0, 1.7, 2.9, 3.2, 400.0):
+        plan = hand_made()
+        plan.device.usable = int(times * highest)
+        figure = draw_timeline(plan, trace)
+        chart = ElementTree.fromstring(figure.svg)
+        limits = [line for line in chart.iter("line") if line.get("class") == "limit"]
+        if times < 3:
+            (line,) = limits
+            (name,) = [text.text for text in chart.iter("text") if text.get("class") == "limit-name"]
+            (peak,) = [dot for dot in chart.iter("circle") if dot.get("r") == "3.5" and dot in list(chart)]
+            assert 60 <= float(line.get("y1")) <= 336 and name.startswith("usable ")
+            assert (float(line.get("y1")) <= float(peak.get("cy"))) == (times >= 1)
+            assert "Dashed across: the" in figure.note and "above this axis" not in figure.note
+        else:
+            assert not limits and "Dashed" not in figure.note
+            assert figure.note.endswith(f"{times:,.0f} times the highest point: above this axis.")
+
+
+def test_names_of_phases_stay_in_the_picture():
+    """Also of one that begins at the right edge, and of three that begin at the left one."""
+    trace = hand_made_trace()
+    for name in ("validation of all that is there", "save"):
+        trace.phases.append(name)
+        trace.events.append((PHASE, len(trace.phases) - 1))
+        trace.storages.append(Storage(MIB))
+        trace.events.append((ALLOC, len(trace.storages) - 1))
+    chart = ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
+    named = {text.text: float(text.get("x")) for text in chart.findall("text") if text.text in trace.phases}
+    assert set(named) == set(trace.phases)
+    assert all(0 <= x and x + 7 * len(name) <= 1000 for name, x in named.items())
+
+
+def test_what_is_live_is_under_the_pointer():
+    trace = hand_made_trace(steps=1, per_phase=5)
+    chart = ElementTree.fromstring(draw_timeline(hand_made(), trace).svg)
+    said = [[text.text for text in hit.iter("text")] for hit in chart.iter("g") if hit.get("class") == "hit"]
+    assert len(said) == 17
+    assert said[4] == ["0.00 GiB in setup", "parameters 0.00 GiB"]
+    spike = next(lines for lines in said if lines[0].startswith("3."))
+    assert spike == ["3.02 GiB in step", "parameters 0.00 GiB", "activations 0.01 GiB", "logits 3.00 GiB"]
+
+
+def test_axes_have_their_names():
+    figures = [draw_timeline(hand_made(), hand_made_trace()), draw_pipeline(hand_made_pipeline())]
+    names = [
+        [text.text for text in ElementTree.fromstring(figure.svg).iter("text") if text.get("class") == "name"]
+        for figure in figures
+    ]
+    assert names == [
+        ["allocations and releases, in their order", "live on the device (GiB)"],
+        ["planned time of the step"],
+    ]
+
+
+def test_wide_parts_scroll_in_their_own_box():
+    """A phone's page is not wider than the phone: each table is in a box that scrolls, and no word is broken in one."""
+    text = render_html(hand_made(pipeline=hand_made_pipeline()), hand_made_trace())
+    assert text.count("<table") == text.count('<div class="scroll"><table') > 5
+    assert text.count('<div class="view linear wide">') == 2
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    assert "overflow-wrap: anywhere" not in style and "word-break" not in style

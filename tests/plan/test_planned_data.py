@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
-from recipe_lib.config.schema import DataConfig, SourceConfig
+from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.plan.trace import OP, PHASE, Op, Trace
 from recipe_lib.plan.tracing.simulate import STEADY, stand_for_all
 from recipe_lib.plan.world.planned_batches import PlannedData
@@ -17,15 +17,16 @@ PAIRS = [SourceConfig(source="x.jsonl", format="preference")]
 
 
 @pytest.mark.parametrize(
-    ("data", "rows"),
+    ("schema", "data", "rows"),
     [
-        (DataConfig(source="x.jsonl"), 3),
-        (DataConfig(source="x.jsonl", format="preference"), 6),
-        (DataConfig(sources=PAIRS), 6),
+        (FullFinetuneConfig, DataConfig(source="x.jsonl"), 3),
+        (DpoFinetuneConfig, DataConfig(source="x.jsonl"), 6),
+        (DpoFinetuneConfig, DataConfig(source="x.jsonl", format="preference"), 6),
+        (DpoFinetuneConfig, DataConfig(sources=PAIRS), 6),
     ],
 )
-def test_pairs_have_two_rows_wherever_their_format_is_said(data: DataConfig, rows: int):
-    step = next(PlannedData(DpoFinetuneConfig(data=data, batch_size=3), WORLD, SHAPE).batches())
+def test_pairs_have_two_rows(schema: type[FullFinetuneConfig], data: DataConfig, rows: int):
+    step = next(PlannedData(schema(data=data, batch_size=3), WORLD, SHAPE).batches())
     (batch,) = step.micro_batches
     assert batch.tokens.shape == (rows, 8)
     assert (batch.segments is not None) == (rows == 6)

@@ -7,11 +7,17 @@ from fractions import Fraction
 
 import pytest
 
-from recipe_lib.plan.report import render
+from recipe_lib.plan.report import render as render_report
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
 from recipe_lib.plan.tables import duration
 from recipe_lib.units import GIB, MIB, format_bytes, format_count
 from tests.plan.plans import LAYER, LAYERS, VOCABULARY, alive_storages, hand_made
+
+
+def render(plan: Plan, **options: int | bool) -> str:
+    """With all tables, unless said otherwise."""
+    return render_report(plan, **({"full": True} | options))  # type: ignore[arg-type]
+
 
 UNITS = {"B": 1, "KiB": 1024, "MiB": MIB, "GiB": GIB}
 SIZE = re.compile(r"([+-]?[\d,]+(?:\.\d+)?) (B|KiB|MiB|GiB)\b")
@@ -73,7 +79,7 @@ def check_tree(text: str, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 9])
-@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_tree_adds_up_to_the_peak(depth: int, width: int):
     plan = hand_made()
     text = render(plan, depth=depth, width=width)
@@ -126,7 +132,7 @@ def with_alive(alive: list[Alive]) -> Plan:
 
 
 @pytest.mark.parametrize("margin", [13 * GIB + 123, 0, -7 * GIB - 1])
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120])
 def test_headline_adds_up(margin: int, width: int):
     verdict = DOES_NOT_FIT if margin < 0 else RISKY
     plan = hand_made(margin=margin, verdict=verdict)
@@ -157,16 +163,85 @@ def test_headline_adds_up(margin: int, width: int):
     ],
 )
 def test_why_and_what_to_do(verdict: str, usable: int, says: str):
-    """Only where there is something to do; told at the end, where a terminal stands still."""
+    """Told at the end, where a terminal stands still, whether it fits or not."""
     plan = hand_made(verdict=verdict)
     plan.device.usable, plan.margin = usable, usable - plan.heaviest.reserved
     text = render(plan, width=120)
     assert says in " ".join(text.split("\n\n")[1].split()).removeprefix("why ")
-    assert text.splitlines()[-1] == f"{verdict}: --search looks for the fastest settings that fit"
-    plan.advice = []
-    assert "--advice says what each lever gains" in render(plan, width=120).splitlines()[-1]
+    assert ending(text)[0].startswith(f"{verdict.upper()}: ")
+    assert ending(text)[1].endswith("--search looks for the fastest settings that fit")
+    assert "--advice" not in ending(text)[1]  # it was asked for
+    plan.advice, plan.next_lever = [], "optimizer.state_bits=8 lowers it"
+    for full in (False, True):
+        assert ending(render(plan, width=120, full=full))[1] == (
+            "next: optimizer.state_bits=8 lowers it; --advice says what each lever gains; --search looks for the "
+            "fastest settings that fit"
+        )
     plan.verdict = FITS
     assert not re.search(r"^  why |--search", render(plan, width=120), re.MULTILINE)
+
+
+def ending(text: str) -> list[str]:
+    """The last two sentences: the verdict, and what is next."""
+    last = text.rstrip().split("\n\n")[-1]
+    return [" ".join(part.split()) for part in last.split("\n", 1)]
+
+
+@pytest.mark.parametrize("margin", [13 * GIB + 123, 5 * MIB + 77, -7 * GIB - 1])
+def test_the_last_lines_repeat_the_first_one_s_verdict_and_margin(margin: int):
+    plan = hand_made(margin=margin, verdict=DOES_NOT_FIT if margin < 0 else FITS)
+    first = " ".join(render(plan, width=120, full=False).split("\n\n")[0].split())
+    last = ending(render(plan, width=120, full=False))[0]
+    assert last.partition(":")[0] == first.partition("  ")[0].partition(" 4 x")[0]
+    left = re.search(r"(?:margin|exceeds by) (\S+ [KMG]iB)$", first)[1]
+    assert left in last and last.endswith("on each of 4 x rtx4090")
+
+
+def test_a_lever_that_was_tried_comes_before_one_that_was_not():
+    plan = hand_made(verdict=DOES_NOT_FIT, margin=-GIB, next_lever="batch_size=1 lowers it")
+    assert ending(render(plan))[1].startswith(
+        "next: memory.checkpointing=full: 2.00 GiB less at the peak, a step 0.31 s longer, fits; --search"
+    )
+    plan.verdict, plan.margin = FITS, GIB  # nothing that was tried makes it faster
+    assert ending(render(plan))[1] == "next: batch_size=1 lowers it"
+
+
+def test_the_short_report_has_what_decides_and_says_what_it_leaves_out():
+    plan = hand_made(advice=[], notes=["there is no GPU here"])
+    text = render(plan, width=120, full=False)
+    assert len(text.splitlines()) < 40 < len(render(plan, width=120).splitlines())
+    headings = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert [line.split()[0] for line in headings] == [
+        "FITS", "memory", "live", "notes", "planned", f"{FITS.upper()}:", "next:",
+    ]  # fmt: skip
+    assert sum("--full shows the other tables" in line for line in headings) == 1
+    assert "- there is no GPU here" in text and "planned in 19.20 s of wall time" in text
+    assert "4.00 s, 512 tokens a second, bound by communication" in " ".join(text.split())
+    assert "--full" not in render(plan)
+
+
+def test_the_short_tree_sums_small_kinds_up():
+    plan = hand_made()
+    plan.heaviest.alive += [Alive("workspace", "", "", 7777, 1), Alive("logits", "", "", 123_456, 2)]
+    plan.heaviest.peak.active += 7777 + 123_456
+    rows = tree(render(plan, full=False, width=100))
+    kinds = [rows[child] for child in children(rows, 0)]
+    assert kinds[-1][1].endswith(" smaller") and max(indent for indent, *_ in rows) == kinds[0][0]
+    assert rows[0][2] == sum(row[2] for row in kinds) and rows[0][4] == sum(row[4] for row in kinds)
+    check_tree(render(plan, full=False, width=100, depth=3), plan)  # who asks for levels gets all of them
+
+
+def test_nothing_is_said_twice():
+    """Why a length is taken, where a note says so as well; that times are not calibrated."""
+    reason = "meta/x: no such folder, and not in the hub cache"
+    plan = hand_made(assumptions=[f"{reason}; fetch it", "Row length 512."])
+    plan.sequence = {"tokens": 512, "source": f"max_seq_len, as the dataset is not available: {reason}"}
+    plan.time = dataclasses.replace(plan.time, error="not calibrated: tens of percent, good for ranking only")
+    text = " ".join(render(plan, width=120).split())
+    assert text.count("not in the hub cache") == 1 and "as the dataset is not available" in text
+    assert text.count("not calibrated") == 1 and text.count("ranking") == 1 and "error: tens of percent" in text
+    plan.assumptions = []
+    assert " ".join(render(plan, width=120).split()).count("not in the hub cache") == 1
 
 
 def test_headline_names_the_allocator_whose_peak_it_takes():
@@ -318,6 +393,7 @@ def test_color_changes_nothing_but_style():
 
 
 def test_width_follows_the_terminal(monkeypatch: pytest.MonkeyPatch):
-    for columns, width in (("60", 80), ("97", 97), ("300", 120)):
+    for columns, width in (("40", 60), ("97", 97), ("300", 120)):
         monkeypatch.setenv("COLUMNS", columns)
         assert render(hand_made()) == render(hand_made(), width=width)
+        assert render(hand_made(), full=False) == render(hand_made(), full=False, width=width)

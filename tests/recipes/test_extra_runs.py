@@ -107,6 +107,7 @@ def test_export_and_round_trip(realdata: Path, tmp_path: Path, copies: Any) -> N
     assert torch.equal(other.model.norm.weight, trained["model.norm.weight"])
 
 
+@pytest.mark.slow
 def test_several_ranks_and_a_resumed_run_do_as_one(realdata: Path, tmp_path: Path, copies: Any) -> None:
     """Two shards, and two stages of a pipeline: the same start bit for bit, the same losses and export."""
     copies(FULL)

@@ -274,6 +274,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_numbers_of_the_optimizer_hold_after_a_resume(tmp_path: Path, name: str):
     before = [f"optimizer.name={name}", *(["optimizer.momentum=0.9"] if name == "sgd" else [])]

@@ -67,6 +67,6 @@ def test_long_paragraphs_wrap_and_what_is_copied_does_not():
 
 
 def test_the_width_is_that_of_the_terminal_within_bounds(monkeypatch: pytest.MonkeyPatch):
-    for columns, width in (("60", 80), ("97", 97), ("300", 120)):
+    for columns, width in (("40", 60), ("97", 97), ("300", 120)):
         monkeypatch.setenv("COLUMNS", columns)
         assert terminal_width() == width

@@ -150,8 +150,9 @@ def notes(model: nn.Module) -> int:
     return len(model._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "full"])
 def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) -> None:
     wanted = {loss: expected(kind, tied, loss) for loss in ("sigmoid", "simpo")}
     checkpointed = MemoryConfig(cpu_offload=True, activation_checkpointing="full")

@@ -65,7 +65,7 @@ def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Es
         other = changed(cfg, lever.changes)
         if other is not None:
             jobs.append((lever, other, _settings_with(settings, lever)))
-    found = in_processes(lambda job: try_quick(recipe_class, job[1], job[2]), jobs)
+    found = in_processes(lambda job: try_quick(recipe_class, job[1], job[2]), jobs, "trying levers")
     tried = [
         Tried(lever, result, usable_bytes(other, held))
         for (lever, other, held), result in zip(jobs[1:], found[1:], strict=True)

@@ -39,7 +39,7 @@ from recipe_lib.plan.search.trials import (
     value_of,
 )
 from recipe_lib.plan.tables import duration
-from recipe_lib.report.terminal import WIDEST, Table, open_console, put, put_table, text_of
+from recipe_lib.report.terminal import WIDEST, Table, open_console, put, put_table, terminal_width, text_of
 from recipe_lib.units import format_bytes, format_count
 
 CHECKPOINTING_KEY = "memory.activation_checkpointing"
@@ -141,7 +141,7 @@ def search(
     if not found:
         nearest = sorted(tried, key=lambda one: one.short)[:1]
         doubted = [one for one in nearest if one.short > _doubt(settings)]
-        refused += in_processes(lambda one: _plan(recipe_class, cfg, settings, one), doubted)
+        refused += in_processes(lambda one: _plan(recipe_class, cfg, settings, one), doubted, "planning the closest")
         fitting = [one for one in refused if one.verdict != DOES_NOT_FIT]
         found, closest = fitting, max(refused, key=lambda one: one.margin, default=None)
     return Search(
@@ -168,7 +168,9 @@ def _estimate(
     leanest = [variant | next(sharings(cfg, settings.ranks, fixed)) for variant in group]
     ways = [*sharings(cfg, settings.ranks, fixed), *pipelines(cfg, settings, fixed, splits=splits)]
     # One estimate of each decides which of its ways of sharing are worth more.
-    begun = in_processes(lambda one: _first(recipe_class, cfg, settings, one, fixed), leanest)
+    begun = in_processes(
+        lambda one: _first(recipe_class, cfg, settings, one, fixed), leanest, "trying the leanest settings"
+    )
     jobs = [
         (variant | sharing, known)
         for variant, known in zip(group, begun, strict=True)
@@ -176,9 +178,28 @@ def _estimate(
         for sharing in ways
         if _could_fit(cfg, settings, variant | sharing, known)
     ]
-    results = in_processes(lambda job: _micro_batches(recipe_class, cfg, settings, job[0], fixed), jobs)
+    results = in_processes(
+        lambda job: _micro_batches(recipe_class, cfg, settings, job[0], fixed),
+        jobs,
+        "trying ways to share the model",
+        _best_so_far(settings),
+    )
     first = [one for one in begun if one is not None]
     return _without_twins([*first, *(one for result in results for one in result)])
+
+
+def _best_so_far(settings: PlanSettings) -> Callable[[list[_Candidate]], str]:
+    """What says the fastest of all that were tried until then, by their estimates."""
+    seen: list[_Candidate] = []
+
+    def tell(found: list[_Candidate]) -> str:
+        seen.extend(one for one in found if one.short <= _doubt(settings))
+        best = max(seen, key=lambda one: one.speed, default=None)
+        if best is None:
+            return "none fits so far"
+        return f"fastest so far {format_count(best.speed)} tokens/s: {override_text(best.changes) or 'as it is'}"
+
+    return tell
 
 
 def _first(
@@ -305,7 +326,9 @@ def _confirm(
     refused: list[PlannedSettings] = []
     while waiting and len(fits) < want and len(fits) + len(refused) < MAX_PLANS:
         now, waiting = waiting[: want - len(fits)], waiting[want - len(fits) :]
-        for one in in_processes(lambda one: _plan(recipe_class, cfg, settings, one), now):
+        for one in in_processes(
+            lambda one: _plan(recipe_class, cfg, settings, one), now, "planning the fastest in full"
+        ):
             (refused if one.verdict == DOES_NOT_FIT else fits).append(one)
     return fits, refused
 
@@ -348,16 +371,16 @@ def render_search(result: Search) -> str:
         lacking = f"; closest, short of {format_bytes(-shown[0].margin)}:" if shown else ""
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
-    console = open_console(WIDEST)
-    put(console, title, wrap=False)
+    console = open_console(terminal_width(WIDEST))
+    put(console, title)
     for number, one in enumerate(shown, 1):
         sizes = map(format_bytes, (one.active, one.reserved, one.reserved_expandable))
         step = "not planned" if one.seconds is None else duration(one.seconds)
         cells = [*sizes, step, speed_text(one), one.verdict]
         console.print()
         put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
-        put_table(console, Table("", header, [cells], ("verdict",)))
+        put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
     how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
     console.print()
-    put(console, f"tokens/s are for ranking; {how}", indent=2, wrap=False)
+    put(console, f"tokens/s are for ranking; {how}", indent=2)
     return text_of(console).rstrip("\n")

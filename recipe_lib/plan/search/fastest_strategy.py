@@ -48,7 +48,7 @@ def choose(recipe_class: type, cfg: Any, settings: PlanSettings, *, expandable: 
     found = dict(
         zip(
             [name for name, _ in pairs],
-            in_processes(lambda pair: try_quick(recipe_class, pair[1], settings), pairs),
+            in_processes(lambda pair: try_quick(recipe_class, pair[1], settings), pairs, "planning fsdp and ddp"),
             strict=True,
         )
     )

@@ -3,7 +3,7 @@
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.estimate import Estimate, quick
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.report.phases import phase
 
 # Dotted key -> value.
 Changes = dict[str, Any]
@@ -104,18 +105,33 @@ def with_ranks(settings: PlanSettings, ranks: int) -> PlanSettings:
     return replace(settings, ranks=ranks, traced_ranks=())
 
 
-def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
+def in_processes(
+    work: Callable[[Piece], Result],
+    pieces: Sequence[Piece],
+    what: str = "trying settings",
+    tell: Callable[[Result], str] = lambda result: "",
+) -> list[Result]:
     """`work` of each piece, in order, by forks of this process, one for each core.
+
+    what, tell: for who waits; `tell` is asked for what to say after each result.
 
     Here, one after the other, where a simulation has already run in this process: its autograd has threads that a fork
     lacks. Pieces stay in the process, results go through pipes.
     """
     workers = 1 if _has_simulated() else worker_count(None)
-    if workers == 1:
-        return list(map(work, pieces))
     places = range(max(2, len(pieces)))  # a single piece would be worked on here, and what comes after it too
+    made: Iterable[Any] = map(work, pieces)
+    if workers > 1:
+        made = in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers)
+    found: list[Result] = []
     try:
-        return list(in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers))[: len(pieces)]  # type: ignore[return-value]
+        with phase(what, len(pieces), "settings", leaves_line=False) as going:
+            for result in made:
+                found.append(result)
+                if len(found) <= len(pieces):
+                    going.advance(1)
+                    going.say(tell(result))
+        return found[: len(pieces)]
     except SetupError as error:
         if "data.num_proc" not in str(error):
             raise

@@ -4,6 +4,7 @@ What decides on memory is the widest micro-batch of a run: the longest sequence,
 all packs of an epoch are padded to.
 """
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe_lib.checkpoint.huggingface import find_checkpoint
-from recipe_lib.config.local_files import find_files
+from recipe_lib.config.local_files import cache_root, find_files
 from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.config.suggest import show
 from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
 from recipe_lib.data import tokenize_dataset as data_build
-from recipe_lib.data.cache import MANIFEST, cache_key, cache_root
+from recipe_lib.data.cache import MANIFEST, cache_key
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.tokenizers import load_tokenizer
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 # Sources up to this size are tokenized for a plan: a minute at most.
 MAX_BYTES_READ = 64 * MIB
+FEW_BYTES = 4 * MIB  # a second's work; the samples of more are enough for a step of any batch
 POLL_SECONDS = 0.5
 PERCENTILES = ("p50", "p90", "p99")
-PAIRS = "preference"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
     group = 2 if has_pairs(cfg) else 1
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
-        _check_steps(cfg, _stored_dataset(cfg), ranks)
+        _check_steps(cfg, _few_samples(cfg) if wait is None else _stored_dataset(cfg), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
         return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     dataset, reason = _dataset(cfg, wait)
@@ -105,8 +106,8 @@ def _number(choice: str, longest: int) -> int | None:
 
 
 def has_pairs(cfg: Any) -> bool:
-    """Whether sequences come in pairs, by the format of any source."""
-    return PAIRS in {source.format or cfg.data.format for source in resolved_sources(cfg.data)}
+    """Whether sequences come in pairs: what the recipe trains on."""
+    return bool(getattr(cfg, "trains_on_pairs", False))
 
 
 def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequence:
@@ -142,6 +143,22 @@ def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
         dataset, seed=cfg.seed, slots_per_step=per_step, shuffle=cfg.data.shuffle, packing_capacity=capacity
     )
     return order.total_steps(cfg.epochs, cfg.max_steps)
+
+
+def _few_samples(cfg: Any) -> "Dataset | None":
+    """The dataset if an earlier run has tokenized it, or if it is so small that it may not have a step's sequences."""
+    stored = _stored_dataset(cfg)
+    if stored is not None or _bytes_of(cfg) > FEW_BYTES:
+        return stored
+    return _dataset(cfg, None)[0]
+
+
+def _bytes_of(cfg: Any) -> int:
+    """Bytes of the data's files; more than any limit where they are not here."""
+    try:
+        return sum(map(_size, resolved_sources(cfg.data)))
+    except UserError:
+        return sys.maxsize
 
 
 def _stored_dataset(cfg: Any) -> "Dataset | None":

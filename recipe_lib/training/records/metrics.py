@@ -124,11 +124,13 @@ def write_summary(
     wall_seconds: float,
     total_steps: int,
     world_size: int,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes summary.json from the run's metrics.jsonl and returns what it wrote.
 
     status: `done`, `stopped`, `diverged` or `failed`. settings: the resolved config as a dict. wall_seconds: of this
     process, set-up included; the seconds of the steps, those before a resume included, are summed from the metrics.
+    facts: `data`, `planned` and `changed_settings`, as far as they are known.
     """
     path = Path(output_dir) / METRICS_FILE
     lines = read_metrics(path) if path.exists() else []
@@ -154,6 +156,7 @@ def write_summary(
         "memory_kind": steps[-1].get("memory_kind") if steps else None,
         "world_size": world_size,
         "versions": versions(),
+        **(facts or {}),
         "settings": settings,
     }
     text = redact(json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False))

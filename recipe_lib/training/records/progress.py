@@ -1,22 +1,28 @@
-"""The progress of a run: one live line on a terminal, plain lines elsewhere."""
+"""The progress of a run: plain lines, which stay, and on a terminal two rows that move: the bar, and the numbers."""
 
-import logging
 import math
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from rich.text import Text
 
 from recipe_lib.config.schema import LogConfig
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import get_logger, is_quiet
+from recipe_lib.report import screen
+from recipe_lib.report.phases import format_clock, is_in_phase
+from recipe_lib.report.terminal import SOFT
 from recipe_lib.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
+
+SHORTEST_BAR, LONGEST_BAR = 8, 60  # columns
+RECENT = 0.9  # weight of the steps before in the mean seconds of a step
+# Which numbers are left out first where the room is short; the loss never is.
+_LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
 
 class Progress:
@@ -31,33 +37,39 @@ class Progress:
         """done: steps that an earlier process has already trained."""
         self._cfg = cfg
         self._total = total_steps
-        self._done = self._start = done
-        self._began = time.monotonic()
+        self._done = done
+        self._trained = 0  # steps of this process
+        self._seconds = 0.0  # of a step
+        self._last = time.monotonic()
+        self._line: Mapping[str, Any] = {}
+        self._own: Sequence[str] = ()
         self._shown = world.is_main
-        live = cfg.progress == "live" or (cfg.progress == "auto" and sys.stderr.isatty())
-        self._live = _LiveLine(total_steps, done) if self._shown and live else None
+        self._live = self._shown and not is_quiet() and (
+            cfg.progress == "live" or (cfg.progress == "auto" and screen.can_draw())
+        )  # fmt: skip
+        if self._live:
+            screen.show(self._rows)
 
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Shows one optimizer step."""
-        self._done = line["step"]
-        if not self._shown:
-            return
-        if self._live is not None:
-            self._live.update(self._done, _numbers(line))
-        elif self._done % self._cfg.every_n_steps == 0 or self._done == self._total:
-            text = f"step {self._done}/{self._total}  {_numbers(line)}  eta {format_seconds(self._seconds_left())}"
-            get_logger().info(text)
+    def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
+        """Shows one optimizer step. own: the names of the recipe's own numbers."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        self._trained += 1
+        # The first step is longer than others, so it counts only as long as there is no other.
+        self._seconds = seconds if self._trained <= 2 else RECENT * self._seconds + (1 - RECENT) * seconds
+        self._done, self._line, self._own = line["step"], line, own
+        if self._shown and (self._done % self._cfg.every_n_steps == 0 or self._done == self._total):
+            get_logger().info(self._plain(line))
 
     def validation(self, line: Mapping[str, Any]) -> None:
-        """Shows one validation; a line of its own in both styles."""
+        """Shows one validation; a line of its own."""
         if self._shown:
             get_logger().info(f"step {line['step']}/{self._total}  validation loss {_number(line['validation_loss'])}")
 
     def close(self) -> None:
-        """Leaves the live line as it is and goes back to plain lines."""
-        if self._live is not None:
-            self._live.close()
-            self._live = None
+        """Takes the rows away; the lines stay."""
+        screen.hide(self._rows)
+        self._live = False
 
     def __enter__(self) -> Self:
         return self
@@ -65,52 +77,63 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _plain(self, line: Mapping[str, Any]) -> str:
+        """A line; in the width of the terminal if it stands above rows that move, which show the time left."""
+        begin, end = f"step {self._done}/{self._total}  ", f"  eta {format_seconds(self._seconds_left())}"
+        if not self._live:
+            return begin + "  ".join(_numbers(line, self._own)) + end
+        room = shutil.get_terminal_size((80, 24)).columns - 1 - len(begin)
+        return begin + "  ".join(_fitting(_numbers(line, self._own), room))
+
     def _seconds_left(self) -> float:
-        trained = max(1, self._done - self._start)
-        return (time.monotonic() - self._began) / trained * (self._total - self._done)
+        return self._seconds * (self._total - self._done)
+
+    def _rows(self, width: int) -> list[Text]:
+        """The bar, step and time left, which are always there; the numbers, in as much room as there is."""
+        left = f"eta {format_clock(self._seconds_left())}" if self._trained else "eta ?"
+        share = self._done / self._total if self._total else 1.0
+        begin, end = f"step {self._done}/{self._total} ", f" {share:.0%}  {left}"
+        room = max(SHORTEST_BAR, min(LONGEST_BAR, width - len(begin) - len(end)))
+        full = "━" if (sys.stderr.encoding or "").lower().startswith("utf") else "="
+        bar = Text(begin, style="bold")
+        bar.append(full * round(room * share), style="green")
+        bar.append((full if full == "━" else "-") * (room - round(room * share)), style="bright_black")
+        bar.append(end)
+        if is_in_phase():
+            return [bar]
+        if not self._line:
+            return [bar, Text(f"the first step began {format_clock(time.monotonic() - self._last)} ago", style=SOFT)]
+        return [bar, Text("  ".join(_fitting(_numbers(self._line, self._own), width)))]
 
 
-class _LiveLine:
-    """A bar, the step, the numbers and the time left, drawn on standard error by rich."""
-
-    def __init__(self, total_steps: int, done: int) -> None:
-        self._rich = RichProgress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            redirect_stdout=False,
-        )
-        # Log lines must pass through rich while it draws, or they land in the middle of its line.
-        streams = [handler for handler in get_logger().handlers if isinstance(handler, logging.StreamHandler)]
-        self._former = [(handler, handler.stream) for handler in streams if handler.stream is sys.stderr]
-        self._rich.start()
-        self._task = self._rich.add_task("train", total=total_steps, completed=done, numbers="")
-        for handler, _ in self._former:
-            handler.setStream(sys.stderr)  # which rich has replaced by its own
-
-    def update(self, done: int, numbers: str) -> None:
-        self._rich.update(self._task, completed=done, numbers=numbers)
-
-    def close(self) -> None:
-        self._rich.stop()
-        for handler, stream in self._former:
-            handler.setStream(stream)
-
-
-def _numbers(line: Mapping[str, Any]) -> str:
-    """The numbers of a step line, each named and with its unit."""
+def _numbers(line: Mapping[str, Any], own: Sequence[str]) -> list[str]:
+    """The numbers of a step line, each named and with its unit; a recipe's own stand after the loss."""
     memory = line["peak_memory_active_gib"]
     kind = "resident" if line["memory_kind"] != "device" else "peak"
-    margin = f"reward margin {_number(line['reward_margin'])}  " if "reward_margin" in line else ""
-    return (
-        f"loss {_number(line['loss'])}  {margin}grad norm {_number(line['grad_norm'])}  lr {line['lr']:.2e}  "
-        f"{format_count(line['tokens_per_second_per_device'])} tokens/s/device  "
-        f"labels {line['label_token_fraction']:.0%}  "
-        f"{kind} {f'{memory:.2f}' if memory is not None else '?'} GiB"
-    )
+    return [
+        f"loss {_number(line['loss'])}",
+        *(f"{name.replace('_', ' ')} {_number(line[name])}" for name in own),
+        f"grad norm {_number(line['grad_norm'])}",
+        f"lr {line['lr']:.2e}",
+        f"{format_count(line['tokens_per_second_per_device'])} tokens/s/device",
+        f"labels {line['label_token_fraction']:.0%}",
+        f"{kind} {f'{memory:.2f}' if memory is not None else '?'} GiB",
+    ]
+
+
+def _fitting(numbers: list[str], room: int) -> list[str]:
+    """Those that fit into so many columns; the loss always."""
+    kept = list(numbers)
+
+    def too_long() -> bool:
+        return len(kept) > 1 and len("  ".join(kept)) > room
+
+    for name in _LEFT_OUT:
+        if too_long():
+            kept = [number for number in kept if not (number.startswith(name) or number.endswith(name))]
+    while too_long():
+        kept.pop()
+    return kept
 
 
 def _number(value: float | None) -> str:

@@ -2,17 +2,19 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.files import storage_faults
+from recipe_lib.report.planned import planned_figures
 from recipe_lib.training import previous_run
 from recipe_lib.training.output import lock_output, open_output, unlock_output
 from recipe_lib.training.records.metrics import MetricsFile, write_summary
 from recipe_lib.training.records.progress import Progress
+from recipe_lib.training.records.run_facts import changed_settings
 from recipe_lib.training.records.trackers import Trackers
 from recipe_lib.training.report_page import write_report
 
@@ -23,9 +25,18 @@ if TYPE_CHECKING:
 class RunLog:
     """Opens the output folder of a run and records its steps; ranks other than the main one record nothing."""
 
-    def __init__(self, cfg: FullFinetuneConfig, world: "World", total_steps: int, *, done: int):
-        """done: steps that an earlier process has trained; lines after it are cut from metrics.jsonl. A collective."""
-        self._cfg, self._world, self._total = cfg, world, total_steps
+    def __init__(
+        self,
+        cfg: FullFinetuneConfig,
+        world: "World",
+        total_steps: int,
+        *,
+        done: int,
+        data: Mapping[str, Any] | None = None,
+    ):
+        """done: steps that an earlier process has trained; lines after it are cut from metrics.jsonl. data: as
+        `data_facts` counts them. A collective."""
+        self._cfg, self._world, self._total, self._data = cfg, world, total_steps, data
         self._folder = Path(cfg.output_dir)
         self._began = time.monotonic()
         self._lock: int | None = None
@@ -40,10 +51,10 @@ class RunLog:
             self._trackers = Trackers(cfg.log, self._folder, dataclasses.asdict(cfg), world)
         self._progress = Progress(cfg.log, total_steps, world, done=done)
 
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Records one optimizer step."""
+    def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
+        """Records one optimizer step. own: the names of the recipe's own numbers."""
         self._record(line)
-        self._progress.step(line)
+        self._progress.step(line, own)
 
     def validation(self, line: Mapping[str, Any]) -> None:
         """Records one validation."""
@@ -70,6 +81,11 @@ class RunLog:
                 wall_seconds=time.monotonic() - self._began,
                 total_steps=self._total,
                 world_size=self._world.size,
+                facts={
+                    "data": self._data,
+                    "planned": planned_figures(self._folder),
+                    "changed_settings": changed_settings(self._cfg),
+                },
             )
             write_report(self._folder)
             with storage_faults():

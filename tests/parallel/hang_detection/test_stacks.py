@@ -101,6 +101,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_threads_that_begin_meanwhile_end_nothing() -> None:
     """By `faulthandler.dump_traceback(all_threads=True)` on Python 3.11: a segmentation fault, within a second here."""
     found = subprocess.run(

@@ -33,12 +33,13 @@ def measure(name: str, ranks: int, *overrides: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "checkpointing", "turns"),
     [
-        pytest.param("full", 2, "none", 3, marks=pytest.mark.slow),
+        ("full", 2, "none", 3),
         ("lora", 1, "selective", 1),
-        pytest.param("qlora", 2, "full", 1, marks=pytest.mark.slow),
+        ("qlora", 2, "full", 1),
     ],
 )
 def test_the_whole_depth(kind: str, ranks: int, checkpointing: str, turns: int):

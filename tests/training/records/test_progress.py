@@ -1,8 +1,8 @@
-"""Progress: the plain lines word for word, the live line on a terminal, silence on other ranks."""
+"""Progress: the plain lines word for word, two rows on a terminal, silence on other ranks."""
 
-import io
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,10 @@ import pytest
 
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.logs import get_logger
+from recipe_lib.report import phases, screen
 from recipe_lib.training.records import progress as module
 from recipe_lib.training.records.progress import Progress
+from tests.report.terminal_screen import Terminal, lines_on
 
 MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
 
@@ -41,12 +43,12 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
     with Progress(LogConfig(progress="plain"), 12, MAIN, done=2) as progress:
         progress.step(line(3))
-        progress.step(line(4, memory_kind="resident set", loss=float("nan"), grad_norm=None))
+        progress.step(line(4, memory_kind="resident set", loss=float("nan"), grad_norm=None, noise=0.5), ["noise"])
     assert said == [
         "step 3/12  loss 2.3457  grad norm 1.5000  lr 2.00e-05  1.2 K tokens/s/device  labels 25%  peak 1.23 GiB  "
         "eta 1m30s",
-        "step 4/12  loss not finite  grad norm not finite  lr 2.00e-05  1.2 K tokens/s/device  labels 25%  "
-        "resident 1.23 GiB  eta 2m00s",
+        "step 4/12  loss not finite  noise 0.5000  grad norm not finite  lr 2.00e-05  1.2 K tokens/s/device  "
+        "labels 25%  resident 1.23 GiB  eta 2m40s",
     ]
 
 
@@ -66,23 +68,53 @@ def test_other_ranks_say_nothing(said: list[str]) -> None:
     assert said == []
 
 
-def test_the_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
+@pytest.mark.parametrize("width", [60, 80, 120, 160])
+def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    handler = logging.StreamHandler(terminal)
-    monkeypatch.setattr(get_logger(), "handlers", [handler])
-    with Progress(LogConfig(progress="auto"), 3, MAIN) as progress:
-        assert handler.stream is not terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    with Progress(LogConfig(progress="auto", every_n_steps=2), 1500, MAIN) as progress:
+        waiting = _rows_once(terminal, "step 0/1500")
+        assert waiting[0].endswith("eta ?") and waiting[1].startswith("the first step began")
         for step in (1, 2, 3):
-            progress.step(line(step))
+            progress.step(line(step, noise=0.5), ["noise"])
+        bar, numbers = _rows_once(terminal, "step 3/1500")
+        assert max(len(bar), len(numbers)) < width
+        assert "━━━━" in bar and " eta " in bar and " 0%" in bar
+        assert numbers.startswith("loss 2.3457  noise 0.5000")
+        kept = [name for name in ("labels", "lr ", "grad norm", "tokens/s", "GiB") if name in numbers]
+        least = {60: ["GiB"], 80: ["tokens/s", "GiB"]}.get(width, ["labels", "lr ", "grad norm", "tokens/s", "GiB"])
+        assert set(least) <= set(kept)
         progress.validation({"step": 3, "validation_loss": 0.5})
-    shown = terminal.getvalue()
-    assert "3/3" in shown and "loss 2.3457" in shown and "grad norm 1.5000" in shown
-    assert "validation loss 0.5000" in shown
-    assert handler.stream is terminal and sys.stderr is terminal
+    history = lines_on(terminal.getvalue())
+    assert [text.split("  ")[0] for text in history] == ["step 2/1500", "step 3/1500"]
+    assert history[1] == "step 3/1500  validation loss 0.5000"
+    assert max(map(len, history)) < width
+    assert sys.stderr is terminal
+
+
+def test_a_phase_stands_in_place_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(phases, "ROW_SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(LogConfig(progress="auto"), 3, MAIN) as progress:
+        progress.step(line(1))
+        with phases.phase("validating"):
+            rows = _rows_once(terminal, "validating")
+            assert rows[0].startswith("step 1/3") and "validating" in rows[1]
+        assert _rows_once(terminal, "loss 2.3457  ")
+
+
+def _rows_once(terminal: Terminal, text: str) -> list[str]:
+    """The last two rows of the screen once `text` is in one of them."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        rows = lines_on(terminal.getvalue())[-2:]
+        if len(rows) == 2 and "━" in rows[0] and any(text in row for row in rows):
+            return rows
+        time.sleep(0.01)
+    raise AssertionError(lines_on(terminal.getvalue()))

@@ -1,0 +1,75 @@
+"""The pictures of the README: a plan's memory timeline and a run's report, as the pages show them.
+
+    python -m benchmarks.pictures --output docs/pictures
+
+Plans Llama 3 8B on four cards of 24 GB, trains the demo (minutes on a CPU), and photographs parts of the two pages that
+`tune plan --html` and the run have written, with a Chromium without a window.
+"""
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PLAN = "plan llama3/8B_full --nproc_per_node 4 --device rtx4090 batch_size=1"
+RUN = "run demo/full"
+PARTS = {"plan": 1, "run": 4}  # of each page its first figures
+SIZES = {"plan": (1100, 660), "run": (1100, 940)}
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def tune(words: str, *more: str) -> None:
+    """Runs a verb; its output is this program's."""
+    subprocess.run([sys.executable, "-m", "recipe_lib", *shlex.split(words), *more], check=True)
+
+
+def part_of(page: str, figures: int) -> str:
+    """The page with its title and its first figures alone."""
+    head, _, body = page.partition("<body>")
+    title = re.search(r"<h1>.*?</p>", body, re.DOTALL)
+    found = re.findall(r"<figure>.*?</figure>", body, re.DOTALL)[:figures]
+    if title is None or len(found) < figures:
+        raise SystemExit(f"error: found {len(found)} figures, expected {figures}")
+    style = "<style>body { padding: 1.5rem; } .charts { margin-top: 1rem; }</style>"
+    kind = "charts" if figures > 1 else ""
+    shown = "".join(found)
+    return f'{head}{style}<body>{title[0]}<div class="{kind}" style="margin-top: 1rem">{shown}</div></body></html>'
+
+
+def photograph(browser: str, page: Path, to: Path, size: tuple[int, int]) -> None:
+    """Writes a PNG with three pixels for two of the page's."""
+    width, height = size
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1.5",
+        f"--window-size={width},{height}", f"--screenshot={to}", page.as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Makes both pages and writes both pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="gets plan.png and run.png")
+    parser.add_argument("--browser", help=f"default: the first that there is of {', '.join(_BROWSERS)}")
+    arguments = parser.parse_args(argv)
+    browser = arguments.browser or next((name for name in _BROWSERS if shutil.which(name)), None)
+    if browser is None:
+        raise SystemExit(f"error: no browser found; install one of {', '.join(_BROWSERS)}, or name it with --browser")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pages = {"plan": folder / "plan.html", "run": folder / "demo" / "report.html"}
+        tune(PLAN, "--html", str(pages["plan"]))
+        tune(RUN, f"output_dir={pages['run'].parent}")
+        for kind, page in pages.items():
+            part = folder / f"{kind}_part.html"
+            part.write_text(part_of(page.read_text(encoding="utf-8"), PARTS[kind]), encoding="utf-8")
+            photograph(browser, part, arguments.output.resolve() / f"{kind}.png", SIZES[kind])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The card of an export: README.md with the metadata that the hub reads, what was trained and how to use it."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from recipe_lib import files
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
+from recipe_lib.config.schema_data import HUB, is_hub, resolved_sources
+from recipe_lib.redaction import redact
+
+CARD = "README.md"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Where and how a run wrote and logged says nothing about the model.
+_NOT_TOLD = re.compile(
+    r"output_dir|resume|overwrite_output_dir|device|plugins?|log\..*|data\.(source|sources|format|cache.*|num_.*)"
+    r"|validation\.source|model\.path|model\.preset"
+)
+
+
+def write_card(temporary: Path, card: str | None) -> None:
+    """Writes README.md into a folder that is being made; nothing without a card."""
+    if card is not None:
+        files.write_bytes(temporary / CARD, card.encode())
+
+
+def model_card(
+    cfg: FullFinetuneConfig | None,
+    *,
+    base: str,
+    base_folder: Path | None,
+    lora: LoraConfig | None,
+    is_adapter: bool,
+    commands: Sequence[str] = (),
+    plan: Mapping[str, str] | None = None,
+    results: Mapping[str, str] | None = None,
+) -> str:
+    """The card's text, the same for the same training.
+
+    cfg: of the run; None: it is not known. base: the name of what training began from. base_folder: where that is; its
+    own card says the license. lora: how the adapter was made, None for a model of which all weights were trained.
+    is_adapter: whether the export is an adapter alone. commands: what to do with it, in a folder that they call FOLDER.
+    plan, results: rows of the tables of how it was trained and what came of it.
+    """
+    data = ModelCardData(
+        base_model=base if _is_hub_id(base) else None,
+        datasets=sorted(_hub_datasets(cfg)) or None,
+        library_name="peft" if is_adapter else "transformers",
+        license=_license_of(base_folder),
+        pipeline_tag="text-generation",
+        tags=["tune-recipes", *_kind_tags(cfg, lora)],
+    )
+    parts = [f"---\n{data.to_yaml()}\n---", *_sections(cfg, base, lora, is_adapter)]
+    parts += [f"## {title}\n\n{_table(rows)}" for title, rows in (("Plan", plan), ("Results", results)) if rows]
+    parts.append("## Use\n\n" + _use(base if is_adapter else None, commands))
+    return redact("\n\n".join(parts) + "\n")
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).expanduser().exists()
+
+
+def _hub_datasets(cfg: FullFinetuneConfig | None) -> set[str]:
+    if cfg is None:
+        return set()
+    names = [one.source for one in resolved_sources(cfg.data) if is_hub(one.source)]
+    return {name.removeprefix(HUB).partition(":")[0] for name in names}
+
+
+def _license_of(folder: Path | None) -> str | None:
+    """The license in the card of the base; None: there is no card, or it names none."""
+    if folder is None or not (folder / CARD).is_file():
+        return None
+    try:
+        found = ModelCard.load(folder / CARD).data.license
+    except (OSError, ValueError, AttributeError):  # a stranger's file
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
+    kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
+    if cfg is None:
+        return kinds
+    prefers = any(one.format == "preference" for one in resolved_sources(cfg.data))
+    return [cfg.recipe.partition("_")[0] if prefers else "sft", *kinds]
+
+
+def _sections(cfg: FullFinetuneConfig | None, base: str, lora: LoraConfig | None, is_adapter: bool) -> Iterator[str]:
+    kind = "full fine-tuning" if lora is None else "DoRA" if lora.dora else "LoRA"
+    what = f"{kind} adapter for" if is_adapter else f"Trained by {kind} from"
+    begin = "random weights of the architecture" if cfg is not None and not cfg.model.path else ""
+    yield f"# {Path(base).name or 'model'}, fine-tuned"
+    yield f"{what} {begin + ' ' if begin else ''}`{base}`, made with tune-recipes."
+    if cfg is not None:
+        yield "## Data\n\n" + "\n".join(_data_lines(cfg))
+        changed = {f"`{name}`": _cell(value) for name, value in _changed(cfg)}
+        if changed:
+            yield f"## Settings that differ from the defaults\n\n{_table(changed)}"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _data_lines(cfg: FullFinetuneConfig) -> Iterator[str]:
+    for one in resolved_sources(cfg.data):
+        weight = f", weight {one.weight:g}" if one.weight != 1 else ""
+        yield f"- `{_without_folders(one.source)}`, format `{one.format}`{weight}"
+    if cfg.validation.source:
+        yield f"- validation: `{_without_folders(cfg.validation.source)}`"
+
+
+def _without_folders(source: str) -> str:
+    """A file by its name: where it lay says nothing to whoever reads the card."""
+    return source if is_hub(source) else Path(source).name
+
+
+def _changed(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys that differ from their defaults, with their values."""
+    for field in dataclasses.fields(section):
+        value, name = getattr(section, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, f"{name}.")
+            continue
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if value != made and not _NOT_TOLD.fullmatch(name):
+            yield name, value
+
+
+def _cell(value: Any) -> str:
+    return f"`{str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')}`"
+
+
+def _use(base: str | None, commands: Sequence[str]) -> str:
+    """base: of an adapter; None for a model."""
+    load = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
+    if base is not None:
+        load = f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), "FOLDER")'
+    lines = "".join(f"{command}\n" for command in commands)
+    return (
+        "In this folder's place, its path or its name on the hub:\n\n```python\n"
+        + ("from peft import PeftModel\n" if base is not None else "")
+        + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        + f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n{load}\n{_ASK}```'
+        + (f"\n\n```bash\n{lines}```" if lines else "")
+    )
+
+
+_ASK = (
+    'prompt = [{"role": "user", "content": "Hello"}]\n'
+    "inputs = tokenizer.apply_chat_template(\n"
+    '    prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True\n'
+    ")\n"
+    "answer = model.generate(**inputs, max_new_tokens=100)\n"
+    'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))\n'
+)

@@ -1,0 +1,121 @@
+"""A tokenizer's files in an export: with the template, the special tokens and the stop tokens of the training."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from recipe_lib import files
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
+from recipe_lib.tokenizers.special_tokens import read_json
+
+GENERATION = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENS_MAP = "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"
+# Only these are copied from a tokenizer's folder: no code, no weights, nothing unknown.
+TOKENIZER_FILES = (
+    TOKENIZER_JSON,
+    "tokenizer.model",
+    "tokenizer.model.v1",
+    "tokenizer.model.v3",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+SETTINGS_FILES = (
+    TOKENIZER_CONFIG,
+    TOKENS_MAP,
+    "added_tokens.json",
+    CHAT_TEMPLATE,
+    "chat_template.json",
+    GENERATION,
+)
+_TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
+_ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class that takes tokenizer.json as it is
+
+
+def tokenizer_files(source: Path | None) -> list[Path]:
+    """The files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings next to it."""
+    if source is None:
+        return []
+    folder = source.parent if source.is_file() else source
+    found = [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
+    if source.is_file():
+        return [source, *(path for path in found if path != source)]
+    return [*(folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), *found]
+
+
+def copy_tokenizer(
+    temporary: Path, copied: list[Path], chat_template: str | Path | None, stop_ids: Collection[int]
+) -> None:
+    """The tokenizer's files, with template and stop tokens that the model was trained with, where they differ.
+
+    chat_template: its text or its file; None: the tokenizer keeps its own. A template stands in tokenizer_config.json
+    too, where older programs look for it, and with it BOS and EOS. A sentencepiece model gets a tokenizer.json, without
+    which transformers needs packages that few have.
+    """
+    settings: dict[str, Any] = {}
+    for path in copied:
+        if path.name == GENERATION and stop_ids:
+            settings = json.loads(path.read_bytes())
+        elif path.name != TOKENIZER_CONFIG and (chat_template is None or path.name not in _TEMPLATES):
+            files.copy_file(path, temporary / path.name)
+    if stop_ids:
+        files.write_json(temporary / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
+    text = chat_template.read_text(encoding="utf-8") if isinstance(chat_template, Path) else chat_template
+    if text is not None:
+        files.write_bytes(temporary / CHAT_TEMPLATE, text.encode())
+    vocabulary = next((path for path in copied if path.name not in SETTINGS_FILES), None)
+    before = next((path for path in copied if path.name == TOKENIZER_CONFIG), None)
+    _write_settings(temporary, before, None if vocabulary is None else _loaded(vocabulary), text)
+
+
+def _loaded(vocabulary: Path) -> Tokenizer | None:
+    """The tokenizer; None for one that we cannot read, which is copied as it is."""
+    try:
+        return load_tokenizer(vocabulary.parent if vocabulary.name in TOKENIZER_FILES else vocabulary)
+    except DataError:
+        return None
+
+
+def _write_settings(temporary: Path, before: Path | None, tokenizer: Tokenizer | None, template: str | None) -> None:
+    """tokenizer_config.json, with what transformers needs and it lacks, and tokenizer.json where there is none."""
+    read = {} if before is None else _object(before)
+    if read is None or (tokenizer is None and template is None):
+        if before is not None:
+            files.copy_file(before, temporary / TOKENIZER_CONFIG)
+        return
+    config = dict(read)
+    if tokenizer is not None and not (temporary / TOKENIZER_JSON).is_file():
+        made = tokenizer_json(tokenizer)
+        if made is not None:
+            files.write_bytes(temporary / TOKENIZER_JSON, made.encode())
+            config["tokenizer_class"] = _ANY_CLASS
+    if (temporary / TOKENIZER_JSON).is_file():
+        config.setdefault("tokenizer_class", _ANY_CLASS)
+    if template is not None:
+        config["chat_template"] = template
+    if tokenizer is not None and config != read:
+        config = {**_special_tokens(temporary, tokenizer), **config}
+    if config != read:
+        files.write_json(temporary / TOKENIZER_CONFIG, config)
+    elif before is not None:
+        files.copy_file(before, temporary / TOKENIZER_CONFIG)
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """What a JSON file holds; None if that is no object."""
+    try:
+        found = read_json(path)
+    except DataError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _special_tokens(temporary: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """BOS and EOS as they are written, where the tokenizer's own files do not name them."""
+    named = _object(temporary / TOKENS_MAP) or {}
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    return {role: tokenizer.token_bytes(i).decode() for role, i in ids.items() if i is not None and role not in named}

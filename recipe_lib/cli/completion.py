@@ -1,0 +1,72 @@
+"""`tune completion SHELL`: what a shell completes after `tune`: verbs, options, names of recipes and configs, files.
+
+Written by shtab (https://docs.iterative.ai/shtab) from the parsers of the verbs.
+"""
+
+import argparse
+import importlib
+from typing import Any
+
+from recipe_lib.cli.arguments import Parser
+from recipe_lib.config.paths import list_configs, list_recipes
+from recipe_lib.errors import DONE, ConfigError
+
+DESCRIPTION = """Prints what a shell completes after `tune`. For a session, or in the file that it starts with:
+
+  bash: eval "$(tune completion bash)"
+  zsh:  eval "$(tune completion zsh)"   after compinit"""
+
+SHELLS = ("bash", "zsh")
+# Names of configs and recipes, or files. compgen gives nothing where a word is no beginning of one.
+_NAMES = {
+    "bash": '_tune_names() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}',
+    "zsh": "_tune_names() {{ _alternative 'names:name:({names})' 'files:file:_files' }}",
+}
+
+
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("completion", DESCRIPTION)
+    options.add_argument("shell", metavar="|".join(SHELLS), choices=SHELLS, help="the shell")
+    return options
+
+
+def run(words: list[str]) -> int:
+    """Prints the script."""
+    shell = parser().parse(words).shell
+    try:
+        import shtab
+    except ImportError as error:
+        raise ConfigError("tune completion: shtab is not installed; pip install 'shtab>=1.7,<2'") from error
+    names = sorted({*list_recipes(), *(name for configs in list_configs().values() for name in configs)})
+    preamble: Any = {name: text.format(names=" ".join(names)) for name, text in _NAMES.items()}  # by shell
+    print(shtab.complete(tree(), shell, preamble=preamble))
+    return DONE
+
+
+def tree() -> argparse.ArgumentParser:
+    """`tune` with all of its verbs, as one parser."""
+    from recipe_lib.cli.main import VERBS
+
+    whole = argparse.ArgumentParser(prog="tune", description="Fine-tunes language models by recipes that you own.")
+    whole.add_argument("-V", "--version", action="store_true", help="the version")
+    verbs = whole.add_subparsers()
+    for verb, text in VERBS.items():
+        own = importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").parser()
+        for action in own._actions:
+            _mark(action)
+        verbs.add_parser(verb, help=text, parents=[own], conflict_handler="resolve", add_help=False)
+    return whole
+
+
+def _mark(action: argparse.Action) -> None:
+    """Says what an argument's value is, by its name in the help."""
+    import shtab
+
+    name = str(action.metavar or "")
+    if "CONFIG" in name or "RECIPE" in name:
+        action.complete = dict.fromkeys(SHELLS, "_tune_names")  # type: ignore[attr-defined]
+    elif name in ("FILE", "MODEL", "WHAT", "CHECKPOINT", "OTHER", "DEST"):
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    elif name in ("FOLDER", "DIR"):
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

@@ -1,0 +1,177 @@
+"""What `tune export` exports: the run, state or adapter that a folder is, its base, and what goes into the export."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from recipe_lib.models import DecoderSpec
+
+CONFIG, STATES = "config.yaml", "state"
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """What CHECKPOINT is. run: the output_dir it is in, cfg: the config of the run that made it, records: the folder
+    with that and its metrics; adapter or state: one of the two."""
+
+    run: Path | None
+    cfg: Any
+    records: Path | None
+    adapter: Path | None
+    state: Path | None
+
+
+def find_export(arguments: argparse.Namespace) -> ExportSource:
+    """Looks at the folder; a state is verified byte by byte. CheckpointError, ConfigError."""
+    path, shown = Path(arguments.checkpoint).expanduser(), show(arguments.checkpoint)
+    if not path.is_dir():
+        raise CheckpointError(f"{shown}: no such folder; expected a run's output_dir, a state/step_N, or an adapter")
+    if (path / "adapter_config.json").is_file():
+        return ExportSource(*_run_at(path.parent, arguments, path.name == "adapter"), adapter=path, state=None)
+    if (path / "manifest.json").is_file():
+        folder, cfg, records = _run_at(path.parent.parent, arguments)
+        if cfg is None:
+            raise CheckpointError(f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir")
+        return ExportSource(folder, cfg, records, None, _state(path.parent, str(path)))
+    folder, cfg, records = _run_at(path, arguments)
+    if folder is None:
+        what = "is a model folder already" if (path / "config.json").is_file() else "is no run, state or adapter"
+        raise CheckpointError(f"{shown}: {what}; expected a run's output_dir, a state/step_N, or an adapter's folder")
+    if not arguments.hf and (path / "adapter" / "adapter_config.json").is_file():
+        folder, cfg, records = _run_at(path, arguments, adapter=True)
+        _tell_of_newer_state(path / STATES, path / "adapter" / "adapter_config.json")
+        return ExportSource(folder, cfg, records, path / "adapter", None)
+    state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
+    if state is None:
+        raise CheckpointError(
+            f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_n_steps in the run"
+        )
+    return ExportSource(folder, cfg, records, None, state)
+
+
+def _tell_of_newer_state(states: Path, adapter: Path) -> None:
+    """Of a run that had ended, was gone on with and has not ended again, the adapter is older than the states."""
+    saved = {path.stat().st_mtime: path.parent for path in states.glob("step_*/manifest.json")}
+    if saved and max(saved) > adapter.stat().st_mtime:
+        print(f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it")
+
+
+def _owner(folder: Path) -> Path:
+    """Where the config of the run is that made `folder/adapter`: a run that replaces it may be under way."""
+    from recipe_lib.checkpoint.run_files import read_record
+
+    record = read_record(folder)
+    if record is None or "adapter" not in record.earlier or not record.kept:
+        return folder
+    print(f"note: {folder / 'adapter'} is of the run before the one in {folder}; see {folder / record.kept[0]}")
+    return folder / record.kept[0]
+
+
+def _run_at(folder: Path, arguments: argparse.Namespace, adapter: bool = False) -> tuple[Path | None, Any, Path | None]:
+    """The run's folder, its config and where that is, if the folder is a run's."""
+    config = (_owner(folder) if adapter else folder) / CONFIG
+    if not config.is_file():
+        return None, None, None
+    from recipe_lib.cli.recipes import recipe_for
+    from recipe_lib.config import load_config
+
+    cfg = load_config(config, [], recipe_for(str(config), arguments.recipe).schema())
+    return folder, cfg, config.parent
+
+
+def _state(root: Path, which: str) -> Path | None:
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
+    from recipe_lib.checkpoint.state import find_state
+
+    return find_state(root, which, SingleRank())
+
+
+def find_base(name: str) -> Path:
+    """The folder of the model that a run began from, or an adapter is for. CheckpointError."""
+    from recipe_lib.checkpoint.huggingface import find_checkpoint
+
+    return find_checkpoint(name)
+
+
+def beside_weights(found: ExportSource, base: Path | None, spec: "DecoderSpec", is_adapter: bool) -> dict[str, Any]:
+    """Arguments of an export: the tokenizer's files, the template and stop tokens that the run used, and the card."""
+    if found.cfg is None:
+        return _beside_strange_adapter(found, base, spec, is_adapter)
+    from recipe_lib.data import trained_template
+    from recipe_lib.tokenizers import load_tokenizer
+    from recipe_lib.training.card import run_card
+
+    cfg, run = found.cfg, found.records
+    folder = Path(cfg.tokenizer.path or base or find_base(cfg.model.path))
+    tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
+    template = trained_template(cfg, tokenizer)
+    step = int(found.state.name.split("_")[1].split("-")[0]) if found.state else None
+    commands = _commands(spec, cfg.model.path, cfg.trained_adapters if is_adapter else None, template is not None)
+    return {
+        "tokenizer_folder": folder,
+        "chat_template": template,
+        "stop_ids": tokenizer.stop_ids,
+        "card": run_card(cfg, base, commands, is_adapter=is_adapter, run=run, step=step) if run else None,
+    }
+
+
+def _beside_strange_adapter(
+    found: ExportSource, base: Path | None, spec: "DecoderSpec", is_adapter: bool
+) -> dict[str, Any]:
+    """Of an adapter without its run: the tokenizer that lies beside it is the one it was trained with."""
+    from recipe_lib.checkpoint.adapter_files import read_adapter
+    from recipe_lib.checkpoint.model_card import model_card
+    from recipe_lib.checkpoint.tokenizer_out import CHAT_TEMPLATE, TOKENIZER_FILES
+    from recipe_lib.checkpoint.verify import adapter_settings_of
+
+    assert found.adapter is not None
+    held = read_adapter(found.adapter)
+    lora, named = adapter_settings_of(held, spec), held.config.base or str(base)
+    own = any((found.adapter / name).is_file() for name in TOKENIZER_FILES)
+    commands = _commands(spec, named, lora if is_adapter else None, (found.adapter / CHAT_TEMPLATE).is_file())
+    card = model_card(None, base=named, base_folder=base, lora=lora, is_adapter=is_adapter, commands=commands)
+    return {"tokenizer_folder": found.adapter if own else base, "card": card}
+
+
+def _commands(spec: "DecoderSpec", base: str, adapter: LoraConfig | None, template: bool) -> list[str]:
+    """What the card says to do with a model, or with an adapter on its base."""
+    from recipe_lib.checkpoint.adapter_out import file_rank
+    from recipe_lib.training.next_commands import ANYWHERE, adapter_commands, model_commands
+
+    if adapter is None:
+        return model_commands(ANYWHERE)
+    return adapter_commands(ANYWHERE, base, adapter, rank=file_rank(spec, adapter), template=template)
+
+
+def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
+    """The folder of an adapter's base: the one that --base, its run or the adapter itself names. CheckpointError."""
+    if arguments.base:
+        return find_base(arguments.base)
+    if found.cfg is not None:
+        if not found.cfg.model.path:
+            raise CheckpointError(
+                f"{show(arguments.checkpoint)}: was trained with random weights (model.preset), which are in no "
+                "checkpoint; start from model.path to have an adapter that others can load"
+            )
+        return _named_base(found.cfg.model.path)
+    from recipe_lib.checkpoint.adapter_config import read_adapter_config
+
+    assert found.adapter is not None
+    name = read_adapter_config(found.adapter).base
+    if not name:
+        raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
+    return _named_base(name)
+
+
+def _named_base(name: str) -> Path:
+    """The base that a run or an adapter names, perhaps by a path from another folder or machine."""
+    try:
+        return find_base(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or say where the base is with --base") from error

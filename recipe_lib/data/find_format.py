@@ -1,0 +1,165 @@
+"""Which format samples have, by the columns of the first of them: what `data.format: auto` means."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from recipe_lib.config.local_files import cache_root
+from recipe_lib.config.registry import names, registered
+from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
+from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.samples import SampleFault
+from recipe_lib.data.sources import SampleFile, open_sources
+from recipe_lib.errors import ConfigError, DataError
+
+AUTO, PAIRS = "auto", "preference"
+LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
+# Of several formats whose columns are all there, the first: `text` is often one more column, the whole sample in a row.
+_ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
+_LISTS = ("messages", "conversations")
+# Columns by other names, for the remedy.
+_OTHER_NAMES = {
+    "instruction": ("question", "query", "problem", "input", "prompt"),
+    "output": ("response", "answer", "completion", "target", "solution"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
+    "chosen": ("preferred", "accepted", "response_chosen", "win"),
+    "rejected": ("dispreferred", "response_rejected", "lose"),
+    "text": ("content", "document", "body"),
+}
+
+
+def fitting(sample: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
+    """The formats whose columns a sample has, the likeliest first. columns: as `data.columns`."""
+    own = [name for name in names("data.format") if name not in _ORDER]  # of plugins
+    found, others = list[str](), list[str]()
+    for name in (*own, *_ORDER):
+        required = _required(name)
+        there = [sample.get(columns.get(column, column)) for column in required]
+        is_list = [isinstance(value, list) for value in there]
+        lists = [column in _LISTS for column in required]
+        if required and None not in there:
+            fits = name in own or name == PAIRS or is_list == lists
+            (found if fits else others).append(name)
+    return found or others  # reading says what is wrong with a column that is no list, or is one
+
+
+def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
+    """Puts the format that is found into the config where it says `auto`, and gives a line for each.
+
+    Raises DataError where samples are of no format, ConfigError where the recipe has no use for what they are.
+    """
+    data, validation, lines = cfg.data, cfg.validation, []
+    finds_validation = validation.source is not None and (validation.format or data.format) == AUTO
+    for number, source in enumerate(resolved_sources(data)):
+        if source.format != AUTO:
+            continue
+        section = data.sources[number] if data.sources else data
+        section.format = _settled(cfg, source, f"data.sources[{number}]" if data.sources else "data")
+        if section.format != AUTO:
+            lines.append(f"data: format {section.format}, found by the columns of {source.source}")
+    if finds_validation:
+        source = SourceConfig(str(validation.source), format=AUTO, split=data.split, columns=dict(data.columns))
+        validation.format = _settled(cfg, source, "data")
+        if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
+            lines.append(f"data: format {validation.format}, found by the columns of {validation.source}")
+    return lines
+
+
+def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
+    """The format of a source; `auto` where none of its samples can be read."""
+    found = find_format(open_sources(source, cache=cache_root(cfg.data.cache_dir)), source.columns or {}, section)
+    if (found == PAIRS) > cfg.trains_on_pairs:
+        raise ConfigError(
+            f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "
+            "samples, or run dpo_distributed"
+        )
+    if cfg.trains_on_pairs and found in _ORDER and found != PAIRS:
+        raise ConfigError(
+            f"{source.source}: found the columns of the format {found}, expected those of {PAIRS} (chosen, rejected), "
+            f"as the loss compares two answers; name yours with {section}.columns.chosen=NAME, or train with "
+            "lora_finetune_distributed"
+        )
+    return found
+
+
+def with_format(source: SourceConfig, files: Sequence[SampleFile], section: str) -> SourceConfig:
+    """The source with the format of its files in the place of `auto`. Raises DataError if there is none."""
+    if source.format != AUTO:
+        return source
+    found = find_format(files, source.columns or {}, section)
+    return replace(source, format="messages" if found == AUTO else found)  # any will do: reading says what is wrong
+
+
+def _required(name: str) -> tuple[str, ...]:
+    """The columns that a format cannot do without."""
+    return tuple(getattr(registered("data.format", name), "required", ()))
+
+
+def find_format(files: Sequence[SampleFile], columns: Mapping[str, str], section: str = "data") -> str:
+    """The format that the most of the first samples of the files have the columns of.
+
+    section: of the config, for the error. `auto` where no sample can be read. Raises DataError if the samples are of no
+    format.
+    """
+    _check_names(columns, section)
+    first: list[tuple[str, dict[str, Any]]] = []
+    for file in files:
+        readable = ((place, sample) for place, sample in file.first(AMONG) if not isinstance(sample, SampleFault))
+        first = list(islice(readable, LOOKED_AT))
+        if first:
+            break
+    votes = Counter(name for _, sample in first for name in fitting(sample, columns)[:1])
+    if votes or not first:
+        return votes.most_common(1)[0][0] if votes else AUTO
+    place, sample = first[0]
+    raise DataError(f"{place}: {no_format(sample, columns, section)}")
+
+
+def _check_names(columns: Mapping[str, str], section: str) -> None:
+    """Raises DataError for a column that no format has."""
+    known = {
+        name
+        for form in names("data.format")
+        for name in (*_required(form), *getattr(registered("data.format", form), "optional", ()))
+    }
+    for name in columns:
+        if name not in known:
+            hint = did_you_mean(name, sorted(known))
+            raise DataError(f"{section}.columns.{name}: no format has such a column{hint or _one_of(known)}")
+
+
+def _one_of(known: set[str]) -> str:
+    return f", expected one of {', '.join(sorted(known))}"
+
+
+def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: str) -> str:
+    """What is wrong with a sample that no format has the columns of, and what to set."""
+    found = ", ".join(sorted(map(str, sample))[:12]) or "none"
+    own = {name: [columns.get(column, column) for column in _required(name)] for name in _ORDER}
+    known = "; ".join(f"{name}: {', '.join(names)}" for name, names in own.items())
+    remedy = "" if columns else _remedy(sample, section)
+    remedy = remedy or f"say which column is which with {section}.format and {section}.columns"
+    return f"found the columns {found}, which are those of no format ({known}); {remedy}"
+
+
+def _remedy(sample: Mapping[str, Any], section: str) -> str:
+    """The overrides that name the sample's columns, where they are known by other names."""
+    for name in _ORDER:
+        called = {column: _called(column, sample) for column in _required(name)}
+        if all(called.values()) and len(set(called.values())) == len(called):
+            renamed = {column: own for column, own in called.items() if own != column}
+            if section == "data":
+                words = [f"data.columns.{column}={own}" for column, own in renamed.items()]
+            else:
+                words = [f"{section}.columns={{{', '.join(f'{column}: {own}' for column, own in renamed.items())}}}"]
+            return f"set {' '.join([f'{section}.format={name}', *words])}, if that is what they are"
+    return ""
+
+
+def _called(column: str, sample: Mapping[str, Any]) -> str | None:
+    """What a sample calls a column."""
+    own = {str(name).lower(): str(name) for name in sample}
+    return next((own[name] for name in (column, *_OTHER_NAMES.get(column, ())) if name in own), None)

@@ -1,0 +1,111 @@
+"""What a name on the command line stands for: a model, an adapter with its base, or the run that wrote one of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_STORAGE, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint, load_weights
+from recipe_lib.checkpoint.manifest import MANIFEST
+from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
+from recipe_lib.checkpoint.verify import model_of_adapter
+from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models import Decoder, DecoderSpec, build_meta, read_config, spec_from_config
+
+
+@dataclass(frozen=True)
+class GenerationSource:
+    """A model on the disk, its headers checked.
+
+    folder: of the model, or of the base of an adapter. adapter: its folder, None without one. tokenizer: the folder
+    with the tokenizer. dtype, storage: how the base was kept while the adapter was trained, as its file says; empty and
+    `none` if it does not.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    spec: DecoderSpec
+    tokenizer: Path
+    adapter: Path | None = None
+    dtype: str = ""
+    storage: str = "none"
+
+
+def find_source(name: str, base: str | None = None) -> GenerationSource:
+    """The model that a folder or a hub id names. base: that of an adapter, in place of the one it names.
+
+    Raises CheckpointError for what is none, or is damaged, by its headers.
+    """
+    folder = _exported(find_checkpoint(name))
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _of_adapter(folder, base)
+    if base is not None:
+        raise CheckpointError(f"--base: {show(name)} is a model, not an adapter; leave --base out")
+    config, spec = _checked(folder)
+    return GenerationSource(folder, config, spec, folder)
+
+
+def _exported(folder: Path) -> Path:
+    """The folder itself, or what the run whose output_dir it is has written: its model or its adapter, the newer one.
+
+    A model that was merged from an adapter is newer, unless the run was gone on with since.
+    """
+    if (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return folder
+    both = (folder / MODEL_FOLDER / "config.json", folder / ADAPTER_FOLDER / ADAPTER_CONFIG)
+    written = [path for path in both if path.is_file()]
+    if written:
+        return max(written, key=lambda path: path.stat().st_mtime_ns).parent
+    write = "write one from its states with `tune export` (--hf, or --adapter)"
+    if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
+        raise CheckpointError(f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; {write}")
+    if (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{show(str(folder))}: is a state to resume from, no model; write one with `tune export` (--hf, --adapter)"
+        )
+    return folder
+
+
+def _checked(folder: Path) -> tuple[dict[str, Any], DecoderSpec]:
+    config = read_config(folder)
+    spec = spec_from_config(config, where=str(folder))
+    check_weights(spec, folder)
+    return config, spec
+
+
+def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
+    adapter = read_adapter(folder)
+    named = base or adapter.config.base
+    if not named:
+        raise CheckpointError(f"{show(str(folder))}: adapter_config.json names no base; give it with --base")
+    try:
+        base_folder = find_checkpoint(named)
+    except CheckpointError as error:
+        raise error if base else CheckpointError(f"{error}, or say where the base is with --base") from error
+    config, spec = _checked(base_folder)
+    check_fits(adapter, spec)
+    check_base(adapter, spec, base_folder)
+    own = any((folder / file).is_file() for file in TOKENIZER_FILES)
+    return GenerationSource(
+        base_folder,
+        config,
+        spec,
+        folder if own else base_folder,
+        folder,
+        adapter.metadata.get(BASE_DTYPE, ""),
+        adapter.metadata.get(BASE_STORAGE, "none"),
+    )
+
+
+def load_source(source: GenerationSource, dtype: torch.dtype, device: torch.device, storage: str) -> Decoder:
+    """The model with its weights, ready to generate. storage: how the frozen weights beside an adapter are kept:
+    `none`, `nf4` or `int8`."""
+    if source.adapter is not None:
+        return model_of_adapter(source.adapter, source.spec, source.folder, dtype, device, storage)[0]
+    model = build_meta(source.spec, dtype).to_empty(device=device)
+    load_weights(model, source.spec, source.folder)
+    return model.eval()

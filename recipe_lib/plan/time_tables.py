@@ -1,0 +1,75 @@
+"""What is known about the time of a step and of a run, as lines of text. No torch in here."""
+
+from recipe_lib.plan.result import PipelinePlan, Plan
+from recipe_lib.plan.tables import duration
+from recipe_lib.units import format_count, format_seconds
+
+_FEW_SECONDS = 1e-3  # batches on their way to the device take less
+
+
+def time_lines(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) of what is known about time; empty if it was not planned."""
+    time = plan.time
+    if time is None:
+        return []
+    error = time.error if time.calibrated else _bare(time.error)
+    stated = f"error: {error}" if error else "error not stated"
+    rates = "calibrated" if time.calibrated else "ranking only, not calibrated"
+    lines = [
+        ("step", f"{duration(time.step)}, {rates}; {stated}"),
+        ("kernels", duration(time.compute)),
+        ("communication", f"{duration(time.communication)} total, {duration(time.exposed)} exposed"),
+        ("kernel launches (CPU)", duration(time.launch)),
+        ("bound by", bound_by(plan)),
+        ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
+                   f"all ranks; {time.mfu:.1%} of the device's dense rate"),
+    ]  # fmt: skip
+    if time.copies > _FEW_SECONDS:
+        text = f"{duration(time.copies)} total, {duration(time.copies_exposed)} exposed"
+        lines.insert(3, ("copies to and from the host", text))
+    if plan.pipeline is not None:
+        lines.insert(1, ("pipeline", _pipeline_text(plan.pipeline)))
+    if time.steps is not None:
+        lasts = f", {format_seconds(time.total)}" if time.total is not None else ""
+        lines.append(("run", f"{time.steps:,} steps{lasts}"))
+    return lines
+
+
+def step_line(plan: Plan) -> list[tuple[str, str]]:
+    """The time of a step in one line; empty if it was not planned."""
+    time = plan.time
+    if time is None:
+        return []
+    rates = "" if time.calibrated else "; not calibrated, for ranking only"
+    run = f"; {time.steps:,} steps{f' in {format_seconds(time.total)}' if time.total else ''}" if time.steps else ""
+    rate = f"{format_count(time.tokens_per_second)} tokens a second"
+    return [("step", f"{duration(time.step)}, {rate}, bound by {bound_by(plan)}{run}{rates}")]
+
+
+def _bare(error: str) -> str:
+    """What an error says besides that the times are not calibrated and for ranking."""
+    return error.replace("not calibrated: ", "").removesuffix(", good for ranking only")
+
+
+def _pipeline_text(pipeline: PipelinePlan) -> str:
+    """Its schedule, and how much of it is waiting."""
+    sequences = f"{pipeline.micro_batch_size} sequence{'s' if pipeline.micro_batch_size != 1 else ''}"
+    text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
+    if pipeline.bubble is not None and pipeline.seconds is not None:
+        text += (
+            f"; bubble {pipeline.bubble:.1%} of {duration(pipeline.seconds)} on {len(pipeline.places)} pipeline ranks"
+        )
+    if pipeline.ideal is not None:
+        text += f" (equal stages without communication time: {pipeline.ideal:.1%})"
+    return text
+
+
+def bound_by(plan: Plan) -> str:
+    """What a step cannot be shorter than: its kernels, its collectives, or the host that issues both."""
+    assert plan.time is not None
+    parts = {
+        "kernels": plan.time.compute,
+        "communication": plan.time.communication,
+        "the CPU (launch-bound)": plan.time.launch,
+    }
+    return max(parts, key=lambda name: parts[name])

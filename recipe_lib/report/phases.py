@@ -1,0 +1,114 @@
+"""What takes longer than a moment says so: a row on a terminal with what goes on, how far it is, and its seconds.
+
+    with phase("loading weights", total=bytes, unit="bytes") as going:
+        going.advance(count)
+
+On a terminal a row is drawn after half a second, and a phase of more than a second leaves a line with its seconds. Off
+a terminal one that goes on for long writes a line now and then. Phases may stand in one another; the innermost is
+shown. Ranks other than the first show nothing, and nobody does with `--quiet`.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.text import Text
+
+from recipe_lib.logs import get_logger, is_quiet, is_verbose
+from recipe_lib.report import screen
+from recipe_lib.report.terminal import SOFT
+from recipe_lib.units import format_bytes, format_seconds
+
+ROW_SECONDS = 0.3  # before a phase has a row
+SAID_SECONDS = 1.0  # a phase that took as long leaves a line on a terminal
+LINE_SECONDS = 15.0  # off a terminal, before the first line and between two
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_PLAIN_SPINNER = "-\\|/"
+
+_open: list["Phase"] = []  # innermost last
+
+
+class Phase:
+    """What goes on between the beginning and the end of a `phase`."""
+
+    def __init__(self, what: str, total: int | None, unit: str) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.done, self.text, self.began = 0, "", time.monotonic()
+
+    def advance(self, count: int) -> None:
+        """So much more of the total is done."""
+        self.done += count
+
+    def say(self, text: str) -> None:
+        """How far it is, in words: the best answer so far, the part that is worked on."""
+        self.text = text
+
+    def rows(self, width: int) -> list[Text]:
+        """What is drawn: nothing for a phase that has just begun, or that another one is in."""
+        seconds = time.monotonic() - self.began
+        if seconds < ROW_SECONDS or not _open or _open[-1] is not self or is_quiet():
+            return []
+        letters = _SPINNER if (sys.stderr.encoding or "").lower().startswith("utf") else _PLAIN_SPINNER
+        row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
+        end = f"  {self.time_of(seconds)}"
+        row.append(f"{self.what}{self.reached()}", style="default")
+        row.truncate(max(width - len(end), 10), overflow="ellipsis")
+        row.append(end, style=SOFT)
+        return [row]
+
+    def reached(self) -> str:
+        """How far it is, to stand after its name."""
+        parts = []
+        if self.total:
+            show = format_bytes if self.unit == "bytes" else "{:,}".format
+            unit = "" if self.unit == "bytes" else f" {self.unit}".rstrip()
+            parts.append(f"{show(self.done)} of {show(self.total)}{unit}, {min(self.done / self.total, 1):.0%}")
+        elif self.done:
+            parts.append(format_bytes(self.done) if self.unit == "bytes" else f"{self.done:,} {self.unit}".strip())
+        return "".join(f": {part}" for part in [*parts, *([self.text] if self.text else [])])
+
+    def time_of(self, seconds: float) -> str:
+        """The seconds so far, and those left where the total is known."""
+        if not self.total or not self.done or self.done >= self.total or seconds < SAID_SECONDS:
+            return format_clock(seconds)
+        return f"{format_clock(seconds)}, eta {format_clock(seconds / self.done * (self.total - self.done))}"
+
+
+@contextmanager
+def phase(what: str, total: int | None = None, unit: str = "", *, leaves_line: bool = True) -> Iterator[Phase]:
+    """See the module. total: of `unit`, if it is known; `bytes` are shown as such. leaves_line: with its seconds."""
+    going, end = Phase(what, total, unit), threading.Event()
+    shown = screen.speaks_for_all() and not is_quiet()
+    live = shown and screen.can_draw()
+    if live:
+        _open.append(going)
+        screen.show(going.rows)
+    elif shown:
+        threading.Thread(target=_say_now_and_then, args=(going, end), name="phase", daemon=True).start()
+    try:
+        yield going
+    finally:
+        end.set()
+        if live:
+            screen.hide(going.rows)
+            _open.remove(going)
+    seconds = time.monotonic() - going.began
+    if live and leaves_line and (seconds >= SAID_SECONDS or is_verbose()):
+        get_logger().info("%s: %s", what, format_seconds(seconds), extra={"style": SOFT})
+
+
+def _say_now_and_then(going: Phase, end: threading.Event) -> None:
+    while not end.wait(LINE_SECONDS):
+        get_logger().info("%s%s, %s", going.what, going.reached(), going.time_of(time.monotonic() - going.began))
+
+
+def format_clock(seconds: float) -> str:
+    """Seconds that go by, without a fraction: `7s`, `1m15s`."""
+    return format_seconds(seconds) if seconds >= 60 else f"{seconds:.0f}s"
+
+
+def is_in_phase() -> bool:
+    """Whether a phase has a row on the terminal now."""
+    return bool(_open) and time.monotonic() - _open[-1].began >= ROW_SECONDS

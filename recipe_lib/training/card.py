@@ -1,0 +1,80 @@
+"""The card of a run's export: its config, how it was trained, and the results that metrics.jsonl has of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.checkpoint.model_card import model_card
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.training.records.metrics import METRICS_FILE, read_metrics
+
+
+def run_card(
+    cfg: FullFinetuneConfig,
+    base_folder: Path | None,
+    commands: list[str],
+    *,
+    is_adapter: bool,
+    run: Path,
+    step: int | None = None,
+) -> str:
+    """The text. commands: what to do with the export. run: the folder with the run's metrics. step: the last one of
+    what is exported; None: the run's."""
+    path = run / METRICS_FILE
+    lines = [line for line in (read_metrics(path) if path.is_file() else []) if step is None or line["step"] <= step]
+    return model_card(
+        cfg,
+        base=cfg.model.path or cfg.model.preset or "",
+        base_folder=base_folder,
+        lora=cfg.trained_adapters,
+        is_adapter=is_adapter,
+        commands=commands,
+        plan=plan_of(cfg, lines),
+        results=results_of(lines),
+    )
+
+
+def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:
+    """How it was trained, in words. lines: of metrics.jsonl."""
+    steps = [line for line in lines if "loss" in line]
+    many = cfg.gradient_accumulation_steps
+    found = {"batch": f"batch_size {cfg.batch_size} x gradient_accumulation_steps {many} on each data rank"}
+    found["sequences"] = f"up to {cfg.max_seq_len:,} tokens" + (", packed" if cfg.data.packing else "")
+    found["optimizer"] = f"{cfg.optimizer.name}, learning rate {cfg.optimizer.lr:g}, then {cfg.lr_scheduler.type}"
+    found["weights"] = cfg.dtype
+    last: Mapping[str, Any] = steps[-1] if steps else {}
+    if last.get("tokens_per_second_per_device"):
+        found["devices"] = f"{round(last['tokens_per_second'] / last['tokens_per_second_per_device'])}"
+    if last.get("epoch"):
+        found["passes over the data"] = f"{last['epoch']:.3g}"
+    return found
+
+
+def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """What the run has come to, in words; empty without its metrics. lines: of metrics.jsonl."""
+    steps = [line for line in lines if "loss" in line]
+    if not steps:
+        return {}
+    losses = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
+    peaks = [line["peak_memory_reserved_gib"] for line in steps if line.get("peak_memory_reserved_gib") is not None]
+    found = {
+        "optimizer steps": f"{steps[-1]['step']:,}",
+        "label tokens": f"{sum(line.get('label_tokens') or 0 for line in steps):,}",
+        "loss of the first step": _number(steps[0].get("loss")),
+        "loss of the last step": _number(steps[-1].get("loss")),
+        "validation loss at the end": _number(losses[-1] if losses else None),
+        "peak memory of a rank, measured": f"{max(peaks):.2f} GiB ({steps[-1].get('memory_kind')})" if peaks else "",
+        **_own_metrics(lines),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _own_metrics(lines: list[dict[str, Any]]) -> Mapping[str, str]:
+    """What else the last validation says, such as how often the chosen answer was preferred."""
+    last: Mapping[str, Any] = next((line for line in reversed(lines) if "validation_loss" in line), {})
+    return {name.replace("_", " "): _number(value) for name, value in last.items() if name.startswith("validation_")
+            and name not in ("validation_loss", "validation_tokens")}  # fmt: skip
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, (int, float)) and abs(value) < float("inf") else ""

@@ -1,0 +1,138 @@
+"""Under a pseudo-terminal every verb that works says so before it has worked for a second, and goes on saying it.
+
+Time here is the CPU seconds of the process, which a busy machine does not stretch.
+"""
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import termios
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import ROOT, TUNE, environment
+
+pytestmark = pytest.mark.slow
+
+SILENT = 1.0  # CPU seconds
+LONG = 8.0  # seconds after which it has been heard enough
+DEMO = ["demo/full", "max_steps=2", "data.max_samples=200", "~validation.source"]
+
+
+@dataclass
+class Heard:
+    """code: of the process, 0 for one that was stopped here. gaps: its CPU seconds between two outputs, from its start
+    on. text: all that it said."""
+
+    code: int
+    gaps: list[float]
+    text: str
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Of the process without its children; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def listen(words: list[str]) -> Heard:
+    """Runs `tune` at a terminal of 80 columns, and notes when it says something."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    variables = environment(TERM="xterm-256color", CI=None, NO_COLOR=None, TUNE_VERBOSITY=None, COLUMNS=None)
+    process = subprocess.Popen(
+        [*TUNE, *words], cwd=ROOT, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    seconds, gaps, parts = 0.0, list[float](), list[bytes]()
+    end = time.monotonic() + LONG
+    while not (stopped := time.monotonic() > end):
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        now = cpu_seconds(process.pid)
+        gaps.append((seconds if now is None else now) - seconds)
+        seconds += gaps[-1]
+        parts.append(part)
+    if stopped:
+        os.killpg(process.pid, signal.SIGKILL)
+    os.close(ours)
+    code = process.wait(60)
+    return Heard(0 if stopped else code, gaps, b"".join(parts).decode(errors="replace"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """output_dir of a run."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    more = ["checkpoint.save_every_n_steps=2", f"output_dir={folder}"]
+    done = subprocess.run([*TUNE, "run", *DEMO, *more], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+WORK = {
+    "run": ["run", *DEMO, "output_dir={tmp}/one"],
+    "run on two ranks": ["run", "--nproc_per_node", "2", *DEMO, "batch_size=16", "output_dir={tmp}/two"],
+    "plan": ["plan", "llama3/8B_lora"],
+    "plan --advice": ["plan", "demo/full", "--advice"],
+    "plan --search": ["plan", "demo/full", "--search", "--fit", "2x24GB"],
+    "tp-plan": ["tp-plan", "llama3/8B"],
+    "data check": ["data", "check", "demo/full"],
+    "data show": ["data", "show", "demo/full", "--limit", "1"],
+    "doctor": ["doctor", "--output_dir", "{tmp}/outputs"],
+    "export": ["export", "{trained}", "--hf", "--out", "{tmp}/export"],
+    "generate": ["generate", "{trained}", "--prompt", "Write 12 in words."],
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_a_line_within_a_second_of_work(name: str, trained: Path, tmp_path: Path):
+    heard = listen([word.format(tmp=tmp_path, trained=trained) for word in WORK[name]])
+    assert heard.code == 0, heard.text
+    assert heard.gaps[0] < SILENT, heard.text[:200]
+    assert max(heard.gaps) < 2 * SILENT  # an import of torch may hold Python's lock for as long
+
+
+def test_a_download_says_what_it_waits_for(tmp_path: Path):
+    """A hub that does not answer for a while."""
+    import socket
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done = threading.Event()
+
+        def answer_late() -> None:
+            connection, _ = server.accept()
+            done.wait(3)
+            connection.close()
+
+        threading.Thread(target=answer_late, daemon=True).start()
+        ours, theirs = pty.openpty()
+        variables = environment(
+            TERM="xterm-256color", HF_ENDPOINT=address, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=None, no_proxy="127.0.0.1"
+        )
+        process = subprocess.Popen(
+            [*TUNE, "download", "owner/name"], env=variables, stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        first = os.read(ours, 65536).decode(errors="replace")
+        assert "asking the hub" in first
+        assert (cpu_seconds(process.pid) or 0) < SILENT
+        done.set()
+        process.kill()
+        process.wait(30)
+        os.close(ours)

@@ -1,0 +1,91 @@
+"""CSV and TSV against Python's own reader, and every mistake of such a file in a line."""
+
+import csv
+import random
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.data.csv_files import CsvFile
+from recipe_lib.data.samples import SampleFault
+from recipe_lib.errors import DataError
+
+PIECES = ["a", "ü 漢", '"', '""', ",", ";", "\t", "\n", "\r\n", " ", "x" * 300, ""]
+
+
+def cell(draw: random.Random) -> str:
+    return "".join(draw.choices(PIECES, k=draw.randrange(6)))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t"), ("a.csv", "\t")])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_samples_are_those_of_pythons_reader(name: str, delimiter: str, end: str, mark: str, tmp_path: Path) -> None:
+    """Read in order, and by number from anywhere."""
+    draw = random.Random(f"{name}{delimiter}{end}")
+    written = [{"one": cell(draw), "two": cell(draw) or "-"} for _ in range(200)]
+    path = tmp_path / name
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.write(mark)
+        writer = csv.DictWriter(file, ["one", "two"], delimiter=delimiter, lineterminator=end)
+        writer.writeheader()
+        writer.writerows(written)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, delimiter=delimiter)
+        expected, ends = [], [1]
+        for row in reader:
+            expected.append(row)
+            ends.append(reader.line_num)
+        lines = [end + 1 for end in ends[:-1]]  # in which each row begins
+    assert expected == written
+    found = CsvFile(path)
+    assert len(found) == 200
+    assert [sample for _, sample in found.read()] == expected
+    assert [sample for _, sample in found.first(7)] == expected[:7]
+    for start, stop in ((0, 1), (17, 40), (199, None), (200, None), (5, 5)):
+        part = list(CsvFile(path).read(start, stop))
+        assert [sample for _, sample in part] == expected[start:stop]
+        for number, (place, _) in enumerate(part, start):
+            assert place == found.place_of(number)
+            assert place == f"{path}:{lines[number]}"
+
+
+def test_an_index_column_without_a_name_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(",instruction,output\n0,a,b\n\n1,c,d\n")
+    assert [sample for _, sample in CsvFile(tmp_path / "a.csv").read()] == [
+        {"instruction": "a", "output": "b"},
+        {"instruction": "c", "output": "d"},
+    ]
+
+
+def test_a_row_of_other_cells_is_a_bad_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('a,b\n1,2\n"3\n3",4,5\n6\n7,8\n')
+    found = list(CsvFile(tmp_path / "a.csv").read())
+    assert [isinstance(sample, SampleFault) for _, sample in found] == [False, True, True, False]
+    assert [place.rpartition(":")[2] for place, _ in found] == ["2", "3", "5", "6"]
+    assert "found 3 cells, expected 2 (a, b)" in str(found[1][1])
+
+
+def test_a_large_row_is_never_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"a,b\n1,{'x' * 5000}\n1,2\n")
+    found = [sample for _, sample in CsvFile(tmp_path / "a.csv", 1000).read()]
+    assert isinstance(found[0], SampleFault) and "data.max_sample_mib" in str(found[0])
+    assert found[1] == {"a": "1", "b": "2"}
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "a.csv: the file is empty, expected samples"),
+        (b"a,b\n", "a.csv: the file is empty, expected samples"),
+        (b"a,b,a\n1,2,3\n", "a.csv:1: found the column a twice"),
+        (b'a,b\n1,2\n"3,4\n', "a.csv:3: found a row that is no CSV"),
+        (b'a,b\n1,"2"3\n', "a.csv:2: found a row that is no CSV"),
+        (b"a,b\n1,\xe9\n", "a.csv:2: found the byte 0xe9, expected UTF-8"),
+    ],
+)
+def test_mistakes(content: bytes, line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(CsvFile(tmp_path / "a.csv").read())
+    assert line in str(caught.value)

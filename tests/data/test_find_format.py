@@ -1,0 +1,116 @@
+"""The format of samples by their columns: of real files, of columns by other names, and what is told of others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
+from recipe_lib.config.schema_data import DataConfig, ModelConfig, ValidationConfig
+from recipe_lib.data.find_format import find_format, settle_formats
+from recipe_lib.data.sources import open_sources
+from recipe_lib.errors import ConfigError, DataError
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def found(source: str, columns: dict[str, str] | None = None) -> str:
+    return find_format(open_sources(SourceConfig(source)), columns or {})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("alpaca/alpaca_en_demo.json", "alpaca"),
+        ("alpaca/identity.json", "alpaca"),
+        ("toolcall/glaive_toolcall_en_demo.json", "sharegpt"),
+        ("dpo/dpo_en_demo.json", "preference"),
+        ("text/c4_demo.jsonl", "text"),
+        ("text/wiki_demo.txt", "text"),
+        ("chat/axolotl_sharegpt_conversation.json", "sharegpt"),
+    ],
+)
+def test_real_files(name: str, expected: str, realdata: Path) -> None:
+    assert found(str(realdata / "datasets" / name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": CHAT}, "messages"),
+        ({"prompt": "a", "prompt_id": "7", "messages": CHAT}, "messages"),
+        ({"conversations": TURNS}, "sharegpt"),
+        ({"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]}, "preference"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
+        ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, "alpaca"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"text": "a", "meta": {"url": "x"}}, "text"),
+        ({"messages": "a, b", "text": "a b"}, "text"),  # messages that are none
+        ({"messages": "a, b"}, "messages"),  # for its line to say so
+    ],
+)
+def test_columns(row: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    assert found(write(tmp_path / "rows.jsonl", row)) == expected
+
+
+def test_the_most_of_the_first_samples_decide(tmp_path: Path) -> None:
+    rows = [{"text": "stray"}, *[{"messages": CHAT}] * 80, *[{"text": "late"}] * 500]
+    assert found(write(tmp_path / "rows.jsonl", *rows)) == "messages"
+    (tmp_path / "rows.jsonl").write_text("{oops}\n\n[1]\n" + json.dumps({"messages": CHAT}) + "\n")
+    assert found(str(tmp_path / "rows.jsonl")) == "messages"
+    (tmp_path / "rows.jsonl").write_text("{oops}\n")
+    assert found(str(tmp_path / "rows.jsonl")) == "auto"  # nothing to tell it by
+
+
+def test_columns_by_other_names(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", {"question": "a", "answer": "b"})
+    assert found(rows, {"instruction": "question", "output": "answer"}) == "alpaca"
+    assert found(rows, {"prompt": "question", "completion": "answer"}) == "prompt_completion"
+    with pytest.raises(DataError) as caught:
+        found(rows)
+    said = str(caught.value)
+    assert "rows.jsonl:1: found the columns answer, question, which are those of no format (" in said
+    assert "set data.format=alpaca data.columns.instruction=question data.columns.output=answer" in said
+    with pytest.raises(DataError, match=r"data.columns.instructoin: no format has such a column; did you mean instruc"):
+        found(rows, {"instructoin": "question"})
+
+
+def config(**changes: Any) -> FullFinetuneConfig:
+    validation = changes.pop("validation", ValidationConfig())
+    return FullFinetuneConfig(
+        recipe="full_finetune_distributed",
+        model=ModelConfig(path="x"),
+        data=DataConfig(**changes),
+        validation=validation,
+    )
+
+
+def test_the_config_has_what_was_found(tmp_path: Path) -> None:
+    """So that the run's config.yaml means the same samples later, whatever is in the file then."""
+    chats, text = write(tmp_path / "chats.jsonl", {"messages": CHAT}), write(tmp_path / "text.jsonl", {"text": "a"})
+    cfg = config(source=chats, validation=ValidationConfig(source=text))
+    assert settle_formats(cfg) == [
+        f"data: format messages, found by the columns of {chats}",
+        f"data: format text, found by the columns of {text}",
+    ]
+    assert (cfg.data.format, cfg.validation.format) == ("messages", "text")
+    cfg = config(sources=[SourceConfig(chats), SourceConfig(text), SourceConfig(chats, format="sharegpt")])
+    assert len(settle_formats(cfg)) == 2
+    assert [source.format for source in cfg.data.sources] == ["messages", "text", "sharegpt"]
+    cfg = config(source=chats, format="alpaca", validation=ValidationConfig(source=chats))
+    assert settle_formats(cfg) == [] and (cfg.data.format, cfg.validation.format) == ("alpaca", None)
+
+
+def test_pairs_are_for_the_recipe_of_pairs(tmp_path: Path) -> None:
+    pairs = write(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    with pytest.raises(
+        ConfigError, match="which this recipe has no use for; choose other samples, or run dpo_distribut"
+    ):
+        settle_formats(config(source=pairs))

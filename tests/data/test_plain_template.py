@@ -1,0 +1,107 @@
+"""The plain template's Jinja is its Python: the same text, and an objection where training refuses a sample."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import Environment, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig, TokenizerConfig
+from recipe_lib.data import trained_template
+from recipe_lib.data.plain_template import plain_jinja, render_plain
+from recipe_lib.data.samples import Conversation
+from recipe_lib.data.templates import Encoder
+from recipe_lib.tokenizers import Tokenizer
+from recipe_lib.tokenizers.chat import ChatTemplate
+
+
+def write(messages: list[dict[str, Any]], eos: str = "</s>", bos: str = "", **more: Any) -> str:
+    """As transformers renders a template."""
+    environment: Environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(plain_jinja(eos, bos)).render(messages=messages, **more)
+
+
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": st.text()}
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(MESSAGE, max_size=5),
+    st.sampled_from(["</s>", "'\"\\", "<|im_end|>", "▁🦙"]),
+    st.sampled_from(["", "<s>", "<EOS>"]),
+)
+def test_the_same_text(messages: list[dict[str, Any]], eos: str, bos: str) -> None:
+    assert write(messages, eos, bos) == render_plain(messages, eos, bos)
+    assert write(messages, eos, bos, add_generation_prompt=True) == render_plain(messages, eos, bos)
+
+
+def test_contents_and_roles_as_the_reader_takes_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert write([{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]) == write(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+    )
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "said"),
+    [
+        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}], None, "no tool calls"),
+        ([{"role": "critic", "content": "a"}], None, "unknown role"),
+        ([{"role": "user", "content": None}], None, "content of text"),
+        ([{"role": "user"}], None, "content of text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], None, "text alone"),
+        ([{"role": "user", "content": "a"}], [TOOL], "does not show tools"),
+    ],
+)
+def test_what_it_refuses(messages: list[dict[str, Any]], tools: Any, said: str) -> None:
+    with pytest.raises(TemplateError, match=said):
+        write(messages, tools=tools)
+
+
+def test_a_tool_that_is_written_may_be_there() -> None:
+    messages = [{"role": "system", "content": "Call look_up."}, {"role": "user", "content": "a"}]
+    assert write(messages, tools=[TOOL]) == write(messages)
+
+
+def test_training_goes_on_with_its_jinja(made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer with the exported template encodes and masks as the plain template does."""
+    turns = [("system", "the cat"), ("user", "sat"), ("assistant", "on the mat"), ("user", "and"), ("assistant", "log")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    plain = Encoder(made, "plain")
+    template = plain_jinja(plain._eos(), plain._bos)
+    monkeypatch.setattr(made, "_template", ChatTemplate(template, "own", {}))
+    chat = Encoder(made, "auto")
+    assert chat.template == "chat"
+    expected, found = plain.encode(Conversation(messages)), chat.encode(Conversation(messages))
+    assert (found.ids, found.trained) == (expected.ids, expected.trained)
+    assert chat.prompt(messages[:-1]) == plain.prompt(messages[:-1])
+
+
+def config(template: str, form: str = "messages", file: str | None = None, *others: str) -> FullFinetuneConfig:
+    sources = [SourceConfig("rows.jsonl", format=name) for name in (form, *others)]
+    return FullFinetuneConfig(
+        data=DataConfig(sources=sources, template=template), tokenizer=TokenizerConfig(chat_template=file)
+    )
+
+
+def test_which_template_was_trained(made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, plain = made.chat_template, Encoder(made, "plain")
+    jinja = plain_jinja(plain._eos(), plain._bos)
+    assert trained_template(config("plain"), made) == jinja
+    assert trained_template(config("auto"), made) == (None if own else jinja)
+    assert trained_template(config("auto", "messages", "own.jinja"), made) == (own or jinja)
+    assert trained_template(config("plain", "text"), made) is None
+    assert trained_template(config("plain", "text", None, "prompt_completion"), made) is None
+    assert trained_template(config("plain", "text", None, "preference"), made) == jinja

@@ -1,0 +1,41 @@
+"""A terminal for tests: what a stream leaves on the screen, for the few codes that are used. Lines never wrap."""
+
+import io
+import re
+
+CODES = re.compile(r"\x1b\[([\d;]*)([A-Za-z])|(.)", re.DOTALL)
+
+
+class Terminal(io.StringIO):
+    """Standard error of a terminal; `encoding` as one has it."""
+
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_on(text: str) -> list[str]:
+    """The lines that stand on the screen after `text`, history first, without the last empty ones."""
+    lines, row, column = [""], 0, 0
+    for number, code, letter in CODES.findall(text):
+        if code == "A":
+            row = max(0, row - int(number or 1))
+        elif code == "J":
+            lines = [*lines[:row], lines[row][:column]]
+        elif code == "m":
+            continue
+        elif code:
+            raise AssertionError(f"an unknown code: {code}")
+        elif letter == "\r":
+            column = 0
+        elif letter == "\n":
+            row, column = row + 1, 0
+            if row == len(lines):
+                lines.append("")
+        else:
+            lines[row] = lines[row][:column].ljust(column) + letter + lines[row][column + 1 :]
+            column += 1
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,166 @@
+"""Rows on a terminal that leave what others print alone, lines elsewhere, silence where it is asked for."""
+
+import logging
+import os
+import sys
+import time
+
+import pytest
+from rich.text import Text
+
+from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, set_verbosity
+from recipe_lib.report import phases, screen
+from recipe_lib.report.phases import phase
+from tests.report.terminal_screen import Terminal, lines_on
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Standard error is a terminal of 60 columns, and rows are drawn at once. Not a fixture: pytest sets the stream
+    anew when a test begins."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(phases, "ROW_SECONDS", 0.0)
+    monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
+    return stream
+
+
+def until_shown(stream: Terminal, text: str) -> list[str]:
+    """What is on the screen, once `text` is."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if any(text in line for line in lines_on(stream.getvalue())):
+            return lines_on(stream.getvalue())
+        time.sleep(0.01)
+    raise AssertionError(lines_on(stream.getvalue()))
+
+
+def test_a_row_with_what_is_done_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with phase("loading weights", 8 << 30, "bytes") as going:
+        going.advance(2 << 30)
+        (row,) = until_shown(terminal, "2.00 GiB of 8.00 GiB, 25%")
+        assert row[2:].startswith("loading weights: 2.00 GiB of 8.00 GiB, 25%  0s")
+    assert lines_on(terminal.getvalue()) == []
+    assert sys.stderr is terminal
+
+
+def test_the_innermost_phase_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with phase("planning"):
+        until_shown(terminal, "planning")
+        with phase("trying levers", 12, "settings") as going:
+            going.advance(3)
+            going.say("the best so far: batch_size=2")
+            (row,) = until_shown(terminal, "trying levers: 3 of 12 settings, 25%: the best")
+            assert "planning" not in row
+            assert len(row) <= 59
+        until_shown(terminal, "planning")
+
+
+def test_lines_of_this_and_of_other_processes_stand_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    rows = [Text("one"), Text("two"), Text("three")]
+    screen.show(show_all := lambda width: rows)
+    until_shown(terminal, "three")
+    print("printed", file=sys.stderr)
+    get_logger().info("logged")
+    until_shown(terminal, "three")
+    terminal.write(f"{screen.ERASE}of another process\n")  # as that writes to the same terminal
+    deadline = time.monotonic() + 10
+    while lines_on(terminal.getvalue()) != ["printed", "logged", "of another process", "one", "two", "three"]:
+        assert time.monotonic() < deadline, lines_on(terminal.getvalue())
+    print("begun, ", end="", file=sys.stderr)
+    time.sleep(0.1)
+    assert lines_on(terminal.getvalue())[-1].startswith("begun,")  # nothing is drawn into a line that goes on
+    print("ended", file=sys.stderr)
+    until_shown(terminal, "three")
+    screen.hide(show_all)
+    assert lines_on(terminal.getvalue()) == ["printed", "logged", "of another process", "begun, ended"]
+
+
+def test_a_phase_of_more_than_a_second_leaves_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.setattr(phases, "SAID_SECONDS", 0.0)
+    with phase("saving"):
+        pass
+    with phase("planning", leaves_line=False):
+        pass
+    (line,) = lines_on(terminal.getvalue())
+    assert line.startswith("saving: 0.")
+
+
+def test_an_error_goes_through_and_takes_the_row_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with pytest.raises(KeyError), phase("saving"):
+        until_shown(terminal, "saving")
+        raise KeyError
+    assert lines_on(terminal.getvalue()) == []
+
+
+def test_off_a_terminal_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(get_logger(), "handlers", [handler])
+    monkeypatch.setattr(phases, "LINE_SECONDS", 0.05)
+    with phase("tokenizing", 100, "samples") as going:
+        going.advance(40)
+        deadline = time.monotonic() + 10
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert said[0] == "tokenizing: 40 of 100 samples, 40%, 0s"
+    count = len(said)
+    time.sleep(0.15)
+    assert len(said) == count
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "1"), (VERBOSITY_VARIABLE, "quiet")])
+def test_silence(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.setenv(name, value)
+    with phase("saving"):
+        time.sleep(0.1)
+    assert terminal.getvalue() == ""
+
+
+def test_a_fork_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    reader, writer = os.pipe()
+    with phase("planning"):
+        until_shown(terminal, "planning")
+        child = os.fork()
+        if not child:
+            with phase("simulating"):
+                time.sleep(0.05)
+            os.write(writer, b"yes" if sys.stderr is terminal and "simulating" not in terminal.getvalue() else b"no")
+            os._exit(0)
+        assert os.read(reader, 3) == b"yes"
+        os.waitpid(child, 0)
+
+
+def test_levels_have_colors_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    get_logger().warning("careful")
+    get_logger().info("a long line of words %s", "word " * 20)
+    assert terminal.getvalue().startswith("\x1b[33mcareful\x1b[0m\n")
+    lines = lines_on(terminal.getvalue())
+    assert lines[1].startswith("a long line of words word") and lines[2].startswith("    word")
+    assert max(map(len, lines)) <= 59
+    monkeypatch.setenv("NO_COLOR", "1")
+    get_logger().warning("careful")
+    assert terminal.getvalue().endswith("\ncareful\n")
+
+
+def test_verbosity(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.setenv(VERBOSITY_VARIABLE, "")
+    set_verbosity("quiet")
+    get_logger().info("not said")
+    get_logger().warning("said")
+    assert lines_on(terminal.getvalue()) == ["said"]
+    set_verbosity("verbose")
+    with phase("a moment"):
+        pass
+    assert lines_on(terminal.getvalue())[1].startswith("a moment: 0.0")

@@ -1,0 +1,45 @@
+"""A sentencepiece model written as tokenizer.json: transformers finds the same ids without the model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
+from tests.tokenizers.made import NASTY, write_json, write_tiktoken
+
+
+def written(tokenizer: Tokenizer, folder: Path) -> transformers.PreTrainedTokenizerBase:
+    text = tokenizer_json(tokenizer)
+    assert text is not None
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral/tokenizer.model.v1", "stories260K-hf"])
+def test_real_models(name: str, realdata: Path, tmp_path: Path) -> None:
+    ours = load_tokenizer(realdata / name if name.startswith("stories") else realdata / "tokenizers" / name)
+    theirs = written(ours, tmp_path)
+    specials = set(ours.special_texts) | {"<unk>"}
+    for text in NASTY:
+        if any(special in text for special in specials):
+            continue
+        for whole in (f"<s>{text}", f"<s>User:\n{text}\n\nAssistant:\n{text}</s>User:\n{text}"):
+            assert theirs(whole, add_special_tokens=False).input_ids == ours.encode(whole, allow_special=True), whole
+    assert theirs("the cat").input_ids == ours.encode("the cat", add_bos=True)
+    assert theirs.decode(ours.encode("Once upon a time, é 漢")) == "Once upon a time, é 漢"
+
+
+def test_a_model_that_it_cannot_write(realdata: Path) -> None:
+    """Symbols that are found before everything else are in no interface of the library; nothing wrong is written."""
+    folder = realdata / "tokenizers" / "mistral"
+    assert tokenizer_json(load_tokenizer(folder / "mistral_instruct_tokenizer_240323.model.v3")) is None
+
+
+@pytest.mark.parametrize("write", [write_json, write_tiktoken])
+def test_only_sentencepiece(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    assert tokenizer_json(load_tokenizer(write(tmp_path))) is None
