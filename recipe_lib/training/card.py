@@ -56,14 +56,15 @@ def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
     if not steps:
         return {}
     losses = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
-    peaks = [line["peak_memory_reserved_gib"] for line in steps if line.get("peak_memory_reserved_gib") is not None]
+    # Of devices only: the resident memory of a CPU process differs from run to run and tells another machine nothing.
+    peaks = [line["peak_memory_reserved_gib"] for line in steps if line.get("memory_kind") == "device"]
     found = {
         "optimizer steps": f"{steps[-1]['step']:,}",
         "label tokens": f"{sum(line.get('label_tokens') or 0 for line in steps):,}",
         "loss of the first step": _number(steps[0].get("loss")),
         "loss of the last step": _number(steps[-1].get("loss")),
         "validation loss at the end": _number(losses[-1] if losses else None),
-        "peak memory of a rank, measured": f"{max(peaks):.2f} GiB ({steps[-1].get('memory_kind')})" if peaks else "",
+        "peak memory of a rank, measured": f"{max(peaks):.2f} GiB" if peaks else "",
         **_own_metrics(lines),
     }
     return {name: text for name, text in found.items() if text}

@@ -212,7 +212,7 @@ def test_a_plan_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtu
 def command(overrides: tuple[str, ...], page: str) -> int:
     from recipe_lib.cli.plan import run
 
-    more = ("parallel.pipeline=4", "parallel.pipeline_schedule=zbv", "--sequence", "max", "--html", page)
+    more = ("parallel.pipeline=4", "parallel.pipeline_schedule=zbv", "--sequence", "max", "--full", "--html", page)
     code = run(["--nproc_per_node", "4", "--config", "demo/full", "--device", "rtx4090", *overrides, *more])
     sys.stdout.flush()
     return code
