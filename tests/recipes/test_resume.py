@@ -262,7 +262,7 @@ def test_a_resume_after_the_end_changes_nothing_and_more_epochs_go_on(tmp_path: 
     assert tree(output) == after
 
     assert alone([*short, "epochs=5", "resume=latest"])[0] == 0
-    longer = command(tmp_path / "longer", 1, "lr_scheduler.type=constant")
+    longer = command(tmp_path / "longer", 1, "checkpoint.save_every_n_steps=4", "lr_scheduler.type=constant")
     assert alone(longer)[0] == 0
     assert steps(output) == steps(tmp_path / "longer")
     assert tree(output / "model") == tree(tmp_path / "longer" / "model")
