@@ -8,9 +8,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from recipe_lib.checkpoint.weights_in import check_weights, load_weights
 from recipe_lib.checkpoint.weights_out import check_room, export_model
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, model_folder, not_downloaded
+from recipe_lib.config.paths import list_presets
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 
-__all__ = ["check_room", "check_weights", "export_model", "find_checkpoint", "load_weights"]
+__all__ = ["check_room", "check_weights", "export_model", "find_adapter_base", "find_checkpoint", "load_weights"]
 
 
 def find_checkpoint(path_or_hub_id: str | Path) -> Path:
@@ -28,3 +30,20 @@ def find_checkpoint(path_or_hub_id: str | Path) -> Path:
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(not_downloaded(name)) from error
+
+
+def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False) -> Path:
+    """The folder of the base that an adapter in `folder` names, perhaps by a path of another machine. CheckpointError.
+
+    is_preset: it is known to be an architecture; else that is seen by its name, where no folder has it.
+    """
+    try:
+        if not is_preset:
+            return find_checkpoint(name)
+    except CheckpointError as error:
+        if name not in list_presets() and not name.endswith(".json"):
+            raise CheckpointError(f"{error}, or say where the base is with --base") from error
+    raise CheckpointError(
+        f"{show(str(folder))}: was trained with random weights (model.preset={name}), which are in no checkpoint; "
+        "start from model.path to have an adapter that others can load"
+    )

@@ -153,25 +153,15 @@ def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
     """The folder of an adapter's base: the one that --base, its run or the adapter itself names. CheckpointError."""
     if arguments.base:
         return find_base(arguments.base)
+    from recipe_lib.checkpoint.huggingface import find_adapter_base
+
     if found.cfg is not None:
-        if not found.cfg.model.path:
-            raise CheckpointError(
-                f"{show(arguments.checkpoint)}: was trained with random weights (model.preset), which are in no "
-                "checkpoint; start from model.path to have an adapter that others can load"
-            )
-        return _named_base(found.cfg.model.path)
+        model = found.cfg.model
+        return find_adapter_base(arguments.checkpoint, model.path or str(model.preset), is_preset=not model.path)
     from recipe_lib.checkpoint.adapter_config import read_adapter_config
 
     assert found.adapter is not None
     name = read_adapter_config(found.adapter).base
     if not name:
         raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
-    return _named_base(name)
-
-
-def _named_base(name: str) -> Path:
-    """The base that a run or an adapter names, perhaps by a path from another folder or machine."""
-    try:
-        return find_base(name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}, or say where the base is with --base") from error
+    return find_adapter_base(arguments.checkpoint, name)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_STORAGE, check_base, check_fits, read_adapter
-from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint, load_weights
+from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint, load_weights
 from recipe_lib.checkpoint.manifest import MANIFEST
 from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
 from recipe_lib.checkpoint.verify import model_of_adapter
@@ -82,10 +82,7 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
     named = base or adapter.config.base
     if not named:
         raise CheckpointError(f"{show(str(folder))}: adapter_config.json names no base; give it with --base")
-    try:
-        base_folder = find_checkpoint(named)
-    except CheckpointError as error:
-        raise error if base else CheckpointError(f"{error}, or say where the base is with --base") from error
+    base_folder = find_checkpoint(base) if base else find_adapter_base(folder, named)
     config, spec = _checked(base_folder)
     check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)

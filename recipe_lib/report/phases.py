@@ -46,7 +46,8 @@ class Phase:
         self.text = text
 
     def rows(self, width: int) -> list[Text]:
-        """What is drawn: nothing for a phase that has just begun, or that another one is in."""
+        """What is drawn: nothing for a phase that has just begun, or that another one is in. Its words have a row of
+        their own where one is too narrow for all."""
         seconds = time.monotonic() - self.began
         if seconds < ROW_SECONDS or not _open or _open[-1] is not self or is_quiet():
             return []
@@ -54,12 +55,19 @@ class Phase:
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
         end = f"  {self.time_of(seconds)}"
         row.append(f"{self.what}{self.reached()}", style="default")
+        apart = bool(self.text) and row.cell_len + len(self.text) + 2 + len(end) > width
+        if self.text and not apart:
+            row.append(f": {self.text}")
         row.truncate(max(width - len(end), 10), overflow="ellipsis")
         row.append(end, style=SOFT)
+        if apart:
+            below = Text(f"  {self.text}")
+            below.truncate(width, overflow="ellipsis")
+            return [row, below]
         return [row]
 
     def reached(self) -> str:
-        """How far it is, to stand after its name."""
+        """How much is done, to stand after its name."""
         parts = []
         if self.total:
             show = format_bytes if self.unit == "bytes" else "{:,}".format
@@ -67,7 +75,7 @@ class Phase:
             parts.append(f"{show(self.done)} of {show(self.total)}{unit}, {min(self.done / self.total, 1):.0%}")
         elif self.done:
             parts.append(format_bytes(self.done) if self.unit == "bytes" else f"{self.done:,} {self.unit}".strip())
-        return "".join(f": {part}" for part in [*parts, *([self.text] if self.text else [])])
+        return "".join(f": {part}" for part in parts)
 
     def time_of(self, seconds: float) -> str:
         """The seconds so far, and those left where the total is known."""
@@ -101,7 +109,8 @@ def phase(what: str, total: int | None = None, unit: str = "", *, leaves_line: b
 
 def _say_now_and_then(going: Phase, end: threading.Event) -> None:
     while not end.wait(LINE_SECONDS):
-        get_logger().info("%s%s, %s", going.what, going.reached(), going.time_of(time.monotonic() - going.began))
+        said = f"{going.reached()}: {going.text}" if going.text else going.reached()
+        get_logger().info("%s%s, %s", going.what, said, going.time_of(time.monotonic() - going.began))
 
 
 def format_clock(seconds: float) -> str:

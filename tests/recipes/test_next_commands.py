@@ -118,7 +118,7 @@ def test_a_recipe_of_ones_own_with_keys_of_its_own(
     type_in(found, capsys)
 
 
-def test_no_commands_for_what_has_no_base(realdata: Path, tmp_path: Path) -> None:
+def test_no_commands_for_what_has_no_base(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """An adapter on random weights, which are in no checkpoint."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "a", "output": "b"}\n')
@@ -129,6 +129,10 @@ def test_no_commands_for_what_has_no_base(realdata: Path, tmp_path: Path) -> Non
     assert run.code == 0, run.said
     assert commands(run.said) == []
     assert "vllm" not in (tmp_path / "run/adapter/README.md").read_text()
+    for words in (["generate", "--prompt", "Once"], ["export", "--merge"]):
+        capsys.readouterr()
+        assert main([words[0], str(tmp_path / "run"), *words[1:]]) == 2
+        assert "was trained with random weights (model.preset=" in capsys.readouterr().err
 
 
 def test_what_vllm_serves() -> None:

@@ -52,10 +52,14 @@ def test_the_innermost_phase_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         until_shown(terminal, "planning")
         with phase("trying levers", 12, "settings") as going:
             going.advance(3)
-            going.say("the best so far: batch_size=2")
-            (row,) = until_shown(terminal, "trying levers: 3 of 12 settings, 25%: the best")
+            going.say("so far: 2 fit")
+            (row,) = until_shown(terminal, "trying levers: 3 of 12 settings, 25%: so far: 2 fit")
             assert "planning" not in row
             assert len(row) <= 59
+            going.say("the fastest so far: batch_size=2 and more than a row of this terminal has")
+            row, words = until_shown(terminal, "  the fastest")
+            assert "trying levers: 3 of 12 settings, 25%" in row
+            assert words == "  the fastest so far: batch_size=2 and more than a row of …"
         until_shown(terminal, "planning")
 
 
