@@ -101,6 +101,12 @@ def _keep_unless_enum_constant(record: logging.LogRecord) -> bool:
     return not (ours and "register_constant() on Enum" in said)
 
 
+def warn_on_first_rank(message: str, *args: object) -> None:
+    """A warning of what every rank sees alike: the first one says it, with --quiet too."""
+    if os.environ.get("RANK", "0") == "0":
+        get_logger().warning(message, *args)
+
+
 def get_logger() -> logging.Logger:
     """The logger of the project; it writes plain lines to standard error on rank 0 and warnings elsewhere."""
     logger = logging.getLogger("tune")

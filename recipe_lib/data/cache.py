@@ -32,7 +32,7 @@ from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.store import ArrayWriter, difference, map_arrays
 from recipe_lib.errors import UserError
 from recipe_lib.files import flush_folder, write_bytes
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import get_logger, warn_on_first_rank
 
 MANIFEST = "manifest.json"
 FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
@@ -70,7 +70,7 @@ def load_or_make(root: Path, key: str, make: Make) -> Stored | None:
     try:
         return _read(root / key) or _made_under_lock(root, key, make)
     except _Unusable as unusable:
-        get_logger().info(
+        warn_on_first_rank(
             "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in memory",
             root,
             unusable,

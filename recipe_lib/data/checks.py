@@ -3,7 +3,7 @@
 from recipe_lib.data.dataset import Dataset, overlap
 from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.errors import DataError
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import warn_on_first_rank
 
 
 def check_vocabulary(tokenizer: TextTokenizer, model_vocab_size: int, *datasets: Dataset | None) -> None:
@@ -32,7 +32,7 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
     for dataset in datasets:
         longer = int((dataset.lengths > max_positions).sum()) if dataset is not None else 0
         if dataset is not None and longer:
-            get_logger().info(  # every rank has the same sequences; the first one says it
+            warn_on_first_rank(
                 "warning: %d of %d %s of %s are longer than the %d tokens that the model was made for "
                 "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
                 longer, len(dataset), "sequences", dataset.report.source, max_positions, max_positions,
@@ -46,7 +46,7 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
         return
     shared = overlap(training, validation)
     if len(shared):
-        get_logger().info(
+        warn_on_first_rank(
             "warning: %d of %d validation sequences of %s are training sequences as well (first: %s); take them out of "
             "one",
             len(shared), len(validation), validation.report.source, validation.place(int(shared[0])),

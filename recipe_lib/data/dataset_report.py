@@ -141,7 +141,10 @@ class DataReport:
         )
 
     def lines(self, *, faults: bool = True) -> list[str]:
-        """The report as log lines. faults: with samples that are bad, or the same as another one."""
+        """The report as log lines; one that begins with `warning:` is to be logged as such.
+
+        faults: with samples that are bad, or the same as another one.
+        """
         everything = self.train_on == "all" or self.texts > 0
         what = "all tokens" if everything else "answers incl. end-of-turn"
         samples = _counted(self.samples_read, "sample")
@@ -206,15 +209,15 @@ class DataReport:
                 if self.emptied_sequences
                 else ""
             )
+            before = "warning: data" if share else "data"
             lines.append(
-                f"data: {long} of {self.sequences_read} sequences ({_percent(long / self.sequences_read)}) exceed "
-                f"{self.max_seq_len} "
-                f"tokens and were {done}{empty}; {_percent(share)} of their answer tokens lost"
+                f"{before}: {long} of {self.sequences_read} sequences ({_percent(long / self.sequences_read)}) exceed "
+                f"{self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} of their answer tokens lost"
             )
         if self.untrained_ends:
             lines.append(
-                f"data: {self.untrained_ends} answers end without their end-of-turn token, so nothing teaches the "
-                "model to stop there (they were cut, or their last token is none that generation stops at)"
+                f"warning: data: {self.untrained_ends} answers end without their end-of-turn token, so nothing "
+                "teaches the model to stop there (they were cut, or their last token is none that generation stops at)"
             )
         if self.dropped_pieces:
             lines.append(
@@ -239,9 +242,8 @@ class DataReport:
             )
         if self.unseen_samples:
             lines.append(
-                f"data: in {self.unseen_samples} samples the chat template leaves out a system's or user's message, "
-                "which "
-                "the model is never shown; set tokenizer.chat_template to one that writes it"
+                f"warning: data: in {self.unseen_samples} samples the chat template leaves out a system's or user's "
+                "message, which the model is never shown; set tokenizer.chat_template to one that writes it"
             )
         return lines
 
@@ -256,7 +258,7 @@ class DataReport:
         if bad:
             causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
             are = "is bad and was" if bad == 1 else "are bad and were"
-            lines.append(f"data: {bad} of {_counted(self.samples_read, 'sample')} {are} left out: {causes}")
+            lines.append(f"warning: data: {bad} of {_counted(self.samples_read, 'sample')} {are} left out: {causes}")
             lines += [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
         return lines
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import PreparedData
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.parallel import World, start_world
 from recipe_lib.parallel.seeds import set_seeds
@@ -81,7 +81,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
                 recipe.setup_optimizer()
                 check_trained(recipe, world)
             for line in recipe.describe():
-                get_logger().info(line)
+                (warn_on_first_rank if line.startswith("warning:") else get_logger().info)(line)
             with part("resuming"):
                 recipe.resume()
         world.heartbeat.enter("starting to train")

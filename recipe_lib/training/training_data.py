@@ -22,7 +22,7 @@ from recipe_lib.data import (
     warn_of_positions,
 )
 from recipe_lib.errors import UserError
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.output import check_output
@@ -58,7 +58,7 @@ class TrainingData:
         warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
         warn_of_overlap(self.dataset, self.validation_dataset)
         if note := self.dataset.report.plain_note():
-            get_logger().info(note)
+            warn_on_first_rank(note)
         self.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * world.data_ranks
         self.plan = DataPlan(
             self.dataset,

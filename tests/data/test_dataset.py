@@ -80,8 +80,8 @@ def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
     lost = answer - kept + 2  # and the row whose answer is gone
     assert report.lost_answer_tokens == lost and report.long_answer_tokens == answer + 2
     assert report.lines()[2] == (
-        "data: 2 of 4 sequences (50.0 %) exceed 8 tokens and were truncated, 1 of them left out because no answer was "
-        "left; "
+        "warning: data: 2 of 4 sequences (50.0 %) exceed 8 tokens and were truncated, 1 of them left out because "
+        "no answer was left; "
         f"{100 * lost / (answer + 2):.1f} % of their answer tokens lost"
     )
     assert (dataset[1].labels != -100).sum() == kept == dataset.trained_tokens(1)
@@ -91,7 +91,10 @@ def test_long_rows_can_be_skipped_or_refused(chatml, rows_file):
     source = rows_file(PAIR, {"prompt": "a", "completion": "b " * 9}, PAIR)
     dataset = build(source, chatml, max_seq_len=8, truncation="drop")
     assert len(dataset) == 2 and dataset.report.skipped_long_sequences == 1
-    line = "data: 1 of 3 sequences (33.3 %) exceed 8 tokens and were left out; 100.0 % of their answer tokens lost"
+    line = (
+        "warning: data: 1 of 3 sequences (33.3 %) exceed 8 tokens and were left out; 100.0 % of their "
+        "answer tokens lost"
+    )
     assert line in dataset.report.lines()
     number = len(build(source, chatml, max_seq_len=99)[1].tokens)
     expected = rf"rows.jsonl:2: found {number} tokens, expected at most max_seq_len=8; raise max_seq_len, or set "
@@ -127,7 +130,7 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
     dataset = build(source, chatml, on_invalid="skip")
     assert len(dataset) == 2 and dataset.report.samples_read == 7
     assert dataset.report.lines()[2:] == [
-        "data: 5 of 7 samples are bad and were left out: "
+        "warning: data: 5 of 7 samples are bad and were left out: "
         "prompt is no text 2, no column completion 1, not UTF-8 1, invalid JSON 1",
         f"data: first with prompt is no text: {source}:2: prompt: found a number, expected text",
         f"data: first with no column completion: {source}:4: found the columns prompt, expected completion "

@@ -192,7 +192,7 @@ def test_answers_that_lose_their_end_are_counted(chatml, rows_file):
     assert whole.report.untrained_ends == 0
     cut = build(chatml, int(whole.lengths[0]) - 1, source=source, format="messages")
     assert cut.report.untrained_ends == 1 and cut.trained_counts[0] == whole.trained_counts[0] - 1
-    line = "data: 1 answers end without their end-of-turn token, so nothing teaches the model to stop there"
+    line = "warning: data: 1 answers end without their end-of-turn token, so nothing teaches the model to stop there"
     assert any(said.startswith(line) for said in cut.report.lines())
 
 

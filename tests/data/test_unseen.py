@@ -37,7 +37,7 @@ def test_a_system_message_that_is_left_out_is_told(tmp_path, rows_file):
     report = unseen(tmp_path, rows_file, WHOLE.replace("in messages", "in messages if m['role'] != 'system'"))
     assert report.unseen_samples == 1  # an empty one is not missed
     (line,) = [line for line in report.lines() if "leaves out" in line]
-    assert line.startswith("data: in 1 samples the chat template leaves out a system's or user's message")
+    assert line.startswith("warning: data: in 1 samples the chat template leaves out a system's or user's message")
 
 
 def test_a_question_that_is_left_out_is_told(tmp_path, rows_file):
