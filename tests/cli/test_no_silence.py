@@ -106,6 +106,21 @@ def test_a_line_within_a_second_of_work(name: str, trained: Path, tmp_path: Path
     assert max(heard.gaps) < 2 * SILENT  # an import of torch may hold Python's lock for as long
 
 
+def test_a_quiet_run_says_its_warnings_alone_and_in_color(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    pair = '{"prompt": "What is 1 + 1?", "completion": "2"}\n'
+    rows.write_text(3 * pair + '{"prompt": "What is 1 + 2?"}\n', encoding="utf-8")
+    data = [f"data.source={rows}", "data.on_invalid=skip", "batch_size=1", "gradient_accumulation_steps=1"]
+    heard = listen(["run", "-q", "demo/full", "max_steps=1", "~validation.source", *data, f"output_dir={tmp_path}/out"])
+    assert heard.code == 0, heard.text
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    yellow, plain = "\x1b[33m", "\x1b[0m"
+    assert heard.text.startswith(f"{yellow}warning: data: 1 of 4 samples is bad and was left out"), heard.text
+    said = heard.text.replace("\r\n", "\n").rstrip("\n")
+    assert said.endswith(plain) and said.count(yellow) == said.count("warning: "), heard.text
+    assert all(part.startswith("warning: ") for part in said.split(yellow)[1:]), heard.text
+
+
 def test_a_download_says_what_it_waits_for(tmp_path: Path):
     """A hub that does not answer for a while."""
     import socket

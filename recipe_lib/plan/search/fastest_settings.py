@@ -182,13 +182,13 @@ def _estimate(
         lambda job: _micro_batches(recipe_class, cfg, settings, job[0], fixed),
         jobs,
         "trying ways to share the model",
-        _best_so_far(settings),
+        _best_so_far(cfg, settings),
     )
     first = [one for one in begun if one is not None]
     return _without_twins([*first, *(one for result in results for one in result)])
 
 
-def _best_so_far(settings: PlanSettings) -> Callable[[list[_Candidate]], str]:
+def _best_so_far(cfg: Any, settings: PlanSettings) -> Callable[[list[_Candidate]], str]:
     """What says the fastest of all that were tried until then, by their estimates."""
     seen: list[_Candidate] = []
 
@@ -197,9 +197,15 @@ def _best_so_far(settings: PlanSettings) -> Callable[[list[_Candidate]], str]:
         best = max(seen, key=lambda one: one.speed, default=None)
         if best is None:
             return "none fits so far"
-        return f"fastest so far {format_count(best.speed)} tokens/s: {override_text(best.changes) or 'as it is'}"
+        changes = _differing(cfg, best.changes)
+        return f"fastest so far {format_count(best.speed)} tokens/s: {override_text(changes) or 'as it is'}"
 
     return tell
+
+
+def _differing(cfg: Any, changes: Changes) -> Changes:
+    """Those of the changes that change the config."""
+    return {key: value for key, value in changes.items() if value_of(cfg, key) != value}
 
 
 def _first(
@@ -215,7 +221,7 @@ def _try(
     recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
 ) -> _Candidate | None:
     """The estimate; where it does not fit and the peak is outside of the layers, with what makes less of that."""
-    less = {key: value for key, value in OUTSIDE_LAYERS.items() if key not in fixed and value_of(cfg, key) != value}
+    less = {key: value for key, value in _differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed}
     if isinstance(value_of(cfg, "parallel.fsdp_wrap_policy"), list):
         less.pop("parallel.fsdp_wrap_policy")
     best = None
@@ -339,7 +345,7 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: _Candidate)
     assert other is not None
     plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
     rank = plan.heaviest
-    changes = {key: value for key, value in one.changes.items() if value_of(cfg, key) != value}
+    changes = _differing(cfg, one.changes)
     if changes.get("optimizer.implementation") == "auto" and cfg.optimizer.implementation == "fused":
         del changes["optimizer.implementation"]
     return PlannedSettings(
