@@ -17,7 +17,7 @@ from recipe_lib.report.page import Figure
 WIDTH, HEIGHT = 400, 230  # of a line chart: as wide as its column of the page, so that its letters are as large
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
 _MOST_POINTS, _MOST_TOOLTIPS = 600, 100
-_DECADE = 10.0  # a span of values from which on a logarithmic axis is offered
+_DECADE = 10.0  # a span of values from which on a logarithmic axis is offered, whatever they are
 _LETTER = 6.6  # width of one, about
 COLORS = 10  # classes k0 to k9 of the page
 
@@ -220,8 +220,9 @@ def line_figure(
     """A chart of curves over the step; each has at least one value that is a number.
 
     unit: of the value axis, beside its name. from_zero: the value axis begins at 0. Where the values span a decade
-    there is a logarithmic view as well, and with prefers_log it is the one that is seen first. A curve of more than 600
-    points is drawn as the mean of groups of points, inside a band from their lowest to their highest; a note says so.
+    there is a logarithmic view as well; with prefers_log it is there for any span, and a decade makes it the one that
+    is seen first. A curve of more than 600 points is drawn as the mean of groups of points, inside a band from their
+    lowest to their highest; a note says so.
     """
     keys = [(f"k{at % COLORS}", f"{curve.name} {short(_last(curve), digits=4)}") for at, curve in enumerate(curves)]
     notes = [note] if note else []
@@ -230,11 +231,12 @@ def line_figure(
     values = _values(curves)
     above = [value for value in values if value > 0]
     log = ""
-    if above and max(above) > _DECADE * min(above):
+    is_decade = bool(above) and max(above) > _DECADE * min(above)
+    if is_decade or (prefers_log and above and max(above) > min(above)):
         log = as_svg(_lines(title, unit, [_above_zero(curve) for curve in curves], from_zero=False, is_log=True))
         notes += ["On the log axis, values that are not above 0 are left out."] if len(above) < len(values) else []
     svg = as_svg(_lines(title, unit, curves, from_zero=from_zero, is_log=False))
-    return Figure(svg, keys, " ".join(notes), title=title, log=log, log_first=bool(log) and prefers_log)
+    return Figure(svg, keys, " ".join(notes), title=title, log=log, log_first=is_decade and prefers_log)
 
 
 def _values(curves: Iterable[Curve]) -> list[float]:
@@ -268,7 +270,6 @@ def _lines(title: str, unit: str, curves: list[Curve], *, from_zero: bool, is_lo
     chart.x = _step_axis(curves)
     chart.y = _log_axis(unit or name, values) if is_log else _value_axis(unit or name, values, from_zero)
     chart.left = max(_LEFT, 24 + _LETTER * max((len(text) for _, text in chart.y.ticks), default=0))
-    chart.left = max(_LEFT, 24 + _LETTER * max((len(text) for _, text in chart.y.ticks), default=0))
     for number, curve in enumerate(curves):
         if _values([curve]):
             _draw_curve(chart, curve, number)
@@ -298,7 +299,8 @@ def _log_axis(name: str, values: list[float]) -> Scale:
     low, high = min(values), max(values)
     margin = (high / low) ** 0.06
     low, high = low / margin, high * margin
-    return Scale(name, low, high, _different(log_ticks(low, high)), is_log=True)
+    found = log_ticks(low, high)
+    return Scale(name, low, high, _different(found if len(found) > 2 else ticks(low, high, 5)), is_log=True)
 
 
 def _different(values: list[float]) -> list[tuple[float, str]]:

@@ -17,7 +17,8 @@ from rich.text import Text
 from recipe_lib.errors import at_end
 from recipe_lib.report.terminal import open_console, text_of, wants_color
 
-ERASE = "\r\x1b[J"  # to be written before a line on a terminal that may be drawn on
+# It erases from the second column on: what is erased from the first place of a screen, tmux keeps in its history.
+ERASE = "\r\x1b[K\x1b[C\x1b[J\r"  # to be written before a line on a terminal that may be drawn on
 PAUSE_SECONDS = 0.1  # between two drawings
 NARROWEST = 20  # columns; on less nothing is drawn
 

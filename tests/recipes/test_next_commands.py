@@ -48,6 +48,7 @@ def test_after_an_adapter(folder: str, realdata: Path, tmp_path: Path, capsys: p
         ["tune", "export", str(output), "--merge"],
     ]  # fmt: skip
     assert (output / "adapter" / "chat_template.jinja").is_file()
+    assert f"report: {output}/report.html" in run.said and (output / "report.html").is_file()
     answer, exported = type_in(found, capsys)
     again = adapter_run(realdata, output, "lora.rank=20", f"output_dir={output}", "overwrite_output_dir=true")
     assert commands(again.said) == found and not (output / "model").exists()

@@ -1,4 +1,7 @@
-"""A terminal for tests: what a stream leaves on the screen, for the few codes that are used. Lines never wrap."""
+"""A terminal for tests: what a stream leaves on the screen, for the few codes that are used. Lines never wrap.
+
+As in tmux, what is erased from the first place of the screen on stays in the history.
+"""
 
 import io
 import re
@@ -18,10 +21,17 @@ class Terminal(io.StringIO):
 def lines_on(text: str) -> list[str]:
     """The lines that stand on the screen after `text`, history first, without the last empty ones."""
     lines, row, column = [""], 0, 0
+    history: list[str] = []
     for number, code, letter in CODES.findall(text):
         if code == "A":
             row = max(0, row - int(number or 1))
+        elif code == "C":
+            column += int(number or 1)
+        elif code == "K":
+            lines[row] = lines[row][:column]
         elif code == "J":
+            if row == column == 0:
+                history += [line for line in lines if line.strip()]
             lines = [*lines[:row], lines[row][:column]]
         elif code == "m":
             continue
@@ -38,4 +48,4 @@ def lines_on(text: str) -> list[str]:
             column += 1
     while lines and not lines[-1].strip():
         lines.pop()
-    return [line.rstrip() for line in lines]
+    return [*history, *(line.rstrip() for line in lines)]

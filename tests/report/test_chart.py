@@ -58,12 +58,19 @@ def test_both_axes_have_their_names() -> None:
         assert names == ["step", name]
 
 
-def test_a_log_view_is_there_from_a_decade_on() -> None:
-    for last, has_one in ((1.0, False), (0.41, True)):
-        found = line_figure("Loss", "", [Curve("loss", [(1, 5.0), (2, last)])], prefers_log=True)
-        assert bool(found.log) == found.log_first == has_one
-    found = line_figure("Rate", "", [Curve("rate", [(1, 5.0), (2, 0.1)])])
-    assert found.log and not found.log_first
+def test_a_log_view_is_there_from_a_decade_on_and_for_any_loss() -> None:
+    for last, is_decade in ((1.0, False), (0.41, True)):
+        points = [(1, 5.0), (2, last)]
+        loss, rate = (line_figure("x", "", [Curve("x", points)], prefers_log=preferred) for preferred in (True, False))
+        assert loss.log and loss.log_first == is_decade
+        assert bool(rate.log) == is_decade and not rate.log_first
+    assert not line_figure("Loss", "", [Curve("loss", [(1, 5.0), (2, 5.0)])], prefers_log=True).log
+
+
+def test_a_log_view_of_a_small_span_has_numbers() -> None:
+    figure = line_figure("Loss", "", [Curve("loss", [(1, 1.9), (2, 1.1)])], prefers_log=True)
+    ticks = [part.text for part in ElementTree.fromstring(figure.log).iter("text") if re.fullmatch(r"1\.\d", part.text)]
+    assert len(ticks) >= 3
 
 
 def test_equal_factors_are_equal_distances_in_a_log_view() -> None:

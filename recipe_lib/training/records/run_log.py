@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.files import storage_faults
+from recipe_lib.logs import get_logger
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.training import previous_run
 from recipe_lib.training.output import lock_output, open_output, unlock_output
@@ -87,7 +88,9 @@ class RunLog:
                     "changed_settings": changed_settings(self._cfg),
                 },
             )
-            write_report(self._folder)
+            report = write_report(self._folder)
+            if status != "failed":  # there the error is what is to be read
+                get_logger().info("report: %s", report)
             with storage_faults():
                 previous_run.note_trackers(self._folder)
                 if status == "done":
