@@ -237,7 +237,7 @@ def test_the_dtype(name: str, config: dict, dtype: torch.dtype):
 @pytest.mark.slow
 def test_a_reader_that_leaves_and_an_interrupt(tmp_path: Path):
     folder = write_model(tmp_path / "long", positions=100_000)
-    words = [*TUNE, "generate", str(folder), "--raw", "--prompt", "x", "--max-new-tokens", "90000"]
+    words = [*TUNE, "generate", "-q", str(folder), "--raw", "--prompt", "x", "--max-new-tokens", "90000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "env": environment()}
     # A shell that runs the tests in the background has them, and so these, ignore the signal.
     pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)

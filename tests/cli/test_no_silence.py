@@ -44,8 +44,8 @@ def cpu_seconds(pid: int) -> float | None:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def listen(words: list[str]) -> Heard:
-    """Runs `tune` at a terminal of 80 columns, and notes when it says something."""
+def listen(words: list[str], *, seconds: float = LONG) -> Heard:
+    """Runs `tune` at a terminal of 80 columns, and notes when it says something; for so many seconds."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     variables = environment(TERM="xterm-256color", CI=None, NO_COLOR=None, TUNE_VERBOSITY=None, COLUMNS=None)
@@ -53,8 +53,8 @@ def listen(words: list[str]) -> Heard:
         [*TUNE, *words], cwd=ROOT, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )
     os.close(theirs)
-    seconds, gaps, parts = 0.0, list[float](), list[bytes]()
-    end = time.monotonic() + LONG
+    used, gaps, parts = 0.0, list[float](), list[bytes]()
+    end = time.monotonic() + seconds
     while not (stopped := time.monotonic() > end):
         try:
             part = os.read(ours, 65536)
@@ -63,8 +63,8 @@ def listen(words: list[str]) -> Heard:
         if not part:
             break
         now = cpu_seconds(process.pid)
-        gaps.append((seconds if now is None else now) - seconds)
-        seconds += gaps[-1]
+        gaps.append((used if now is None else now) - used)
+        used += gaps[-1]
         parts.append(part)
     if stopped:
         os.killpg(process.pid, signal.SIGKILL)
@@ -111,7 +111,8 @@ def test_a_quiet_run_says_its_warnings_alone_and_in_color(tmp_path: Path):
     pair = '{"prompt": "What is 1 + 1?", "completion": "2"}\n'
     rows.write_text(3 * pair + '{"prompt": "What is 1 + 2?"}\n', encoding="utf-8")
     data = [f"data.source={rows}", "data.on_invalid=skip", "batch_size=1", "gradient_accumulation_steps=1"]
-    heard = listen(["run", "-q", "demo/full", "max_steps=1", "~validation.source", *data, f"output_dir={tmp_path}/out"])
+    words = ["run", "-q", "demo/full", "max_steps=1", "~validation.source", *data, f"output_dir={tmp_path}/out"]
+    heard = listen(words, seconds=120)  # it is over before, also on a busy machine
     assert heard.code == 0, heard.text
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
     yellow, plain = "\x1b[33m", "\x1b[0m"
