@@ -7,9 +7,11 @@ from typing import Any
 
 from recipe_lib import files
 from recipe_lib.errors import DataError
+from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
 from recipe_lib.tokenizers.special_tokens import read_json
+from recipe_lib.tokenizers.vocabulary import SentencePieceVocabulary
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -93,6 +95,13 @@ def _write_settings(temporary: Path, before: Path | None, tokenizer: Tokenizer |
         if made is not None:
             files.write_bytes(temporary / TOKENIZER_JSON, made.encode())
             config["tokenizer_class"] = _ANY_CLASS
+        elif isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
+            get_logger().warning(
+                "warning: %s: this sentencepiece model cannot be written as tokenizer.json; the export has a copy of it, "
+                "which other programs may not read, or read as other ids; put the tokenizer.json of the model's own "
+                "repository into the export",
+                tokenizer.place,
+            )
     if (temporary / TOKENIZER_JSON).is_file():
         config.setdefault("tokenizer_class", _ANY_CLASS)
     if template is not None:

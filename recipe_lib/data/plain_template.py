@@ -103,7 +103,7 @@ def bos_text(tokenizer: TextTokenizer, add_bos: bool) -> str:
 
 def trained_template(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) -> str | None:
     """The template that wrote the conversations of a run, where the tokenizer's own files do not hold it; None: they
-    do, or no sample of the run is a conversation.
+    do, or no sample of the run is a conversation. One that asks for today's date has that of training instead.
 
     tokenizer: as the run loads it, with the file that tokenizer.chat_template names.
     """
@@ -111,4 +111,5 @@ def trained_template(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) -> str |
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
         return plain_jinja(eos_text(tokenizer), bos_text(tokenizer, cfg.data.add_bos))
-    return tokenizer.chat_template if cfg.tokenizer.chat_template else None
+    is_own = not cfg.tokenizer.chat_template and tokenizer.dated_template == tokenizer.chat_template
+    return None if is_own else tokenizer.dated_template

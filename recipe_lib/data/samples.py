@@ -86,6 +86,10 @@ class TextTokenizer(Protocol):
         """Jinja source of the chat template, if there is one."""
 
     @property
+    def dated_template(self) -> str | None:
+        """The same, with the date of training where it asks for today's."""
+
+    @property
     def chat_template_place(self) -> str:
         """The file it came from, for error lines."""
 

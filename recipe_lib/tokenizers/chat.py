@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -32,6 +33,8 @@ MAX_ANSWER_BYTES = 1 << 31  # bytes; what the process may answer is far below, b
 
 START_SECONDS = 60.0  # that the process may take to start, on a machine with better things to do
 _TOO_LONG = "was stopped: it took more than {:g} s"
+
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -157,6 +160,12 @@ class _Keeper:
 _keeper = _Keeper()
 os.register_at_fork(after_in_child=_keeper.after_fork)
 atexit.register(_keeper.at_exit)
+
+
+def with_date_of_training(source: str) -> str:
+    """The template with the date that it shows in training in the place of each `strftime_now("%d %b %Y")`: other
+    programs then write the text of training, whatever the day. A format that is no plain text stays as it is."""
+    return _TODAY.sub(lambda found: f'"{template_process.DATE.strftime(found[2])}"', source)
 
 
 class ChatTemplate:

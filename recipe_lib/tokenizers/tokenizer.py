@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers.chat import ChatTemplate
+from recipe_lib.tokenizers.chat import ChatTemplate, with_date_of_training
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
 from recipe_lib.tokenizers.turn_end import TurnEnd, find_turn_end
 from recipe_lib.tokenizers.vocabulary import TextPosition, Vocabulary, alternation
@@ -63,6 +63,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The chat template's Jinja source; None: the tokenizer has none."""
         return self._template.source if self._template else None
+
+    @property
+    def dated_template(self) -> str | None:
+        """The same, with the date of training where it asks for today's."""
+        return with_date_of_training(self._template.source) if self._template else None
 
     @property
     def chat_template_place(self) -> str:

@@ -166,7 +166,7 @@ class TrainingLoop:
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
-                "step %d: the gradient is exactly 0, so nothing is learned; look for damaged weights, or a frozen "
+                "warning: step %d: the gradient is exactly 0, so nothing is learned; look for damaged weights, or a frozen "
                 "model",
                 self.step,
             )

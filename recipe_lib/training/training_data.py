@@ -25,6 +25,7 @@ from recipe_lib.errors import UserError
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from recipe_lib.tokenizers.template_process import DATE
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 
@@ -116,9 +117,15 @@ class TrainingData:
 
     def report(self) -> list[str]:
         """Lines on what was read and what was left out."""
-        return [
+        found = [
             line for dataset in (self.dataset, self.validation_dataset) if dataset for line in dataset.report.lines()
         ]
+        if self.dataset.report.template == "chat" and self.tokenizer.dated_template != self.tokenizer.chat_template:
+            found.append(
+                f"data: the chat template asks for today's date; it is {DATE:%d %b %Y} in training, and in the "
+                "template of what is exported, so that a text is the same on each day"
+            )
+        return found
 
 
 def prepare(cfg: FullFinetuneConfig) -> PreparedData | None:

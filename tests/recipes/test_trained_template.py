@@ -114,6 +114,30 @@ def test_plain(recipe: str, form: str, realdata: Path, tmp_path: Path) -> None:
             assert theirs.apply_chat_template(as_messages(turns), tokenize=False) == plain(turns)
 
 
+DATED = (
+    "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ bos_token }}"
+    'Today is {{ day }}, {{ strftime_now( "%Y" ) }}.\n' + FILE.removeprefix("{{ bos_token }}")
+)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_date_of_training_stays(given: bool, realdata: Path, tmp_path: Path) -> None:
+    """Whether the template is the tokenizer's own or a file."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for path in (realdata / "stories260K-hf").glob("*token*"):
+        (tokenizer / path.name).write_bytes(path.read_bytes())
+    template = tmp_path / "dated.jinja" if given else tokenizer / "chat_template.jinja"
+    template.write_text(DATED)
+    chosen = [f"tokenizer.chat_template={template}"] if given else []
+    run = train(realdata, tmp_path, "messages", LORA, f"tokenizer.path={tokenizer}", "lora.merge_on_save=true", *chosen)
+    assert any("26 Jul 2024 in training" in line for line in run.said)
+    for export in ("adapter", "model"):
+        check(tmp_path / "run" / export, run, "messages", begins="<s>Today is 26 Jul 2024, 2024.\n")
+        config = json.loads((tmp_path / "run" / export / "tokenizer_config.json").read_text())
+        assert "strftime_now(" not in config["chat_template"]
+
+
 @pytest.mark.parametrize("trainable", ["all", "adapters"])
 def test_preference(trainable: str, realdata: Path, tmp_path: Path) -> None:
     run = train(realdata, tmp_path, "preference", DPO, f"dpo.trainable={trainable}")

@@ -1,12 +1,15 @@
 """A sentencepiece model written as tokenizer.json: transformers finds the same ids without the model."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import transformers
 
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer
+from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
 from tests.tokenizers.made import NASTY, write_json, write_tiktoken
@@ -34,10 +37,22 @@ def test_real_models(name: str, realdata: Path, tmp_path: Path) -> None:
     assert theirs.decode(ours.encode("Once upon a time, é 漢")) == "Once upon a time, é 漢"
 
 
-def test_a_model_that_it_cannot_write(realdata: Path) -> None:
-    """Symbols that are found before everything else are in no interface of the library; nothing wrong is written."""
-    folder = realdata / "tokenizers" / "mistral"
-    assert tokenizer_json(load_tokenizer(folder / "mistral_instruct_tokenizer_240323.model.v3")) is None
+def test_a_model_that_it_cannot_write(realdata: Path, tmp_path: Path) -> None:
+    """Symbols that are found before everything else are in no interface of the library; nothing wrong is written, and
+    an export says so."""
+    model = realdata / "tokenizers" / "mistral" / "mistral_instruct_tokenizer_240323.model.v3"
+    assert tokenizer_json(load_tokenizer(model)) is None
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    get_logger().addHandler(handler)
+    try:
+        copy_tokenizer(tmp_path, [model], None, ())
+    finally:
+        get_logger().removeHandler(handler)
+    (record,) = said
+    assert record.levelno == logging.WARNING and "cannot be written as tokenizer.json" in record.getMessage()
+    assert (tmp_path / model.name).is_file() and not (tmp_path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("write", [write_json, write_tiktoken])
