@@ -166,8 +166,8 @@ class TrainingLoop:
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
-                "warning: step %d: the gradient is exactly 0, so nothing is learned; look for damaged weights, or a frozen "
-                "model",
+                "warning: step %d: the gradient is exactly 0, so nothing is learned; look for damaged weights, or a "
+                "frozen model",
                 self.step,
             )
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
