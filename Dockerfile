@@ -5,8 +5,8 @@
 # For machines without a GPU: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 FROM python:3.12-slim
 
-# torch.compile builds kernels with a C compiler.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# torch.compile builds kernels with a C compiler, for a CPU with one of C++.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev && rm -rf /var/lib/apt/lists/*
 
 # torch first and alone: the largest layer is built anew for another version of torch alone.
 ARG TORCH_INDEX=https://pypi.org/simple
@@ -21,6 +21,7 @@ COPY configs configs
 COPY examples/demo examples/demo
 RUN pip install --no-cache-dir --no-compile -c constraints.txt ".[datasets]"
 
+# As yourself: docker run --user "$(id -u):$(id -g)" -e HOME=/work
 WORKDIR /work
 ENTRYPOINT ["tune"]
 CMD ["--help"]

@@ -98,8 +98,8 @@ def _write_settings(temporary: Path, before: Path | None, tokenizer: Tokenizer |
         elif isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
             get_logger().warning(
                 "warning: %s: this sentencepiece model cannot be written as tokenizer.json; the export has a copy of "
-                "it, which other programs may not read, or read as other ids; put the tokenizer.json of the model's own "
-                "repository into the export",
+                "it, which other programs may not read, or read as other ids; put the tokenizer.json of the model's "
+                "own repository into the export",
                 tokenizer.place,
             )
     if (temporary / TOKENIZER_JSON).is_file():

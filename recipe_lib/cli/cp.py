@@ -5,8 +5,15 @@ import tempfile
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.config.paths import CONFIG_SUFFIXES, find_config, find_recipe, list_configs, list_recipes
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.paths import (
+    CONFIG_SUFFIXES,
+    find_config,
+    find_recipe,
+    list_configs,
+    list_recipes,
+    nearest_config,
+)
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError, StorageError
 
 DESCRIPTION = """Copies a recipe or a config.
@@ -53,7 +60,7 @@ def find_source(name: str) -> Path:
         return find_recipe(name)
     if name in configs or name.endswith(CONFIG_SUFFIXES):
         return find_config(name)
-    hint = did_you_mean(name, [*recipes, *configs]) or "; `tune ls` lists both"
+    hint = nearest_config(name, [*recipes, *configs]) or "; `tune ls` lists both"
     raise ConfigError(f"{show(name)}: no such recipe or config{hint}")
 
 

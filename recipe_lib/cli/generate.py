@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.talk import talk
-from recipe_lib.config.local_files import MODEL_FOLDER
+from recipe_lib.config.local_files import MODEL_FOLDER, check_model_there
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, OutOfMemoryError
 from recipe_lib.logs import get_logger
@@ -43,6 +43,8 @@ def run(words: list[str]) -> int:
     """Loads the model, and prints one answer or those of a conversation."""
     arguments = read(words)
     check(arguments)
+    for name in filter(None, (arguments.checkpoint, arguments.base)):
+        check_model_there(name)  # before torch is imported
 
     from recipe_lib.report.phases import phase
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.local_gpus import VISIBLE, own_device, own_gpus
 from recipe_lib.cli.outputs import check_output
-from recipe_lib.cli.recipes import RecipeFile, is_config, load_module, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
 from recipe_lib.config.load import load
 from recipe_lib.config.mesh import same_batch_ranks
@@ -88,6 +88,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"tune plan: unexpected argument {show(names[1])}; see `tune plan --help`")
     arguments.recipe = names[0] if names else None
     if arguments.config is None and (names or not arguments.calibrate):
+        if names:
+            check_is_known(names[0])
         raise ConfigError("tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)")
     if arguments.depth is not None and arguments.depth < 1:
         raise ConfigError(f"--depth: found {arguments.depth}, expected a number >= 1")

@@ -19,6 +19,8 @@ from recipe_lib.config.paths import (
     find_config,
     find_recipe,
     list_configs,
+    list_recipes,
+    nearest_config,
     recipes_folder,
 )
 from recipe_lib.config.suggest import did_you_mean, quote, show
@@ -66,6 +68,14 @@ class RecipeFile:
         if not isinstance(schema, type):
             raise ConfigError(f"{show(str(self.path))}: has no class `Config`; expected one, like the shipped recipes")
         return schema
+
+
+def check_is_known(name: str) -> None:
+    """ConfigError for a word that is neither a config nor a recipe, with what it may have meant."""
+    known = [*list_recipes(), *(config for found in list_configs().values() for config in found)]
+    if name not in (*known, *_ELSEWHERE) and not name.endswith(".py"):
+        hint = nearest_config(name, known) or "; `tune ls` lists them"
+        raise ConfigError(f"{show(name)}: no such config and no such recipe{hint}")
 
 
 def recipe_of(config: Path) -> str | None:

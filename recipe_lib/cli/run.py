@@ -10,11 +10,10 @@ from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.choose_strategy import with_strategy
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
-from recipe_lib.cli.recipes import RecipeFile, check_arguments, is_config, recipe_for, run_recipe
+from recipe_lib.cli.recipes import RecipeFile, check_arguments, check_is_known, is_config, recipe_for, run_recipe
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE, check_launch, ranks_of, split, with_rendezvous
-from recipe_lib.config.paths import list_configs, list_recipes
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.paths import list_recipes
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.logs import VERBOSITY, is_quiet, set_verbosity
 
@@ -94,10 +93,8 @@ def recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]
     """The recipe, and its arguments, with --config where `name` is a config or nothing. ConfigError."""
     configs = configs_in(rest)
     if name and not is_config(name):
-        known = [*list_recipes(), *(config for found in list_configs().values() for config in found)]
-        if not configs and name not in known and not name.endswith(".py"):
-            hint = did_you_mean(name, known) or "; `tune ls` lists them"
-            raise ConfigError(f"{show(name)}: no such config and no such recipe{hint}")
+        if not configs:
+            check_is_known(name)
         return RecipeFile.find(name), rest
     if not name:  # `--config CONFIG RECIPE`
         values = {at + 1 for at, word in enumerate(rest) if word in ("--config", "--plugin")}

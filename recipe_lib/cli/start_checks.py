@@ -5,7 +5,7 @@ before torch is imported. Whether a model fits the ranks that share it, its shap
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,12 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
         check(lambda name=name: check_tracker(name))  # type: ignore[misc]
     if ranks is not None:
         check(lambda: _check_ranks(cfg, ranks))
-    if not plans:
+    sources = [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]
+    if plans:
+        notes.extend(_missing_on_this_machine(cfg, [source for source in sources if source]))
+    else:
         check(lambda: _check_text(cfg))
-        for source in [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]:
+        for source in sources:
             check(lambda source=source: check_source(source) if source else None)  # type: ignore[misc]
         check(lambda: _check_kernel(cfg))
     if faults:
@@ -101,6 +104,17 @@ def _note_earlier_run(cfg: Any) -> str | None:
     except ConfigError as error:
         return f"`tune run` refuses to start on this machine: {error}"
     return None
+
+
+def _missing_on_this_machine(cfg: Any, sources: Sequence[str]) -> Iterator[str]:
+    """Why a run would not start here, in the notes of a plan; the plan does without samples and tokenizer."""
+    looks: list[Callable[[], Any]] = [lambda: _check_text(cfg)]
+    looks += [lambda source=source: check_source(source) for source in sources]  # type: ignore[misc]
+    for look in looks:
+        try:
+            look()
+        except UserError as error:
+            yield from (f"`tune run` refuses to start on this machine: {fault}" for fault in error.faults)
 
 
 def _check_model(cfg: Any) -> str | None:

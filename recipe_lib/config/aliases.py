@@ -208,8 +208,26 @@ _ELSEWHERE = {
     "dpo.reference_free": "rl_reference_free",
 }
 
+# Our key -> names of torchtune, whose configs name Python code.
+_TORCHTUNE = {
+    "model.path": "model._component_",
+    "tokenizer.path": "tokenizer._component_",
+    "data.format": "dataset._component_",
+    "data.columns": "conversation_column",
+    "validation.source": "dataset_val._component_",
+    "optimizer.name": "optimizer._component_",
+    "lr_scheduler.type": "lr_scheduler._component_",
+    "log.trackers": "metric_logger._component_",
+    "memory.loss_chunks": "loss.num_output_chunks loss._component_",
+    "compile": "compile.model compile.loss",
+    "resume": "recipe_checkpoint",
+}
+
 KEY_ALIASES = {
-    name: ours for table in (_ELSEWHERE, _EARLIER) for ours, names in table.items() for name in names.split()
+    name: ours
+    for table in (_ELSEWHERE, _TORCHTUNE, _EARLIER)
+    for ours, names in table.items()
+    for name in names.split()
 }
 
 # Sections of other tools -> ours; "": our keys of that kind stand at the top level.
@@ -229,7 +247,7 @@ SECTION_ALIASES = {
 NOTHING_LIKE_IT = frozenset(
     "save_strategy eval_strategy evaluation_strategy logging_strategy global_batch_size val_set_size val_size "
     "label_smoothing_factor attn_implementation flash_attention flash_attn deepspeed push_to_hub hub_model_id "
-    "context_parallel_degree context_parallel_size context_parallel cp_size cp cp_degree context "
+    "context_parallel_degree context_parallel_dim context_parallel_size context_parallel cp_size cp cp_degree context "
     "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep "
     "train_batch_size modules_to_save lora_modules_to_save zero_stage fsdp_sharding_strategy sharding_strategy min_lr "
     "lr_min pipeline_parallel_microbatch_size num_layers_per_virtual_pipeline_stage gamma_beta_ratio wandb_run_id "
@@ -238,6 +256,21 @@ NOTHING_LIKE_IT = frozenset(
     "overwrite_cache "
     "devices neftune_noise_alpha group_by_length special_tokens max_prompt_length max_completion_length".split()
 )
+
+# Words of other tools that have no key here -> what there is in its place.
+ANSWERS = {
+    "log_level": "`tune run -q` and `-v` say less and more",
+    "log_peak_memory_stats": "every step logs its peak memory; leave it out",
+    "save_adapter_weights_only": "adapter/ has the adapter alone; leave it out",
+    "checkpoint_files": "the index in model.path names its files; leave it out",
+    "checkpointer.model_type": "the config.json in model.path says it; leave it out",
+    "metric_logger.log_dir": "metrics.jsonl and trackers/ are in output_dir; leave it out",
+    "checkpointer._component_": "checkpoints are in the Hugging Face layout; leave it out",
+    "profiler": "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step",
+    "new_system_prompt": "there is none; write the system's message into the samples",
+    "dataset_val.split": "the split is named in validation.source: hub:OWNER/NAME@SPLIT",
+    "_component_": "no config names Python code; `tune cat CONFIG --describe` lists the keys that choose",
+}  # fmt: skip
 
 # Of preference optimization in its own tools, and something else in others.
 OF_PAIRS = frozenset("loss_type label_smoothing beta gamma finetuning_type".split())

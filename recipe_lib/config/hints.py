@@ -6,7 +6,7 @@ where each word of it is near.
 
 from collections.abc import Iterable
 
-from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
+from recipe_lib.config.aliases import ANSWERS, GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
 from recipe_lib.config.keys import Schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 
@@ -17,6 +17,10 @@ def hint_for(name: str, section: str, schema: Schema, *, in_file: bool) -> tuple
     meant = [] if owner else meant_by(name, schema)
     if owner:
         return f"; {owner}", meant
+    plain = _plain(name)
+    answer = ANSWERS.get(plain) or (None if meant else ANSWERS.get(plain.rpartition(".")[2]))
+    if answer:
+        return f"; {answer}", []
     if meant:
         hint = f"; did you mean {' or '.join(meant)}?"
         if in_file and meant == [name] and "." in name:
@@ -129,6 +133,8 @@ def _owner(name: str, schema: Schema) -> str:
     section, _, word = plain.rpartition(".")
     known = {*schema.keys, *schema.sections}
     alias = KEY_ALIASES.get(plain)
+    if alias is None and section in SECTION_ALIASES.keys() | known and word not in GENERIC | OF_PAIRS and len(word) > 1:
+        alias = KEY_ALIASES.get(word)  # `model.lora_rank`
     if plain in OF_PAIRS | NOTHING_LIKE_IT or alias in known or plain in known:
         return ""
     for recipe, config_class in RECIPE_CONFIGS.items():

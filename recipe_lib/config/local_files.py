@@ -138,6 +138,12 @@ def cache_root(folder: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache")) / "tune-recipes"
 
 
+def check_model_there(path_or_hub_id: str) -> None:
+    """CheckpointError for a model that this machine does not have: neither as a folder nor in the hub's cache."""
+    if model_folder(path_or_hub_id) is None and downloaded_model(path_or_hub_id) is None:
+        raise CheckpointError(not_downloaded(path_or_hub_id))
+
+
 def not_downloaded(name: str) -> str:
     """The line for a hub id that is not on this machine."""
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -57,13 +58,20 @@ def list_recipes() -> list[str]:
 
 
 def list_configs() -> dict[str, list[str]]:
-    """Recipe name -> names of the shipped configs that say `recipe: <that name>`, sorted."""
+    """Recipe name -> names of the shipped configs that say `recipe: <that name>`, by family and then by size."""
     by_recipe: dict[str, list[str]] = {name: [] for name in sorted({*list_recipes(), *RECIPE_CONFIGS})}
-    for name, path in sorted(_config_files().items()):
+    for name, path in sorted(_config_files().items(), key=lambda item: _family_and_size(item[0])):
         line = _RECIPE_LINE.search(path.read_text(encoding="utf-8"))
         recipe = line[1] if line else FullFinetuneConfig.recipe
         by_recipe.setdefault(recipe, []).append(name)
     return by_recipe
+
+
+def _family_and_size(config: str) -> tuple[str, float, str]:
+    """What `qwen3/14B_lora` stands by in a list: after 4B; sizes of fewer than a billion (`135M`) come first."""
+    family, _, name = config.partition("/")
+    size = re.search(r"(\d+(?:\.\d+)?)([MB])(?![a-zA-Z])", name)
+    return family, float(size[1]) / (1000 if size[2] == "M" else 1) if size else 0.0, name
 
 
 def list_presets() -> list[str]:
@@ -106,5 +114,12 @@ def _find(name_or_path: str | Path, what: str, shipped: dict[str, Path], suffixe
     if os.path.isdir(path):
         raise ConfigError(f"{show(text)}: is a folder; expected a {what} file ending in {' or '.join(suffixes)}")
     name = path.with_suffix("").as_posix() if path.suffix in suffixes else text
-    hint = "" if text.startswith("/") else did_you_mean(name.removeprefix(f"{what}s/"), shipped)
+    hint = "" if text.startswith("/") else nearest_config(name.removeprefix(f"{what}s/"), shipped)
     raise ConfigError(f"{show(text)}: no such {what}{hint or '; `tune ls` lists the names, or give a path to a file'}")
+
+
+def nearest_config(name: str, shipped: Iterable[str]) -> str:
+    """`; did you mean X?`; for a family, or a size of one, that there are several configs of, how to list them."""
+    shipped = list(shipped)
+    begun = [one for one in shipped if one.lower().startswith((f"{name.lower()}/", f"{name.lower()}_"))]
+    return f"; `tune ls {name}` lists its {len(begun)} configs" if len(begun) > 1 else did_you_mean(name, shipped)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from recipe_lib.checkpoint.weights_out import refused_extra
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.logs import get_logger
+from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models.extra_parameters import check_extra, extra_tensors
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.uninitialized import check_written
@@ -93,7 +93,7 @@ def warn_of_export(model: nn.Module, world: "World", folder: Path) -> None:
     """Says which tensors of an exported folder other programs will not load. Collective in a pipeline."""
     found = _merged(world, {name: value.numel() for name, value in extra_tensors(model, saved=True).items()})
     if found:
-        get_logger().warning(
+        warn_on_first_rank(
             "warning: %s: transformers and other programs ignore its extra parameters, and so compute something else; "
             "a recipe that adds them reads them: %s",
             folder,

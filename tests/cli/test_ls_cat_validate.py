@@ -62,6 +62,21 @@ def test_ls_filters(words: list[str], configs: list[str], capsys: pytest.Capture
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == configs
 
 
+def test_sizes_stand_in_their_order(capsys: pytest.CaptureFixture):
+    for words, sizes in ((["qwen3", "full"], "0.6B 1.7B 4B 8B 14B 32B"), (["smollm2", "full"], "135M 360M 1.7B")):
+        lines = run(capsys, "ls", *words)[1].splitlines()[1:]
+        assert [line.split()[0] for line in lines] == [f"{words[0]}/{size}_full" for size in sizes.split()]
+
+
+@pytest.mark.parametrize("verb", ["run", "plan", "cat", "validate"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3/8B", "llama3_1/405b"])
+def test_a_part_of_a_name_says_how_to_list_those(verb: str, name: str, capsys: pytest.CaptureFixture):
+    listed = [line for line in run(capsys, "ls", name)[1].splitlines() if line.startswith("  ")]
+    code, _, err = run(capsys, verb, name)
+    assert code == 2 and err.count("\n") == 1
+    assert f"`tune ls {name}` lists its {len(listed)} configs" in err
+
+
 def test_ls_of_nothing(capsys: pytest.CaptureFixture):
     said = run(capsys, "ls", "full_finetun")
     assert said == (2, "", f"error: full_finetun: no such recipe, and no config with it; did you mean {RECIPE}?\n")

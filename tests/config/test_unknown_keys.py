@@ -29,7 +29,7 @@ TOP = [
     ("optimizer.lr", "; write lr: under optimizer:"),
     ("checkpoint.keep_last", "; did you mean checkpoint.keep_last_n?"),
     ("zzzz", ALL),
-    ("_component_", ALL),
+    ("_component_", "; no config names Python code; `tune cat CONFIG --describe` lists the keys that choose"),
 ]
 
 INSIDE = [
@@ -39,7 +39,8 @@ INSIDE = [
     ("optimizer", "type", "; did you mean optimizer.name?"),
     ("memory", "wrapping", "; did you mean parallel.fsdp_wrap_policy?"),
     ("lr_scheduler", "warmup_step", "; did you mean lr_scheduler.warmup_steps?"),
-    ("lr_scheduler", "_component_", "; the keys of lr_scheduler are type, warmup_ratio, warmup_steps, min_lr_ratio"),
+    ("lr_scheduler", "_component_", "; did you mean lr_scheduler.type?"),
+    ("lr_scheduler", "_target", "; the keys of lr_scheduler are type, warmup_ratio, warmup_steps, min_lr_ratio"),
 ]
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -44,6 +45,22 @@ def test_the_image_is_built_from_all_that_the_wheel_needs(wheel: list[str], tmp_
             else:
                 shutil.copy(ROOT / source, tmp_path / to)
     assert sorted(build_wheel(tmp_path, tmp_path / "out")) == sorted(wheel)
+
+
+def test_the_source_distribution_has_all_that_the_wheel_and_the_image_need(tmp_path: Path):
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2].partition("/")[0] for name in archive.getnames()}
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    copied = {
+        word.partition("/")[0] for line in text.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]
+    }
+    assert copied <= names
+    assert {"README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", ".dockerignore", "tests", "docs"} <= names
 
 
 def test_wheel_has_the_package(wheel: list[str]):
