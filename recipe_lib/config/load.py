@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipe_lib.config.check import Checked, check_file, check_required, fill_pending
+from recipe_lib.config.check import COMMAND_LINE, Checked, Setting, check_file, check_required, fill_pending
 from recipe_lib.config.idle import disable_idle
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.overrides import apply_overrides
@@ -24,6 +24,8 @@ from recipe_lib.logs import get_logger
 from recipe_lib.redaction import holds_secret
 
 Sources = str | Path | Sequence[str | Path]
+# Keys for the same thing: what is set later, on the command line or in a later file, takes the place of the other.
+ALTERNATIVES = (("data.source", "data.sources"), ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_ratio"))
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,11 @@ class _Parser(argparse.ArgumentParser):
 
 def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
-    checked, shown = Checked(read_schema(schema)), ""
+    checked, shown, files = Checked(read_schema(schema)), "", list[str]()
     for source in [sources] if isinstance(sources, (str, Path)) else sources:
         path, start = find_config(source), len(checked.faults)
         shown = _shown(source, path)
+        files.append(shown)
         document = read_file(path, shown)
         for line, what in document.faults:
             checked.fault(f"{shown}:{line}", "", what, doubt=False)
@@ -99,14 +102,33 @@ def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFin
     _find_examples(checked)
     refuse_secrets(checked)
     _check_recipe(checked)
+    replaced = _take_later(checked, [*files, COMMAND_LINE])
     check_required(checked, shown)
     cfg = _build(checked, shown)
-    idle = disable_idle(cfg, checked.schema.keys.values(), checked.judged())
+    idle = [f"{name} has no effect: {why}" for name, (_, why) in replaced.items()]
+    idle += disable_idle(cfg, checked.schema.keys.values(), checked.judged())
     for rule in broken_rules(cfg, checked.judged()):
         checked.fault(checked.place_of(rule.keys, shown), "", rule.line(cfg), doubt=False)
     if checked.faults:
         raise ConfigError(*checked.all_faults())
+    checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
     return Loaded(cfg, _rows(checked, cfg, idle), idle)
+
+
+def _take_later(checked: Checked, layers: list[str]) -> dict[str, tuple[Setting, str]]:
+    """Takes away the settings whose alternative is set later: (setting, why it has no effect) by their names. layers:
+    the files in their order, and the command line."""
+    found = {}
+    for pair in ALTERNATIVES:
+        both = [checked.settings.get(name) for name in pair]
+        if not all(setting and setting.value not in (None, []) for setting in both):
+            continue
+        at = [layers.index(setting.where.rpartition(":")[0] or COMMAND_LINE) for setting in both if setting]
+        if at[0] != at[1]:
+            earlier, later = pair if at[0] < at[1] else pair[::-1]
+            why = f"{later} takes its place ({checked.settings[later].where})"
+            found[earlier] = (checked.settings.pop(earlier), why)
+    return found
 
 
 def _rows(checked: Any, cfg: Any, idle: list[str]) -> list[tuple[str, Any, str]]:

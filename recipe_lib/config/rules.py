@@ -235,7 +235,7 @@ RULES: tuple[Rule, ...] = (
          ("~data.source",)),
     Rule(("data.source", "data.sources"), lambda cfg: cfg.data.source is not None and len(cfg.data.sources) > 0,
          "both are set", "move data.source into the list, or remove one of the two",
-         ("data.sources=[{source: more.jsonl}]",)),
+         ("data.source=own.jsonl", "data.sources=[{source: more.jsonl}]")),
     Rule(("data.pad_to_multiple_of", "max_seq_len"), lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
          "every sequence would be padded beyond the longest that there can be",
          "lower data.pad_to_multiple_of to max_seq_len or less", ("data.pad_to_multiple_of=4096",)),
