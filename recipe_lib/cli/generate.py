@@ -148,7 +148,7 @@ def prompt_tokens(tokenizer: "Tokenizer", prompt: str, raw: bool, system: str | 
 
 def complete(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
     """Prints one answer."""
-    from recipe_lib.generation.conversation import check_prompt, prompted
+    from recipe_lib.generation.conversation import NO_ANSWER, check_prompt, prompted
     from recipe_lib.generation.sample import generate
     from recipe_lib.tokenizers import StreamDecoder
 
@@ -158,12 +158,18 @@ def complete(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argp
     except CheckpointError as error:
         raise CheckpointError(f"{show(str(source.tokenizer))}: {error}") from error
     text = StreamDecoder(tokenizer, prompt)
+    is_empty = True
     with loaded(source, arguments) as (model, device):
         tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
         for token in prompted(tokens, len(prompt)):
-            sys.stdout.write(text.push(token))
+            piece = text.push(token)
+            is_empty = is_empty and not piece
+            sys.stdout.write(piece)
             sys.stdout.flush()
-    print(text.finish(), flush=True)
+    last = text.finish()
+    print(last, flush=True)
+    if is_empty and not last:
+        get_logger().info("note: %s", NO_ANSWER)
 
 
 def converse(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:

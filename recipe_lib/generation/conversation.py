@@ -12,6 +12,9 @@ from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 
 
+NO_ANSWER = "the model ended its answer before the first word"
+
+
 def check_prompt(tokens: list[int], spec: DecoderSpec, what: str) -> None:
     """ConfigError for a prompt that leaves no position for an answer, CheckpointError for ids that the model does not
     know. what: the prompt, in the error."""
@@ -36,7 +39,7 @@ def prompted(tokens: Iterator[int], count: int) -> Iterator[int]:
 
 class Chat:
     """messages: what was said so far, the system's message included. why_ended: of the last answer, in words, where
-    it was not the model that ended it; empty otherwise."""
+    it was not the model that ended it, or nothing was answered; empty otherwise."""
 
     def __init__(
         self, model: Decoder, spec: DecoderSpec, tokenizer: Tokenizer, system: str | None, options: dict[str, Any]
@@ -71,7 +74,7 @@ class Chat:
             said = "".join(parts)
             if ended or said.strip():
                 self.messages = [*asked, {"role": "assistant", "content": said}]
-        self.why_ended = self._limit(len(prompt), count)
+        self.why_ended = self._limit(len(prompt), count) or (NO_ANSWER if not "".join(parts) else "")
 
     def _limit(self, asked: int, count: int) -> str:
         """Which limit an answer of so many tokens has come to."""
