@@ -11,7 +11,6 @@ from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 
-
 NO_ANSWER = "the model ended its answer before the first word"
 
 

@@ -8,7 +8,6 @@ a terminal one that goes on for long writes a line now and then. Phases may stan
 shown. Ranks other than the first show nothing, and nobody does with `--quiet`.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +50,7 @@ class Phase:
         seconds = time.monotonic() - self.began
         if seconds < ROW_SECONDS or not _open or _open[-1] is not self or is_quiet():
             return []
-        letters = _SPINNER if (sys.stderr.encoding or "").lower().startswith("utf") else _PLAIN_SPINNER
+        letters = _SPINNER if screen.has_unicode() else _PLAIN_SPINNER
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
         end = f"  {self.time_of(seconds)}"
         row.append(f"{self.what}{self.reached()}", style="default")

@@ -87,7 +87,7 @@ class _Screen:
         if not rows:
             self.erase()
             return
-        console = open_console(width, wants_color(self._error()))
+        console = open_console(width, wants_color(self.stream()))
         for row in rows:
             row.no_wrap, row.overflow = True, "crop"
             row.truncate(width)
@@ -96,13 +96,14 @@ class _Screen:
         self._write(f"{ERASE}{text_of(console).rstrip(chr(10))}\r{up}")
         self.drawn = True
 
-    def _error(self) -> TextIO:
+    def stream(self) -> TextIO:
+        """Where it is drawn: standard error as it was when the first rows came."""
         return next((stream for name, stream in self._streams if name == "stderr"), sys.stderr)
 
     def _write(self, text: str) -> None:
         try:
-            self._error().write(text)
-            self._error().flush()
+            self.stream().write(text)
+            self.stream().flush()
         except (OSError, ValueError):  # the terminal is gone; who prints next will say so
             self.rows.clear()
 
@@ -157,6 +158,11 @@ def can_draw() -> bool:
 def speaks_for_all() -> bool:
     """Whether this process says what goes on: the first of several ranks, and none that was forked to help."""
     return os.environ.get("RANK", "0") == "0" and not _screen.in_fork
+
+
+def has_unicode() -> bool:
+    """Whether what is drawn may have letters beyond ASCII; also while standard error is turned elsewhere."""
+    return (_screen.stream().encoding or "").lower().startswith("utf")
 
 
 def show(rows: Rows) -> None:

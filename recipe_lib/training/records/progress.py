@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -94,7 +93,7 @@ class Progress:
         share = self._done / self._total if self._total else 1.0
         begin, end = f"step {self._done}/{self._total} ", f" {share:.0%}  {left}"
         room = max(SHORTEST_BAR, min(LONGEST_BAR, width - len(begin) - len(end)))
-        full = "━" if (sys.stderr.encoding or "").lower().startswith("utf") else "="
+        full = "━" if screen.has_unicode() else "="
         bar = Text(begin, style="bold")
         bar.append(full * round(room * share), style="green")
         bar.append((full if full == "━" else "-") * (room - round(room * share)), style="bright_black")
