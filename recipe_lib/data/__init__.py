@@ -3,6 +3,7 @@
 from recipe_lib.data.batches import Batch, StepBatches, make_step, validation_steps
 from recipe_lib.data.checks import check_vocabulary, warn_of_overlap, warn_of_positions
 from recipe_lib.data.dataset import Dataset, TokenSequence
+from recipe_lib.data.dataset_report import report_lines
 from recipe_lib.data.find_format import settle_formats
 from recipe_lib.data.loader import step_batches
 from recipe_lib.data.order import DataPlan
@@ -10,7 +11,13 @@ from recipe_lib.data.packing import Packs, pack
 from recipe_lib.data.packing_isolation import check_packing_isolation
 from recipe_lib.data.plain_template import trained_template
 from recipe_lib.data.templates import render_prompt, system_fault
-from recipe_lib.data.tokenize_dataset import PreparedData, build_dataset, build_validation_dataset, prepare_data
+from recipe_lib.data.tokenize_dataset import (
+    PreparedData,
+    build_dataset,
+    build_datasets,
+    build_validation_dataset,
+    prepare_data,
+)
 
 __all__ = [
     "PreparedData",
@@ -21,6 +28,7 @@ __all__ = [
     "TokenSequence",
     "StepBatches",
     "build_dataset",
+    "build_datasets",
     "build_validation_dataset",
     "check_packing_isolation",
     "check_vocabulary",
@@ -28,6 +36,7 @@ __all__ = [
     "pack",
     "prepare_data",
     "render_prompt",
+    "report_lines",
     "settle_formats",
     "step_batches",
     "system_fault",

@@ -35,7 +35,7 @@ def warn_of_positions(max_positions: int, *datasets: Dataset | None) -> None:
             warn_on_first_rank(
                 "warning: %d of %d %s of %s are longer than the %d tokens that the model was made for "
                 "(max_position_embeddings in its config.json); max_seq_len=%d cuts them",
-                longer, len(dataset), "sequences", dataset.report.source, max_positions, max_positions,
+                longer, len(dataset), _sequences(dataset), dataset.report.source, max_positions, max_positions,
             )  # fmt: skip
 
 
@@ -47,7 +47,11 @@ def warn_of_overlap(training: Dataset, validation: Dataset | None) -> None:
     shared = overlap(training, validation)
     if len(shared):
         warn_on_first_rank(
-            "warning: %d of %d validation sequences of %s are training sequences as well (first: %s); take them out of "
-            "one",
-            len(shared), len(validation), validation.report.source, validation.place(int(shared[0])),
+            "warning: %d of %d validation %ss of %s are training %ss as well (first: %s); take them out of one",
+            len(shared), validation.items, validation.report.noun, validation.report.source, validation.report.noun,
+            validation.place(int(shared[0])),
         )  # fmt: skip
+
+
+def _sequences(dataset: Dataset) -> str:
+    return "sequences" if dataset.group == 1 else f"sequences (two for each of {dataset.items} pairs)"

@@ -8,6 +8,7 @@ from typing import Any
 from recipe_lib.errors import DataError
 
 MOST_BAD_LINES = 20  # bad samples that an error names one by one
+PLACES = 5  # bad samples of one cause whose places are kept in any case
 
 
 @dataclass
@@ -29,12 +30,16 @@ class DataReport:
     samples_read: int = 0
     sequences: int = 0
     pairs: int = 0
+    chats: int = 0  # samples that the template writes: conversations and preferences
+    preferences: int = 0  # of them, those that became a pair, whatever is left of it
     tokens: int = 0
     trained_tokens: int = 0
     prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
     bad_samples: Counter[str] = field(default_factory=Counter)
     first_bad: dict[str, str] = field(default_factory=dict)  # cause -> the first such sample's place and detail
-    bad_lines: list[tuple[str, str]] = field(default_factory=list)  # (cause, place and detail) of the first bad samples
+    bad_lines: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # (cause, place and detail) of the first, and first of a cause
     truncated_sequences: int = 0
     skipped_long_sequences: int = 0
     emptied_sequences: int = 0  # truncated sequences whose whole answer was cut off; they are left out
@@ -56,14 +61,19 @@ class DataReport:
     marks_with_space_after: int = 0  # of them, those where it adds white space after the end of the turn
     marks_differing: int = 0  # those where it says something else than what is generated
     first_mark: str = ""
-    duplicate_sequences: int = 0  # the same as an earlier one, token by token; they are trained on all the same
+    duplicate_sequences: int = 0  # the same as an earlier one, token by token; they are kept all the same
     first_duplicate: str = ""
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
-    def sequences_read(self) -> int:
-        """Samples that were read, those that became several sequences counted so often."""
-        return self.samples_read + self.split_sequences - self.split_samples
+    def items_made(self) -> int:
+        """Sequences (pairs) that the samples became, also those that were left out because they were too long."""
+        return self.sequences - self.pairs + self.emptied_sequences + self.skipped_long_sequences
+
+    @property
+    def noun(self) -> str:
+        """What `items_made` counts: `sequence`, or `pair`."""
+        return "pair" if self.preferences else "sequence"
 
     @property
     def label_token_fraction(self) -> float:
@@ -79,7 +89,18 @@ class DataReport:
         self.first_mark = self.first_mark or other.first_mark
         self.bad_samples.update(other.bad_samples)
         self.first_bad = other.first_bad | self.first_bad
-        self.bad_lines = [*self.bad_lines, *other.bad_lines][:MOST_BAD_LINES]
+        self.bad_lines = _first_of_all_and_each([*self.bad_lines, *other.bad_lines])
+
+    def add_bad(self, cause: str, line: str) -> None:
+        """Counts a bad sample. line: its place and what is wrong with it."""
+        if sum(self.bad_samples.values()) < MOST_BAD_LINES or self.bad_samples[cause] < PLACES:
+            self.bad_lines.append((cause, line))
+        self.bad_samples[cause] += 1
+        self.first_bad.setdefault(cause, line)
+
+    def places(self, cause: str) -> list[str]:
+        """Place and detail of the first samples that are bad for a cause: all of them, or PLACES."""
+        return [line for found, line in self.bad_lines if found == cause][:PLACES]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -95,27 +116,43 @@ class DataReport:
         return DataReport(**dict(content) | restored)
 
     def check_share(self) -> None:
-        """Raises DataError if, from one of the sources, no token or every token is a label token."""
-        for part in self.parts or [self]:
-            fault = part.share_fault()
-            if fault:
-                raise DataError(f"{part.source}: {fault}, or set data.check_label_mask to false if it is meant")
+        """Raises DataError if, from some of the sources, no token or every token is a label token."""
+        found = [(part.source, fault) for part in self.parts or [self] if (fault := part.share_fault())]
+        if found:
+            remedy = "or set data.check_label_mask to false if it is meant"
+            raise DataError(*(f"{source}: {fault}, {remedy}" for source, fault in found))
 
-    def check_samples(self) -> None:
-        """Raises DataError with a line for each bad sample."""
-        if not self.bad_lines:
-            return
-        bad = sum(self.bad_samples.values())
+    def sample_faults(self) -> list[str]:
+        """A line for each of the first bad samples of one source, and one that counts them all."""
+        lines, bad = [line for _, line in self.bad_lines[:MOST_BAD_LINES]], sum(self.bad_samples.values())
+        if bad == 0:
+            return []
         if bad == 1:
-            raise DataError(f"{self.bad_lines[0][1]}; correct the sample, or set data.on_invalid to skip")
+            return [f"{lines[0]}; correct the sample, or set data.on_invalid to skip"]
         if bad == self.samples_read and len(self.bad_samples) == 1:
-            raise DataError(f"{self.bad_lines[0][1]}; the other samples ({bad - 1}) have the same fault")
-        more = "" if bad == len(self.bad_lines) else f", the first {len(self.bad_lines)} of which stand above"
-        raise DataError(
-            *(line for _, line in self.bad_lines),
+            return [f"{lines[0]}; the other samples ({bad - 1}) have the same fault"]
+        more = "" if bad == len(lines) else f", the first {len(lines)} of which stand above"
+        return [
+            *lines,
             f"{self.source}: found {bad} samples of {self.samples_read} that cannot be used{more}; correct them, or "
             "set data.on_invalid to skip (`tune data check` with the same config and overrides counts them by cause)",
-        )
+        ]
+
+    def nothing_left(self) -> str | None:
+        """Why one source has no sequence; None: it has some."""
+        if self.sequences:
+            return None
+        if not self.samples_read:
+            return f"{self.source}: found no samples, expected at least one"
+        reasons, limit = [], f"max_seq_len={self.max_seq_len}"
+        if self.bad_samples:
+            reasons.append(f"{sum(self.bad_samples.values())} bad ({next(iter(self.first_bad.values()))})")
+        if self.emptied_sequences:
+            reasons.append(f"{self.emptied_sequences} with the whole answer after {limit}")
+        if self.skipped_long_sequences:
+            reasons.append(f"{self.skipped_long_sequences} longer than {limit}")
+        remedy = "raise max_seq_len" if self.emptied_sequences or self.skipped_long_sequences else "correct the samples"
+        return f"{self.source}: found no sample to train on among {self.samples_read}: {', '.join(reasons)}; {remedy}"
 
     def share_fault(self) -> str | None:
         """What is wrong with the share of trained tokens of one source; None: nothing.
@@ -145,34 +182,43 @@ class DataReport:
 
         faults: with samples that are bad, or the same as another one.
         """
-        everything = self.train_on == "all" or self.texts > 0
-        what = "all tokens" if everything else "answers incl. end-of-turn"
-        samples = _counted(self.samples_read, "sample")
-        read = f"cut from {_counted(self.texts, 'text')}" if self.texts else f"of {samples}"
-        read = f"from the {self.samples_read} samples" if self.split_sequences else read
-        kind = _counted(self.pairs, "pair") if self.pairs else _counted(self.sequences, "sequence")
         lines = [
-            f"data: {kind} {read} read from {self.source} (format {self.format}, template "
-            f"{self.template}), {self.tokens} tokens; label tokens: {what}, "
+            f"data: {self._counts()} read from {self.source} (format {self.format}, template "
+            f"{self.template}), {self.tokens} tokens; label tokens: {self._label_tokens()}, "
             f"{_percent(self.label_token_fraction)}",
             *(f"data: {part.part_line()}" for part in self.parts),
-            f"data: {self._bos_line()}",
+            *([f"data: {self.bos_line()}"] if self.sequences else []),
         ]
         lines += self._sequence_lines() + self._lost_lines() + self._odd_lines()
         return lines + self._bad_lines() if faults else lines
 
     def part_line(self) -> str:
         """One source among several, in a line."""
-        kind = _counted(self.pairs, "pair") if self.pairs else _counted(self.sequences, "sequence")
-        read = (
-            f"from the {self.samples_read} samples of"
-            if self.split_sequences
-            else f"of {self.samples_read} samples from"
-        )
+        link = "of" if self.split_sequences or (self.texts and not self._others) else "from"
         return (
-            f"{kind} {read} {self.source} (format {self.format}), {self.tokens} tokens, "
+            f"{self._counts()} {link} {self.source} (format {self.format}), {self.tokens} tokens, "
             f"{_percent(self.label_token_fraction)} trained"
         )
+
+    def _counts(self) -> str:
+        """How many sequences (pairs) there are, and what they were made of."""
+        kind = _counted(self.pairs, "pair") if self.preferences else _counted(self.sequences, "sequence")
+        if self.texts and not self._others:
+            return f"{kind} cut from {_counted(self.texts, 'text')}"
+        texts = f", {self.texts} of them {'a text' if self.texts == 1 else 'texts'}," if self.texts else ""
+        if self.split_sequences:
+            return f"{kind} from the {self.samples_read} samples{texts}"
+        return f"{kind} of {_counted(self.samples_read, 'sample')}{texts}"
+
+    @property
+    def _others(self) -> int:
+        """Usable samples that are no texts."""
+        return self.samples_read - sum(self.bad_samples.values()) - self.texts
+
+    def _label_tokens(self) -> str:
+        if self.train_on == "all" or (self.texts and not self._others):
+            return "all tokens"
+        return "answers incl. end-of-turn, and whole texts" if self.texts else "answers incl. end-of-turn"
 
     def _sequence_lines(self) -> list[str]:
         """What became of conversations of several answers, and who says what an answer is."""
@@ -210,9 +256,10 @@ class DataReport:
                 else ""
             )
             before = "warning: data" if share else "data"
+            of = f"{_counted(self.items_made, self.noun)} ({_percent(long / self.items_made)})"
             lines.append(
-                f"{before}: {long} of {self.sequences_read} sequences ({_percent(long / self.sequences_read)}) exceed "
-                f"{self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} of their answer tokens lost"
+                f"{before}: {long} of {of} exceed {self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} "
+                "of their answer tokens lost"
             )
         if self.untrained_ends:
             lines.append(
@@ -250,9 +297,10 @@ class DataReport:
     def _bad_lines(self) -> list[str]:
         lines = []
         if self.duplicate_sequences:
-            same = "1 sequence is" if self.duplicate_sequences == 1 else f"{self.duplicate_sequences} sequences are"
+            are = "is" if self.duplicate_sequences == 1 else "are"
             lines.append(
-                f"data: {same} the same as an earlier one, and trained on all the same (first: {self.first_duplicate})"
+                f"data: {_counted(self.duplicate_sequences, self.noun)} {are} the same as an earlier one, and kept all "
+                f"the same (first: {self.first_duplicate})"
             )
         bad = sum(self.bad_samples.values())
         if bad:
@@ -262,11 +310,41 @@ class DataReport:
             lines += [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
         return lines
 
-    def _bos_line(self) -> str:
-        if self.template == "chat":
-            return "the chat template decides whether a sequence begins with BOS"
-        what = "text" if self.texts else "sequence"
-        return f"each {what} begins with BOS" if self.adds_bos else f"no BOS is put before a {what}"
+    def bos_line(self) -> str:
+        """What is put before a sequence, or who decides it."""
+        chats = self.chats if self.template == "chat" else 0  # the plain template leaves it to us
+        ours = [("each text", "a text")] if self.texts else []
+        if chats and self._others > chats:
+            ours.append(("each prompt with its completion", "a prompt with its completion"))
+        elif not chats and (self._others or not ours):
+            ours.append(("each other sequence", "another sequence") if ours else ("each sequence", "a sequence"))
+        decides = f"the chat template decides whether {'another' if ours else 'a'} sequence begins with BOS"
+        if not ours:
+            return decides
+        begin = "begins" if len(ours) == 1 else "begin"
+        each, one = (" and ".join(each for each, _ in ours), " or ".join(one for _, one in ours))
+        said = f"{each} {begin} with BOS" if self.adds_bos else f"no BOS is put before {one}"
+        return f"{said}; {decides}" if chats else said
+
+
+def report_lines(training: DataReport, validation: DataReport | None = None, *, faults: bool = True) -> list[str]:
+    """The lines of both, those of the validation so named; what is put before sequences only once if it is the same."""
+    lines = training.lines(faults=faults)
+    if validation is not None:
+        once = "" if validation.bos_line() != training.bos_line() else f"data: {training.bos_line()}"
+        own = [line for line in validation.lines(faults=faults) if line != once]
+        lines += [line.replace("data: ", "validation: ", 1) for line in own]
+    return lines
+
+
+def _first_of_all_and_each(lines: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The first MOST_BAD_LINES, and of each cause the first PLACES. Of what it left out earlier nothing is missed."""
+    kept, of_cause = list[tuple[str, str]](), Counter[str]()
+    for cause, line in lines:
+        of_cause[cause] += 1
+        if len(kept) < MOST_BAD_LINES or of_cause[cause] <= PLACES:
+            kept.append((cause, line))
+    return kept
 
 
 _COUNTS = [item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"]

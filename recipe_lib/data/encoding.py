@@ -9,7 +9,7 @@ from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
-from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.find_format import fitting
 from recipe_lib.data.samples import Completion, Conversation, Document, Preference, Sample, SampleFault
 from recipe_lib.data.sources import SampleFile
@@ -70,8 +70,8 @@ class SourceEncoder:
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
-                    f"{section}.columns.{name}: the format {self.format} has no such column, expected one of "
-                    f"{', '.join(known)}{did_you_mean(name, known)}"
+                    f"{section}.columns.{name}: the format {self.format} has no such column, expected "
+                    f"one of {', '.join(known)}{did_you_mean(name, known)}"
                 )
 
     def report(self) -> DataReport:
@@ -98,7 +98,7 @@ class SourceEncoder:
                         raise sample
                     self._add(chunk, number, place, self.read(self._renamed(sample, place)))
                 except SampleFault as fault:
-                    self._bad(chunk.report, place, fault)
+                    chunk.report.add_bad(fault.cause, f"{place}: {fault}")
         except UserError as error:
             chunk.fault = error
         chunk.report.sequences = len(chunk.lengths)
@@ -131,12 +131,6 @@ class SourceEncoder:
             )
         return renamed
 
-    def _bad(self, report: DataReport, place: str, fault: SampleFault) -> None:
-        if len(report.bad_lines) < MOST_BAD_LINES:
-            report.bad_lines.append((fault.cause, f"{place}: {fault}"))
-        report.bad_samples[fault.cause] += 1
-        report.first_bad.setdefault(fault.cause, f"{place}: {fault}")
-
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
         report = chunk.report
         if isinstance(sample, Document):
@@ -145,6 +139,8 @@ class SourceEncoder:
         items = self._items(report, place, sample)
         if isinstance(sample, Conversation | Preference):
             report.template = self.encoder.template
+            report.chats += 1
+            report.preferences += isinstance(sample, Preference)
         report.apart_samples += any(encoded.apart for item in items for encoded in item)
         report.unseen_samples += any(encoded.left_out for item in items for encoded in item)
         for item in items:

@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfi
 from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.data.cache import cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
-from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
 from recipe_lib.data.find_format import with_format
 from recipe_lib.data.samples import TextTokenizer
@@ -30,6 +31,7 @@ from recipe_lib.units import MIB
 SAMPLES_PER_TASK = 256
 BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
 
+Made = TypeVar("Made")
 PreparedData = dict[str, Dataset]  # what `prepare_data` has made, by what it was made of
 
 
@@ -42,21 +44,26 @@ def build_dataset(
     format: str | None = None,
     max_samples: int | None = None,
     prepared: PreparedData | None = None,
+    may_be_empty: bool = False,
 ) -> Dataset:
     """All samples of all sources, tokenized; out of the cache if they are there, or as `prepare_data` has made them.
 
     source, format: in place of those in `cfg` (for validation; then `max_samples` holds, not `cfg.max_samples`).
+    may_be_empty: a source of which no sample is left is no error; nothing is cached then.
     Raises DataError: nothing there, a bad or too long sample where those are errors, no sample that trains anything, or
     a source of which no token or every token is trained."""
-    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_samples))
+    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_samples), may_be_empty)
     found = (prepared or {}).get(build.name)
     return build.dataset() if found is None else found
 
 
 def build_validation_dataset(
-    cfg: FullFinetuneConfig, tokenizer: TextTokenizer, prepared: PreparedData | None = None
+    cfg: FullFinetuneConfig,
+    tokenizer: TextTokenizer,
+    prepared: PreparedData | None = None,
+    may_be_empty: bool = False,
 ) -> Dataset | None:
-    """The samples of `validation.source`; None: no validation."""
+    """The samples of `validation.source`; None: no validation. may_be_empty, raises: as `build_dataset`."""
     validation = cfg.validation
     if validation.source is None:
         return None
@@ -68,7 +75,40 @@ def build_validation_dataset(
         format=validation.format,
         max_samples=validation.max_samples,
         prepared=prepared,
+        may_be_empty=may_be_empty,
     )
+
+
+def build_datasets(
+    cfg: FullFinetuneConfig,
+    tokenizer: TextTokenizer,
+    prepared: PreparedData | None = None,
+    may_be_empty: bool = False,
+) -> tuple[Dataset, Dataset | None]:
+    """The samples for training, and those of `validation.source`. may_be_empty: as `build_dataset`.
+
+    Raises DataError with what is wrong with both."""
+    training, validation = _each(
+        (
+            lambda: build_dataset(cfg.data, tokenizer, cfg.max_seq_len, prepared=prepared, may_be_empty=may_be_empty),
+            lambda: build_validation_dataset(cfg, tokenizer, prepared, may_be_empty),
+        )
+    )
+    assert training is not None
+    return training, validation
+
+
+def _each(makes: Iterable[Callable[[], Made]]) -> list[Made]:
+    """What each makes. Raises DataError with the faults of all."""
+    made, faults = list[Made](), list[tuple[str, ...]]()
+    for make in makes:
+        try:
+            made.append(make())
+        except DataError as error:
+            faults.append(tuple(error.faults))
+    if faults:
+        raise DataError(*(fault for found in dict.fromkeys(faults) for fault in found))
+    return made
 
 
 def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> PreparedData:
@@ -79,15 +119,16 @@ def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> 
     for `build_dataset` and `build_validation_dataset` in the same process. load: gives the tokenizer.
     Raises what these raise.
     """
-    prepared: PreparedData = {}
     tokenizer, validation = load(), cfg.validation
-    wanted = [_sources(cfg.data, None, None, None)]
+    wanted: list[tuple[str | None, str | None, int | None]] = [(None, None, None)]
     if validation.source is not None:
-        wanted.append(_sources(cfg.data, validation.source, validation.format, validation.max_samples))
-    for sources in wanted:
-        build = _Build(cfg.data, tokenizer, cfg.max_seq_len, sources)
-        prepared[build.name] = build.dataset()
-    return prepared
+        wanted.append((validation.source, validation.format, validation.max_samples))
+
+    def make(source: str | None, format: str | None, max_samples: int | None) -> tuple[str, Dataset]:
+        build = _Build(cfg.data, tokenizer, cfg.max_seq_len, _sources(cfg.data, source, format, max_samples))
+        return build.name, build.dataset()
+
+    return dict(_each(partial(make, *one) for one in wanted))
 
 
 def _sources(
@@ -97,7 +138,8 @@ def _sources(
 
     Raises DataError."""
     if source is not None:
-        return {"data": SourceConfig(source, 1.0, format or cfg.format, cfg.split, dict(cfg.columns), max_samples)}
+        columns = dict(cfg.columns)
+        return {"data": SourceConfig(source, 1.0, format or cfg.format, cfg.split, columns, max_samples)}
     sources = resolved_sources(cfg)
     if not sources:
         raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")
@@ -110,10 +152,15 @@ class _Build:
     """One dataset, before it is made. name: tells apart what is to be made and the state of the files, in text."""
 
     def __init__(
-        self, cfg: DataConfig, tokenizer: TextTokenizer, max_seq_len: int, sources: Mapping[str, SourceConfig]
+        self,
+        cfg: DataConfig,
+        tokenizer: TextTokenizer,
+        max_seq_len: int,
+        sources: Mapping[str, SourceConfig],
+        may_be_empty: bool = False,
     ) -> None:
         """Looks the files up, and into them only where their format is to be found. Raises DataError."""
-        self.cfg, self.tokenizer, self.max_seq_len = cfg, tokenizer, max_seq_len
+        self.cfg, self.tokenizer, self.max_seq_len, self.may_be_empty = cfg, tokenizer, max_seq_len, may_be_empty
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
         opened = [open_sources(source, limit, cache) for source in sources.values()]
         sources = {
@@ -136,7 +183,8 @@ class _Build:
 
     def dataset(self) -> Dataset:
         """Out of the cache, or made. Raises DataError."""
-        key = cache_key(self.read_with(), self.files, self.encoders, self.tokenizer) if self.cfg.cache else None
+        cached = self.cfg.cache and not self.may_be_empty  # what no run can use is not left for one
+        key = cache_key(self.read_with(), self.files, self.encoders, self.tokenizer) if cached else None
         stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
         if stored is None:
             stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
@@ -176,7 +224,8 @@ class _Build:
         return self._decides() | {"max_sample_mib": self.cfg.max_sample_mib, "history": self.cfg.history}
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
-        """Tokenizes everything. Raises DataError: of several faults the first in the order of the samples."""
+        """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what is wrong with the
+        samples of all sources."""
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
         samples = sum((task.stop or 0) - task.start for task in tasks)
@@ -188,16 +237,13 @@ class _Build:
             for task, chunk in zip(tasks, chunks, strict=True):
                 if chunk.fault is not None:
                     strict = self.cfg.on_invalid == "error"
-                    bad = [line for part in reports for _, line in part.bad_lines if strict]
+                    bad = [line for part in reports for _, line in part.bad_lines[:MOST_BAD_LINES] if strict]
                     raise DataError(*bad, *chunk.fault.faults) if bad else chunk.fault
                 reports[task.source].add(chunk.report)
                 writer.append(chunk, task.file)
                 progress.advance(chunk.report.samples_read)
-        for part in reports if self.cfg.on_invalid == "error" else ():
-            part.check_samples()
-        for part in reports:
-            if not part.sequences:
-                raise DataError(_nothing_left(part))
+        if faults := [line for part in reports for line in self._faults(part)]:
+            raise DataError(*faults)
         report = self._summed(reports)
         if report.pairs not in (0, writer.items):
             raise DataError(
@@ -206,6 +252,13 @@ class _Build:
             )
         self._count_copies(report, writer)
         return report
+
+    def _faults(self, part: DataReport) -> list[str]:
+        """What is wrong with one source: its bad samples, where they are errors; else, that it has no other."""
+        if part.bad_samples and self.cfg.on_invalid == "error":
+            return part.sample_faults()
+        nothing = None if self.may_be_empty else part.nothing_left()
+        return [nothing] if nothing else []
 
     def _tasks(self) -> list[Task]:
         """All samples in order, in pieces that are the same for any number of workers."""
@@ -247,20 +300,6 @@ class _Build:
         if len(found):
             origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
             report.first_duplicate = f"{origin.place(int(found[0]))}, the same as {origin.place(int(earlier[0]))}"
-
-
-def _nothing_left(report: DataReport) -> str:
-    if not report.samples_read:
-        return f"{report.source}: found no samples, expected at least one"
-    reasons, limit = [], f"max_seq_len={report.max_seq_len}"
-    if report.bad_samples:
-        reasons.append(f"{sum(report.bad_samples.values())} bad ({next(iter(report.first_bad.values()))})")
-    if report.emptied_sequences:
-        reasons.append(f"{report.emptied_sequences} with the whole answer after {limit}")
-    if report.skipped_long_sequences:
-        reasons.append(f"{report.skipped_long_sequences} longer than {limit}")
-    remedy = "raise max_seq_len" if report.emptied_sequences or report.skipped_long_sequences else "correct the samples"
-    return f"{report.source}: found no sample to train on among {report.samples_read}: {', '.join(reasons)}; {remedy}"
 
 
 def _state(file: SampleFile) -> list[Any]:

@@ -11,10 +11,10 @@ from recipe_lib.data import (
     DataPlan,
     PreparedData,
     StepBatches,
-    build_dataset,
-    build_validation_dataset,
+    build_datasets,
     check_vocabulary,
     prepare_data,
+    report_lines,
     settle_formats,
     step_batches,
     validation_steps,
@@ -53,8 +53,7 @@ class TrainingData:
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         self.tokenizer = load_tokenizer_of(cfg, source)
-        self.dataset = build_dataset(cfg.data, self.tokenizer, cfg.max_seq_len, prepared=prepared)
-        self.validation_dataset = build_validation_dataset(cfg, self.tokenizer, prepared)
+        self.dataset, self.validation_dataset = build_datasets(cfg, self.tokenizer, prepared)
         check_vocabulary(self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset)
         warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
         warn_of_overlap(self.dataset, self.validation_dataset)
@@ -117,9 +116,8 @@ class TrainingData:
 
     def report(self) -> list[str]:
         """Lines on what was read and what was left out."""
-        found = [
-            line for dataset in (self.dataset, self.validation_dataset) if dataset for line in dataset.report.lines()
-        ]
+        validation = self.validation_dataset
+        found = report_lines(self.dataset.report, validation.report if validation is not None else None)
         if self.dataset.report.template == "chat" and self.tokenizer.dated_template != self.tokenizer.chat_template:
             found.append(
                 f"data: the chat template asks for today's date; it is {DATE:%d %b %Y} in training, and in the "

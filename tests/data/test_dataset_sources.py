@@ -202,7 +202,7 @@ def test_copies_are_counted_and_the_first_is_named(chatml, rows_file):
     dataset = build(chatml, format="prompt_completion", sources=[SourceConfig(first), SourceConfig(second)])
     assert dataset.report.duplicate_sequences == 2
     line = (
-        "data: 2 sequences are the same as an earlier one, and trained on all the same "
+        "data: 2 sequences are the same as an earlier one, and kept all the same "
         f"(first: {second}:1, the same as {first}:4)"
     )
     assert line in dataset.report.lines()
