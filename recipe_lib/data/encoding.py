@@ -54,8 +54,13 @@ class Chunk:
         self.digests.append(digest_of(ids.tobytes(), bytes(trained)))
 
 
+def columns_section(section: str) -> str:
+    """The section of the config that names the columns of a source of this one: those for validation have no other."""
+    return "data" if section == "validation" else section
+
+
 class SourceEncoder:
-    """Encodes the samples of one source. section: the section of the config that names its columns, for error lines."""
+    """Encodes the samples of one source. section: the section of the config that names its format, for error lines."""
 
     def __init__(
         self, cfg: DataConfig, source: SourceConfig, encoder: Encoder, max_seq_len: int, section: str = "data"
@@ -70,7 +75,7 @@ class SourceEncoder:
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
-                    f"{section}.columns.{name}: the format {self.format} has no such column, expected "
+                    f"{columns_section(section)}.columns.{name}: the format {self.format} has no such column, expected "
                     f"one of {', '.join(known)}{did_you_mean(name, known)}"
                 )
 
@@ -117,17 +122,18 @@ class SourceEncoder:
             if place.endswith(".txt"):
                 raise DataError(
                     f"{place}: found a text file, expected .json or .jsonl for the format {self.format}; "
-                    "set data.format to text to train on the text itself"
+                    f"set {self.section}.format to text to train on the text itself"
                 )
             wanted = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
-            one = f".{missing[0]}=NAME" if self.section == "data" else f"={{{missing[0]}: NAME}}"
+            columns = columns_section(self.section)
+            one = f".{missing[0]}=NAME" if columns == "data" else f"={{{missing[0]}: NAME}}"
             others = fitting(sample, self.columns)
             remedy = f"these are of the format {others[0]}: set {self.section}.format={others[0]}" if others else ""
             raise SampleFault(
                 f"no column {wanted}",
                 f"found the columns {found}, expected {wanted} (format {self.format}); "
-                + (remedy or f"name yours with {self.section}.columns{one}"),
+                + (remedy or f"name yours with {columns}.columns{one}"),
             )
         return renamed
 

@@ -17,7 +17,7 @@ from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.data.cache import cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
-from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
+from recipe_lib.data.encoding import Chunk, SourceEncoder, Task, columns_section
 from recipe_lib.data.find_format import with_format
 from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.data.sources import SampleFile, open_sources
@@ -139,7 +139,7 @@ def _sources(
     Raises DataError."""
     if source is not None:
         columns = dict(cfg.columns)
-        return {"data": SourceConfig(source, 1.0, format or cfg.format, cfg.split, columns, max_samples)}
+        return {"validation": SourceConfig(source, 1.0, format or cfg.format, cfg.split, columns, max_samples)}
     sources = resolved_sources(cfg)
     if not sources:
         raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")
@@ -164,7 +164,7 @@ class _Build:
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
         opened = [open_sources(source, limit, cache) for source in sources.values()]
         sources = {
-            section: with_format(source, files, section)
+            section: with_format(source, files, columns_section(section))
             for (section, source), files in zip(sources.items(), opened, strict=True)
         }
         self.sources = list(sources.values())
