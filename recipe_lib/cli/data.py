@@ -91,11 +91,12 @@ def read(words: list[str]) -> argparse.Namespace:
 
 def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer", Any, Any, Any]:
     """(tokenizer, training set, validation set or None, source of the model); for `check` bad samples are counted."""
-    from recipe_lib.data import build_dataset, build_validation_dataset, settle_formats
+    from recipe_lib.data import build_datasets, settle_formats
     from recipe_lib.training.resolve_model import resolve_model
     from recipe_lib.training.training_data import load_tokenizer_of
 
-    if arguments.action == "check":
+    checks = arguments.action == "check"
+    if checks:
         data = dataclasses.replace(cfg.data, on_invalid="skip", check_label_mask=False, cache=False)
         truncation = "truncate" if data.truncation == "error" else data.truncation
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, truncation=truncation))
@@ -104,13 +105,12 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
         cfg = dataclasses.replace(cfg, tokenizer=dataclasses.replace(cfg.tokenizer, path=str(folder)))
     elif cfg.tokenizer.path is None:
         source = resolve_model(cfg.model)
-    found = settle_formats(cfg)
+    found = "".join(f"{visible(line)}\n" for line in settle_formats(cfg))
+    found = "" if arguments.json else found
+    sys.stdout.write(found if checks else "")
     tokenizer = load_tokenizer_of(cfg, source)
-    dataset = build_dataset(cfg.data, tokenizer, cfg.max_seq_len)
-    validation = build_validation_dataset(cfg, tokenizer)
-    if not arguments.json:
-        for line in found:
-            print(visible(line), file=sys.stderr if arguments.action == "show" else sys.stdout)
+    dataset, validation = build_datasets(cfg, tokenizer, may_be_empty=checks)
+    sys.stderr.write("" if checks else found)
     return tokenizer, dataset, validation, source
 
 
@@ -202,6 +202,7 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
 
 def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     """Prints counts, the length histogram and what is wrong; exit code 2 if something is that was not allowed."""
+    from recipe_lib.data import report_lines
     from recipe_lib.data.inspect import ids_used, inspect, special_tokens
 
     tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
@@ -218,11 +219,13 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
         findings = [dataclasses.asdict(finding) for finding in found.findings]
         print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}))
     else:
-        report(found, dataset.report.lines(faults=False))
+        held_out = validation.report if validation is not None else None
+        report(found, report_lines(dataset.report, held_out, faults=False))
     if note := dataset.report.plain_note():
         print(note, file=sys.stderr)
     for finding in faults:
-        for line in (finding.line, *(f"  {place}" for place in finding.places)):
+        more = [f"  and {finding.more} more"] if finding.more and finding.places else []
+        for line in (finding.line, *(f"  {place}" for place in finding.places), *more):
             print(f"error: {finding.name}: {visible(line)}", file=sys.stderr)
     return USER_ERROR if faults else DONE
 
@@ -232,17 +235,19 @@ def report(found: Any, lines: list[str]) -> None:
     numbers = found.numbers
     for line in lines:
         print(visible(line))
-    print(
-        f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens, median "
-        f"{numbers['median_sequence']}; packed into {numbers['packs']} sequences of {numbers['pack_length']} they fill "
-        f"{numbers['packing_efficiency']:.1%} of them"
-    )
+    if numbers["sequences"]:
+        print(
+            f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens, median "
+            f"{numbers['median_sequence']}; packed into {numbers['packs']} sequences of {numbers['pack_length']} they "
+            f"fill {numbers['packing_efficiency']:.1%} of them"
+        )
     most = max((count for *_, count in found.histogram), default=1)
     for low, high, count in found.histogram:
         print(f"  {low:>7} - {high:<7} {count:>9}  {'#' * round(40 * count / most)}")
-    if "untrained_tokens" in numbers and not numbers["untrained_tokens"]:
+    if numbers["sequences"] and numbers.get("untrained_tokens") == []:
         print("special tokens: every one that the samples use has a trained embedding")
-    if numbers["validation_sequences"]:
-        trained = numbers["overlapping_sequences"]
-        print(f"validation: {numbers['validation_sequences']} sequences, {trained} of them also trained on")
+    if "validation" in numbers:
+        trained, held_out = numbers["overlapping_sequences"], numbers["validation"]
+        count = f"{held_out['pairs']} pairs" if held_out["pairs"] else f"{held_out['sequences']} sequences"
+        print(f"validation: {count}, {trained} of them also trained on")
     print(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")

@@ -1,26 +1,31 @@
 """One look over all sequences of a run: what is there, and what is wrong with it."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from recipe_lib.data.dataset import Dataset, TokenSequence, copies, overlap
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.packing import pack
 from recipe_lib.data.samples import TextTokenizer
 
 SHOWN = 5  # places that a finding names
+NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins without a sample
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong. name: what `--allow` of `tune data check` takes. count: how many. places: of the first."""
+    """Something wrong. name: what `--allow` of `tune data check` takes. count: how many. places: of the first. more:
+    how many places there are besides. dataset: `training` or `validation`."""
 
     name: str
     line: str
     count: int
     places: Sequence[str] = ()
+    more: int = 0
+    dataset: str = "training"
 
 
 @dataclass
@@ -36,16 +41,42 @@ class Inspection:
 def inspect(
     training: Dataset, validation: Dataset | None, max_seq_len: int, untrained_tokens: Sequence[str] | None
 ) -> Inspection:
-    """Counts and findings over the training sequences, and over those of the validation where both matter.
+    """Counts and findings over the training sequences and those of the validation; in `numbers`, `validation` has the
+    counts of its samples.
 
     untrained_tokens: special tokens in the sequences whose embedding was never trained; None: there is no checkpoint.
     """
     report = training.report
     room = max_seq_len * training.group  # a pair may fill two sequences, and its pack is so long
     packs = len(pack(training.item_lengths, room))
-    numbers = {
+    numbers = _sample_counts(report) | {
+        "shortest_sequence": int(training.lengths.min()) if len(training) else 0,
+        "median_sequence": int(np.median(training.lengths)) if len(training) else 0,
+        "longest_sequence": int(training.lengths.max()) if len(training) else 0,
+        "packs": packs,
+        "pack_length": room,
+        "packing_efficiency": float(training.item_lengths.sum()) / (max(1, packs) * room),
+        "validation_sequences": len(validation) if validation is not None else 0,
+    }
+    shared = overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
+    numbers |= {"duplicate_sequences": report.duplicate_sequences, "overlapping_sequences": len(shared)}
+    findings = [*_report_findings(report, max_seq_len), *_copy_findings(training)]
+    if validation is not None:
+        numbers["validation"] = _sample_counts(validation.report)
+        own = [*_report_findings(validation.report, max_seq_len), *_copy_findings(validation)]
+        findings += [replace(one, line=f"validation: {one.line}", dataset="validation") for one in own]
+        findings += _overlap_findings(validation, shared)
+    if untrained_tokens is not None:
+        numbers["untrained_tokens"] = list(untrained_tokens)
+    findings += _token_findings(untrained_tokens or ())
+    return Inspection(numbers, histogram(training.lengths, max_seq_len), findings)
+
+
+def _sample_counts(report: DataReport) -> dict[str, Any]:
+    return {
         "samples_read": report.samples_read,
-        "sequences": len(training),
+        "sequences": report.sequences,
+        "pairs": report.pairs,
         "tokens": report.tokens,
         "label_tokens": report.trained_tokens,
         "label_token_fraction": report.label_token_fraction,
@@ -64,25 +95,8 @@ def inspect(
         "marks_with_space_after": report.marks_with_space_after,
         "marks_differing": report.marks_differing,
         "samples_with_unseen_messages": report.unseen_samples,
-        "shortest_sequence": int(training.lengths.min()),
-        "median_sequence": int(np.median(training.lengths)),
-        "longest_sequence": int(training.lengths.max()),
-        "packs": packs,
-        "pack_length": room,
-        "packing_efficiency": float(training.item_lengths.sum()) / (packs * room),
-        "validation_sequences": len(validation) if validation is not None else 0,
+        "duplicate_sequences": report.duplicate_sequences,
     }
-    repeats, earlier = copies(training.digests)
-    shared = overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
-    numbers |= {"duplicate_sequences": len(repeats), "overlapping_sequences": len(shared)}
-    if untrained_tokens is not None:
-        numbers["untrained_tokens"] = list(untrained_tokens)
-    findings = [
-        *_sequence_findings(training, max_seq_len),
-        *_copy_findings(training, validation, repeats, earlier, shared),
-        *_token_findings(untrained_tokens or ()),
-    ]
-    return Inspection(numbers, histogram(training.lengths, max_seq_len), findings)
 
 
 def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int]]:
@@ -97,25 +111,26 @@ def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int
     return bins[used[0] : used[-1] + 1] if used else []
 
 
-def _sequence_findings(training: Dataset, max_seq_len: int) -> Iterable[Finding]:
-    report = training.report
+def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
     for cause, count in report.bad_samples.most_common():
-        places = [line for found, line in report.bad_lines if found == cause]
         kind = "1 bad sample" if count == 1 else f"{count} bad samples"
-        yield Finding("bad-samples", f"{kind}: {cause}", count, places or [report.first_bad[cause]])
+        yield _placed("bad-samples", f"{kind}: {cause}", count, report.places(cause))
+    for part in report.parts or [report]:
+        if nothing := part.nothing_left():
+            yield Finding(NOTHING_LEFT, nothing, 0)
     lost = report.lost_answer_tokens
     if lost:
         share = lost / max(1, report.trained_tokens + lost)
         long = report.truncated_sequences + report.skipped_long_sequences
         yield Finding(
             "truncation",
-            f"{long} sequences exceed {max_seq_len} tokens; {lost} answer tokens ({share:.1%}) are lost",
+            f"{long} {report.noun}s exceed {max_seq_len} tokens; {lost} answer tokens ({share:.1%}) are lost",
             long,
         )
     if report.emptied_sequences:
         line = (
-            f"{report.emptied_sequences} sequences are left out because their whole answer is after {max_seq_len} "
-            "tokens"
+            f"{report.emptied_sequences} {report.noun}s are left out because their whole answer is after "
+            f"{max_seq_len} tokens"
         )
         yield Finding("no-answer-left", line, report.emptied_sequences)
     if report.untrained_ends:
@@ -123,7 +138,7 @@ def _sequence_findings(training: Dataset, max_seq_len: int) -> Iterable[Finding]
         yield Finding("untrained-ends", line, report.untrained_ends)
     if report.marks_differing:
         line = f"in {report.marks_differing} answers the chat template marks something else than what is generated"
-        yield Finding("generation-marks", line, report.marks_differing, [report.first_mark])
+        yield _placed("generation-marks", line, report.marks_differing, [report.first_mark])
     if report.unseen_samples:
         line = f"in {report.unseen_samples} samples the chat template leaves out a system's or user's message"
         yield Finding("unseen-messages", line, report.unseen_samples)
@@ -133,17 +148,26 @@ def _sequence_findings(training: Dataset, max_seq_len: int) -> Iterable[Finding]
             yield Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
 
 
-def _copy_findings(
-    training: Dataset, validation: Dataset | None, repeats: np.ndarray, earlier: np.ndarray, shared: np.ndarray
-) -> Iterable[Finding]:
+def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
+    return Finding(name, line, count, places, count - len(places))
+
+
+def _copy_findings(dataset: Dataset) -> Iterable[Finding]:
+    repeats, earlier = copies(dataset.digests)
     if len(repeats):
         pairs = zip(repeats[:SHOWN].tolist(), earlier[:SHOWN].tolist(), strict=True)
-        places = [f"{training.place(item)} is {training.place(first)}" for item, first in pairs]
-        yield Finding("duplicates", f"{len(repeats)} sequences repeat an earlier one", len(repeats), places)
-    if len(shared) and validation is not None:
+        places = [f"{dataset.place(item)} is {dataset.place(first)}" for item, first in pairs]
+        yield _placed(
+            "duplicates", f"{len(repeats)} {dataset.report.noun}s repeat an earlier one", len(repeats), places
+        )
+
+
+def _overlap_findings(validation: Dataset, shared: np.ndarray) -> Iterable[Finding]:
+    if len(shared):
         places = [validation.place(item) for item in shared[:SHOWN].tolist()]
-        line = f"{len(shared)} validation sequences are training sequences as well"
-        yield Finding("overlap", line, len(shared), places)
+        noun = validation.report.noun
+        line = f"{len(shared)} validation {noun}s are training {noun}s as well"
+        yield replace(_placed("overlap", line, len(shared), places), dataset="validation")
 
 
 def _token_findings(untrained: Sequence[str]) -> Iterable[Finding]:

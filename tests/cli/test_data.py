@@ -152,6 +152,107 @@ def test_check_finds_every_fault(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert 0 < found["packing_efficiency"] <= 1
 
 
+def without_name(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [finding | {"line": finding["line"].removeprefix("validation: "), "dataset": ""} for finding in findings]
+
+
+def test_what_is_checked_of_training_samples_is_checked_of_those_for_validation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    planted(tmp_path)
+    good = write(tmp_path / "good.jsonl", [{"instruction": "Write 9 in words.", "output": "nine"}])
+    alone = json.loads(tune(capsys, "check", *arguments(tmp_path / "train.jsonl"), "--json")[1])
+    words = arguments(good, f"validation.source={tmp_path}/train.jsonl")
+    code, out, _ = tune(capsys, "check", *words, "--json")
+    found = json.loads(out)
+    assert code == 2
+    assert {finding["dataset"] for finding in found["findings"]} == {"validation"}
+    assert without_name(found["findings"]) == without_name(alone["findings"]) and len(alone["findings"]) > 3
+    assert found["bad_samples"] == 0 and found["validation"] == {name: alone[name] for name in found["validation"]}
+    code, out, err = tune(capsys, "check", *words)
+    assert code == 2
+    assert "error: bad-samples: validation: 1 bad sample: no column output\n" in err
+    assert f"error: bad-samples:   {tmp_path}/train.jsonl:6: found the columns instruction" in err
+    assert f"validation: 5 sequences of 7 samples read from {tmp_path}/train.jsonl" in out
+    assert "faults: bad-samples, truncation, no-answer-left, untrained-ends, duplicates\n" in out
+
+
+BAD = [{"instruction": 1, "output": "x"}, {"instruction": "a", "output": ""}, {"instruction": "a", "output": "b"}]
+CAUSES = ("instruction is no text", "empty answer")
+
+
+@pytest.mark.parametrize("where", ["training", "one of several", "validation"])
+def test_where_no_sample_is_usable_all_are_counted_by_cause(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str
+):
+    good, bad = write(tmp_path / "good.jsonl", ROWS), write(tmp_path / "bad.jsonl", [BAD[0], BAD[1], BAD[0]])
+    words = {
+        "training": arguments(bad),
+        "one of several": [
+            *(word for word in arguments(good) if not word.startswith("data.source=")),
+            f"data.sources=[{{source: {good}}}, {{source: {bad}}}]",
+        ],
+        "validation": arguments(good, f"validation.source={bad}"),
+    }[where]
+    code, out, err = tune(capsys, "check", *words)
+    assert code == 2
+    assert f"data: format alpaca, found by the columns of {good if where == 'validation' else bad}\n" in out
+    name = "validation: " if where == "validation" else ""
+    for cause, count, lines in ((CAUSES[0], "2 bad samples", (1, 3)), (CAUSES[1], "1 bad sample", (2,))):
+        _, found, places = err.partition(f"error: bad-samples: {name}{count}: {cause}\n")
+        assert found, err
+        for line, place in zip(lines, places.splitlines(), strict=False):
+            assert place.startswith(f"error: bad-samples:   {bad}:{line}: ")
+    assert f"error: nothing-left: {name}{bad}: found no sample to train on among 3: 3 bad (" in err
+    assert "faults: bad-samples, nothing-left\n" in out
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    code, out, _ = tune(capsys, "check", *words, "--json", "--allow", "bad-samples")
+    found = json.loads(out)
+    own = found["validation"] if where == "validation" else found
+    assert code == 2
+    assert own["bad_samples_by_cause"] == {CAUSES[0]: 2, CAUSES[1]: 1}
+    assert own["sequences"] == (3 if where == "one of several" else 0)
+
+
+def test_a_source_without_samples_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    rows = tmp_path / "rows.json"
+    rows.write_text("[]")
+    code, out, err = tune(capsys, "check", *arguments(rows, "data.format=alpaca"))
+    assert (code, err) == (2, f"error: nothing-left: {rows}: found no samples, expected at least one\n")
+    assert "lengths: " not in out
+
+
+def test_places_are_named_of_each_cause_and_counted_beyond(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    rows = write(tmp_path / "rows.jsonl", [*ROWS, *[BAD[0]] * 25, *[BAD[1]] * 3, *[{"output": "x"}] * 8])
+    code, out, err = tune(capsys, "check", *arguments(rows, "data.format=alpaca"))
+    assert code == 2
+    lines = err.splitlines()
+    for cause, first, named, count in (
+        (CAUSES[0], 4, 5, 25),
+        (CAUSES[1], 29, 3, 3),
+        ("no column instruction", 32, 5, 8),
+    ):
+        at = lines.index(f"error: bad-samples: {count} bad samples: {cause}")
+        for number in range(named):
+            assert lines[at + 1 + number].startswith(f"error: bad-samples:   {rows}:{first + number}: ")
+        more = [f"error: bad-samples:   and {count - named} more"] if count > named else []
+        assert lines[at + 1 + named : at + 2 + named][: len(more)] == more
+    assert err.count(f"{rows}:") == 13 and err.count(" more\n") == 2
+    code, out, _ = tune(capsys, "check", *arguments(rows, "data.format=alpaca"), "--json")
+    findings = [finding for finding in json.loads(out)["findings"] if finding["name"] == "bad-samples"]
+    assert [len(finding["places"]) + finding["more"] for finding in findings] == [25, 8, 3]
+    assert [finding["more"] for finding in findings] == [20, 3, 0]
+
+
+def test_who_puts_bos_is_said_once_of_both(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    held_out = write(tmp_path / "held_out.jsonl", [{"instruction": "Write 9 in words.", "output": "nine"}])
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    code, out, err = tune(capsys, "check", *arguments(rows, f"validation.source={held_out}"))
+    assert (code, err) == (0, "")
+    assert out.count("BOS") == 1
+    assert f"validation: 1 sequence of 1 sample read from {held_out}" in out
+
+
 def test_faults_can_be_allowed(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     words = planted(tmp_path)
     names = ("bad-samples", "duplicates", "overlap", "truncation", "no-answer-left", "untrained-ends")
