@@ -25,6 +25,11 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 sample`, `2 samples`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_seconds(seconds: float) -> str:
     """`3725` -> `1h02m`; `75.2` -> `1m15s`; `0.32` -> `0.32s`."""
     if seconds >= 3600:

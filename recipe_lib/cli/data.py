@@ -18,6 +18,7 @@ from recipe_lib.config.local_files import downloaded_model, model_folder
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
+from recipe_lib.units import counted
 
 if TYPE_CHECKING:
     from recipe_lib.data.inspect import Shown
@@ -238,8 +239,8 @@ def report(found: Any, lines: list[str]) -> None:
     if numbers["sequences"]:
         print(
             f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens, median "
-            f"{numbers['median_sequence']}; packed into {numbers['packs']} sequences of {numbers['pack_length']} they "
-            f"fill {numbers['packing_efficiency']:.1%} of them"
+            f"{numbers['median_sequence']}; packed into {counted(numbers['packs'], 'sequence')} of "
+            f"{numbers['pack_length']} they fill {numbers['packing_efficiency']:.1%} of them"
         )
     most = max((count for *_, count in found.histogram), default=1)
     for low, high, count in found.histogram:
@@ -248,6 +249,6 @@ def report(found: Any, lines: list[str]) -> None:
         print("special tokens: every one that the samples use has a trained embedding")
     if "validation" in numbers:
         trained, held_out = numbers["overlapping_sequences"], numbers["validation"]
-        count = f"{held_out['pairs']} pairs" if held_out["pairs"] else f"{held_out['sequences']} sequences"
+        count = counted(held_out["pairs"], "pair") if held_out["pairs"] else counted(held_out["sequences"], "sequence")
         print(f"validation: {count}, {trained} of them also trained on")
     print(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")

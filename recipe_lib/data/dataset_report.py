@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from recipe_lib.errors import DataError
+from recipe_lib.units import counted
 
 MOST_BAD_LINES = 20  # bad samples that an error names one by one
 PLACES = 5  # bad samples of one cause whose places are kept in any case
@@ -164,7 +165,7 @@ class DataReport:
             return None
         every, none = ("that every token is a label token", "prompts and answers"), ("no label token", "answers")
         found, wanted = every if trained else none
-        sequences = "1 sequence" if self.sequences == 1 else f"{self.sequences} sequences"
+        sequences = counted(self.sequences, "sequence")
         return f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or data.train_on"
 
     def plain_note(self) -> str | None:
@@ -202,13 +203,13 @@ class DataReport:
 
     def _counts(self) -> str:
         """How many sequences (pairs) there are, and what they were made of."""
-        kind = _counted(self.pairs, "pair") if self.preferences else _counted(self.sequences, "sequence")
+        kind = counted(self.pairs, "pair") if self.preferences else counted(self.sequences, "sequence")
         if self.texts and not self._others:
-            return f"{kind} cut from {_counted(self.texts, 'text')}"
+            return f"{kind} cut from {counted(self.texts, 'text')}"
         texts = f", {self.texts} of them {'a text' if self.texts == 1 else 'texts'}," if self.texts else ""
         if self.split_sequences:
             return f"{kind} from the {self.samples_read} samples{texts}"
-        return f"{kind} of {_counted(self.samples_read, 'sample')}{texts}"
+        return f"{kind} of {counted(self.samples_read, 'sample')}{texts}"
 
     @property
     def _others(self) -> int:
@@ -256,7 +257,7 @@ class DataReport:
                 else ""
             )
             before = "warning: data" if share else "data"
-            of = f"{_counted(self.items_made, self.noun)} ({_percent(long / self.items_made)})"
+            of = f"{counted(self.items_made, self.noun)} ({_percent(long / self.items_made)})"
             lines.append(
                 f"{before}: {long} of {of} exceed {self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} "
                 "of their answer tokens lost"
@@ -279,7 +280,7 @@ class DataReport:
         lines = []
         if self.openings:
             lines.append(
-                f"data: in {_counted(self.openings, 'conversation')} the assistant begins; no prompt asks for that "
+                f"data: in {counted(self.openings, 'conversation')} the assistant begins; no prompt asks for that "
                 "message, so it is not trained"
             )
         if self.apart_samples:
@@ -299,14 +300,14 @@ class DataReport:
         if self.duplicate_sequences:
             are = "is" if self.duplicate_sequences == 1 else "are"
             lines.append(
-                f"data: {_counted(self.duplicate_sequences, self.noun)} {are} the same as an earlier one, and kept all "
+                f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an earlier one, and kept all "
                 f"the same (first: {self.first_duplicate})"
             )
         bad = sum(self.bad_samples.values())
         if bad:
             causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
             are = "is bad and was" if bad == 1 else "are bad and were"
-            lines.append(f"warning: data: {bad} of {_counted(self.samples_read, 'sample')} {are} left out: {causes}")
+            lines.append(f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {are} left out: {causes}")
             lines += [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
         return lines
 
@@ -348,11 +349,6 @@ def _first_of_all_and_each(lines: list[tuple[str, str]]) -> list[tuple[str, str]
 
 
 _COUNTS = [item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"]
-
-
-def _counted(count: int, noun: str) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _percent(share: float) -> str:

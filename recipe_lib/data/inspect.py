@@ -10,6 +10,7 @@ from recipe_lib.data.dataset import Dataset, TokenSequence, copies, overlap
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.packing import pack
 from recipe_lib.data.samples import TextTokenizer
+from recipe_lib.units import counted
 
 SHOWN = 5  # places that a finding names
 NOTHING_LEFT = "nothing-left"  # a finding that cannot be allowed: no run begins without a sample
@@ -113,8 +114,7 @@ def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int
 
 def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
     for cause, count in report.bad_samples.most_common():
-        kind = "1 bad sample" if count == 1 else f"{count} bad samples"
-        yield _placed("bad-samples", f"{kind}: {cause}", count, report.places(cause))
+        yield _placed("bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause))
     for part in report.parts or [report]:
         if nothing := part.nothing_left():
             yield Finding(NOTHING_LEFT, nothing, 0)
@@ -122,30 +122,36 @@ def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
     if lost:
         share = lost / max(1, report.trained_tokens + lost)
         long = report.truncated_sequences + report.skipped_long_sequences
-        yield Finding(
-            "truncation",
-            f"{long} {report.noun}s exceed {max_seq_len} tokens; {lost} answer tokens ({share:.1%}) are lost",
-            long,
-        )
+        exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
+        yield Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long)
     if report.emptied_sequences:
         line = (
-            f"{report.emptied_sequences} {report.noun}s are left out because their whole answer is after "
+            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the whole answer is after "
             f"{max_seq_len} tokens"
         )
         yield Finding("no-answer-left", line, report.emptied_sequences)
     if report.untrained_ends:
-        line = f"{report.untrained_ends} answers end without a trained end-of-turn token: nothing teaches to stop there"
+        end = _said(report.untrained_ends, "answer", "ends", "end")
+        line = f"{end} without a trained end-of-turn token: nothing teaches to stop there"
         yield Finding("untrained-ends", line, report.untrained_ends)
     if report.marks_differing:
-        line = f"in {report.marks_differing} answers the chat template marks something else than what is generated"
+        answers = counted(report.marks_differing, "answer")
+        line = f"in {answers} the chat template marks something else than what is generated"
         yield _placed("generation-marks", line, report.marks_differing, [report.first_mark])
     if report.unseen_samples:
-        line = f"in {report.unseen_samples} samples the chat template leaves out a system's or user's message"
+        line = (
+            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message"
+        )
         yield Finding("unseen-messages", line, report.unseen_samples)
     for part in report.parts or [report]:
         fault = part.share_fault()
         if fault:
             yield Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
+
+
+def _said(count: int, noun: str, one: str, several: str) -> str:
+    """`1 pair repeats`, `2 pairs repeat`."""
+    return f"{counted(count, noun)} {one if count == 1 else several}"
 
 
 def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
@@ -157,16 +163,15 @@ def _copy_findings(dataset: Dataset) -> Iterable[Finding]:
     if len(repeats):
         pairs = zip(repeats[:SHOWN].tolist(), earlier[:SHOWN].tolist(), strict=True)
         places = [f"{dataset.place(item)} is {dataset.place(first)}" for item, first in pairs]
-        yield _placed(
-            "duplicates", f"{len(repeats)} {dataset.report.noun}s repeat an earlier one", len(repeats), places
-        )
+        line = f"{_said(len(repeats), dataset.report.noun, 'repeats', 'repeat')} an earlier one"
+        yield _placed("duplicates", line, len(repeats), places)
 
 
 def _overlap_findings(validation: Dataset, shared: np.ndarray) -> Iterable[Finding]:
     if len(shared):
         places = [validation.place(item) for item in shared[:SHOWN].tolist()]
         noun = validation.report.noun
-        line = f"{len(shared)} validation {noun}s are training {noun}s as well"
+        line = f"{_said(len(shared), f'validation {noun}', 'is', 'are')} in the training data as well"
         yield replace(_placed("overlap", line, len(shared), places), dataset="validation")
 
 

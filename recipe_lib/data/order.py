@@ -14,6 +14,7 @@ import numpy as np
 
 from recipe_lib.data.packing import Packs, pack
 from recipe_lib.errors import DataError
+from recipe_lib.units import counted
 
 # Numbers of one key that are independent of each other: the highest word of Philox' counter.
 _ORDER, _SHARES, _PACKS = 0, 1, 2
@@ -184,9 +185,11 @@ class DataPlan:
 
     def _found(self, slots: int) -> str:
         if self._capacity:
-            return f"data.packing: found {slots} packs of up to {self._capacity} tokens"
-        kind = "sequences" if self._group == 1 else "pairs"
-        return f"data.source: found {slots} usable {kind}" + ("" if self._plain else " an epoch by the weights")
+            return f"data.packing: found {counted(slots, 'pack')} of up to {self._capacity} tokens"
+        kind = "sequence" if self._group == 1 else "pair"
+        return f"data.source: found {counted(slots, f'usable {kind}')}" + (
+            "" if self._plain else " an epoch by the weights"
+        )
 
 
 def _share(share: float, number: int, epoch: int) -> int:

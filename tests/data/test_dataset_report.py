@@ -106,7 +106,7 @@ def test_pairs_are_counted_as_pairs(chatml, rows_file, said):
         lines = cut.report.lines()
         assert any(line.startswith(f"warning: data: 1 of 4 pairs (25.0 %) exceed {limit} tokens") for line in lines)
         found = {finding.name: finding.line for finding in inspect(cut, held_out, limit, None).findings}
-        assert found["truncation"].startswith(f"1 pairs exceed {limit} tokens")
+        assert found["truncation"].startswith(f"1 pair exceeds {limit} tokens")
         assert (found["duplicates"], found["overlap"]) == (
             "1 pairs repeat an earlier one",
             "2 validation pairs are training pairs as well",
