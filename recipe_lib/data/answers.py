@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recipe_lib.data.samples import Message, SampleFault, Wanted
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, Wanted
 from recipe_lib.data.spans import Span, check_written, first_difference
 from recipe_lib.data.template_behavior import Habits
 from recipe_lib.data.thoughts import CLOSED, OPENED, after_opening, thought_of, without_thought
@@ -57,9 +57,16 @@ class Writing:
 class AnswerFinder:
     """The answers of one conversation. whole: its rendering."""
 
-    def __init__(self, renders: Renders, messages: Sequence[Message], numbers: Sequence[int], writing: Writing) -> None:
+    def __init__(
+        self,
+        renders: Renders,
+        messages: Sequence[Message],
+        numbers: Sequence[int],
+        writing: Writing,
+        places: SamplePlaces,
+    ) -> None:
         """numbers: of the messages that will be asked for. Raises SampleFault."""
-        self._renders, self._messages, self._writing = renders, messages, writing
+        self._renders, self._messages, self._writing, self.places = renders, messages, writing, places
         everything: Wanted = (len(messages), False, ())
         wanted = dict.fromkeys([everything, *((n, True, ()) for n in numbers), *((n + 1, False, ()) for n in numbers)])
         self._found = dict(zip(wanted, renders(messages, list(wanted), None), strict=True))
@@ -67,7 +74,7 @@ class AnswerFinder:
 
     def text(self, wanted: Wanted) -> str:
         """A rendering. A template that objects to a conversation makes the sample a bad one, not the run."""
-        return _text_of(self._found[wanted])
+        return text_of(self._found[wanted])
 
     def find(self, number: int) -> Answer:
         """The answer with this number. Raises SampleFault: the template does not go on from its own prompt, or leaves a
@@ -78,7 +85,7 @@ class AnswerFinder:
             prompt, alone = self._from_thought(number, prompt, alone)
         text, added = self._to_its_end(alone, len(prompt), number)
         begun = OPENED.search(prompt)
-        check_written(message, text[begun.start() if begun else len(prompt) :], number + 1)
+        check_written(message, text[begun.start() if begun else len(prompt) :], self.places.at(number))
         span = Span(len(prompt), len(text))
         return Answer(number, prompt, text, (span,), added, bool(added) or self.ends(text))
 
@@ -93,7 +100,7 @@ class AnswerFinder:
         difference = first_difference(self._writing.tokens_of(found), self._writing.tokens_of(expected))
         return SampleFault(
             f"template writes {what} anew",
-            f"message {number + 1}: the chat template writes {then}: {difference} {when}; set {remedy}",
+            f"{self.places.at(number)}: the chat template writes {then}: {difference} {when}; set {remedy}",
         )
 
     @cached_property
@@ -108,7 +115,7 @@ class AnswerFinder:
         closed = CLOSED.search(prompt)
         if closed and thought:  # the template has another prompt for answers with a thought
             (found,) = self._renders(self._messages, [(number, True, ())], _THINKING)
-            prompt = _text_of(found)
+            prompt = text_of(found)
             if alone.startswith(prompt):
                 return prompt, alone
         elif closed and alone.startswith(prompt[: closed.start()]):
@@ -129,7 +136,7 @@ class AnswerFinder:
         if at < 0:
             raise self.differs("the past", number, prompt, alone, "tokenizer.chat_template to one that does not")
         rest = alone[at + len(begins) :]
-        check_written(self._messages[number], rest, number + 1)
+        check_written(self._messages[number], rest, self.places.at(number))
         return rest
 
     def _with(self, number: int, message: Message) -> str:
@@ -151,7 +158,7 @@ class AnswerFinder:
         if is_call:
             raise SampleFault(
                 "tool call without an end",
-                f"message {number + 1}: found a tool call that the chat template writes no end of turn after, "
+                f"{self.places.at(number)}: found a tool call that the chat template writes no end of turn after, "
                 "expected one that teaches the model to stop; set tokenizer.chat_template to one that does",
             )
         raise DataError(
@@ -160,7 +167,8 @@ class AnswerFinder:
         )
 
 
-def _text_of(found: str | DataError) -> str:
+def text_of(found: str | DataError) -> str:
+    """A rendering. Raises SampleFault for what the template objects to."""
     if isinstance(found, DataError):
         raise SampleFault("refused by the chat template", str(found))
     return found

@@ -91,7 +91,10 @@ class CsvFile(LocalFile):
             for _ in lines.rows(delimiter):
                 found.extend((lines.row_start, lines.row_line))
         if len(found) <= 2:
-            raise empty(self.place)
+            raise DataError(
+                f"{self.place}: found a header ({', '.join(filter(None, self._header[0]))}) and no rows, expected "
+                "samples below it"
+            )
         return np.array(found, np.int64).reshape(-1, 2)[1:]
 
 

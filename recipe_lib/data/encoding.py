@@ -11,7 +11,8 @@ from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.find_format import fitting
-from recipe_lib.data.samples import Completion, Conversation, Document, Preference, Sample, SampleFault
+from recipe_lib.data.sample_columns import Renamed, overrides
+from recipe_lib.data.samples import Completion, Conversation, Document, Preference, Sample, SampleFault, located
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError, UserError
@@ -103,7 +104,7 @@ class SourceEncoder:
                         raise sample
                     self._add(chunk, number, place, self.read(self._renamed(sample, place)))
                 except SampleFault as fault:
-                    chunk.report.add_bad(fault.cause, f"{place}: {fault}")
+                    chunk.report.add_bad(fault.cause, located(place, fault))
         except UserError as error:
             chunk.fault = error
         chunk.report.sequences = len(chunk.lengths)
@@ -111,12 +112,8 @@ class SourceEncoder:
         chunk.report.trained_tokens = chunk.trained.count(1)
         return chunk
 
-    def _renamed(self, sample: Mapping[str, Any], place: str) -> dict[str, Any]:
+    def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
         """The sample under the names that the format knows. Raises SampleFault for a column that is not there."""
-        renamed = dict(sample)
-        for name, own in self.columns.items():
-            if own in sample:
-                renamed[name] = sample[own]
         missing = [name for name in self.required if self.columns.get(name, name) not in sample]
         if missing:
             if place.endswith(".txt"):
@@ -126,16 +123,15 @@ class SourceEncoder:
                 )
             wanted = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
-            columns = columns_section(self.section)
-            one = f".{missing[0]}=NAME" if columns == "data" else f"={{{missing[0]}: NAME}}"
+            (one,) = overrides(columns_section(self.section), {missing[0]: "NAME"})
             others = fitting(sample, self.columns)
             remedy = f"these are of the format {others[0]}: set {self.section}.format={others[0]}" if others else ""
             raise SampleFault(
                 f"no column {wanted}",
                 f"found the columns {found}, expected {wanted} (format {self.format}); "
-                + (remedy or f"name yours with {columns}.columns{one}"),
+                + (remedy or f"name yours with {one}"),
             )
-        return renamed
+        return Renamed(sample, self.columns, columns_section(self.section), self.required)
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
         report = chunk.report
@@ -176,7 +172,7 @@ class SourceEncoder:
             report.marks_with_space_after += whole.marked.space_after
             report.marks_differing += len(whole.marked.differing)
             if whole.marked.differing and not report.first_mark:
-                report.first_mark = f"{place}: {whole.marked.differing[0]}"
+                report.first_mark = located(place, whole.marked.differing[0])
         return [(encoded,) for encoded in whole.sequences]
 
     def _prompt_tokens(self, encoded: Encoded) -> int:

@@ -11,24 +11,17 @@ from recipe_lib.config.registry import names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data.sample_columns import OTHER_NAMES, called, is_json_list, overrides
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.errors import ConfigError, DataError
+from recipe_lib.errors import ConfigError, DataError, visible
 
 AUTO, PAIRS = "auto", "preference"
 LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
+MOST_NAMED = 12  # columns that a line names
 # Of several formats whose columns are all there, the first: `text` is often one more column, the whole sample in a row.
 _ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
 _LISTS = ("messages", "conversations")
-# Columns by other names, for the remedy.
-_OTHER_NAMES = {
-    "instruction": ("question", "query", "problem", "input", "prompt"),
-    "output": ("response", "answer", "completion", "target", "solution"),
-    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
-    "chosen": ("preferred", "accepted", "response_chosen", "win"),
-    "rejected": ("dispreferred", "response_rejected", "lose"),
-    "text": ("content", "document", "body"),
-}
 
 
 def fitting(sample: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
@@ -38,12 +31,18 @@ def fitting(sample: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
     for name in (*own, *_ORDER):
         required = _required(name)
         there = [sample.get(columns.get(column, column)) for column in required]
-        is_list = [isinstance(value, list) for value in there]
+        is_list = [isinstance(value, list) or (isinstance(value, str) and is_json_list(value)) for value in there]
         lists = [column in _LISTS for column in required]
         if required and None not in there:
             fits = name in own or name == PAIRS or is_list == lists
             (found if fits else others).append(name)
     return found or others  # reading says what is wrong with a column that is no list, or is one
+
+
+def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
+    """The formats whose columns a sample has the names of, whatever they hold."""
+    found = [(name, _required(name)) for name in _ORDER]
+    return [name for name, own in found if all(columns.get(column, column) in sample for column in own)]
 
 
 def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
@@ -54,18 +53,41 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     data, validation, lines = cfg.data, cfg.validation, []
     finds_validation = validation.source is not None and (validation.format or data.format) == AUTO
     for number, source in enumerate(resolved_sources(data)):
-        if source.format != AUTO:
-            continue
         section = data.sources[number] if data.sources else data
-        section.format = _settled(cfg, source, f"data.sources[{number}]" if data.sources else "data")
-        if section.format != AUTO:
+        if source.format == AUTO:
+            section.format = _settled(cfg, source, f"data.sources[{number}]" if data.sources else "data")
+            if section.format == AUTO:
+                continue
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
+        unused = _unused(cfg, source, section.format or data.format)
+        if unused:
+            used = section.format or data.format
+            lines.append(f"data: columns of {source.source} that the format {used} does not use: {', '.join(unused)}")
     if finds_validation:
         source = SourceConfig(str(validation.source), format=AUTO, split=data.split, columns=dict(data.columns))
         validation.format = _settled(cfg, source, "data")
         if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
             lines.append(f"data: format {validation.format}, found by the columns of {validation.source}")
     return lines
+
+
+def _unused(cfg: FullFinetuneConfig, source: SourceConfig, form: str) -> list[str]:
+    """The columns with text in the first samples that a format does not read; none, where it does not say which."""
+    columns, required = source.columns or {}, _required(form)
+    own = {columns.get(column, column) for column in required}
+    read = own | {columns.get(column, column) for column in _optional(form)}
+    found: dict[str, None] = {}
+    try:
+        for _, sample in _first(open_sources(source, cache=cache_root(cfg.data.cache_dir))) if required else ():
+            if own <= set(sample):
+                found |= {
+                    name: None
+                    for name, value in sample.items()
+                    if name not in read and isinstance(value, str) and value.strip()
+                }
+    except DataError:
+        return []  # reading says it, after the faults of the samples before
+    return sorted(map(visible, found))[:MOST_NAMED]
 
 
 def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
@@ -98,6 +120,11 @@ def _required(name: str) -> tuple[str, ...]:
     return tuple(getattr(registered("data.format", name), "required", ()))
 
 
+def _optional(name: str) -> tuple[str, ...]:
+    """The columns that a format reads where they are there."""
+    return tuple(getattr(registered("data.format", name), "optional", ()))
+
+
 def find_format(files: Sequence[SampleFile], columns: Mapping[str, str], section: str = "data") -> str:
     """The format that the most of the first samples of the files have the columns of.
 
@@ -105,26 +132,29 @@ def find_format(files: Sequence[SampleFile], columns: Mapping[str, str], section
     format.
     """
     _check_names(columns, section)
-    first: list[tuple[str, dict[str, Any]]] = []
-    for file in files:
-        readable = ((place, sample) for place, sample in file.first(AMONG) if not isinstance(sample, SampleFault))
-        first = list(islice(readable, LOOKED_AT))
-        if first:
-            break
+    first = _first(files)
     votes = Counter(name for _, sample in first for name in fitting(sample, columns)[:1])
-    if votes or not first:
+    if not votes and first and not _remedy(first[0][1], section):
+        votes = Counter(name for _, sample in first for name in _with_nulls(sample, columns)[:1])
+    if votes or not first:  # of columns that hold null, reading says so
         return votes.most_common(1)[0][0] if votes else AUTO
     place, sample = first[0]
     raise DataError(f"{place}: {no_format(sample, columns, section)}")
 
 
+def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
+    """The first samples that can be read, with their places, of the first file that has any."""
+    for file in files:
+        readable = ((place, sample) for place, sample in file.first(AMONG) if not isinstance(sample, SampleFault))
+        first = list(islice(readable, LOOKED_AT))
+        if first:
+            return first
+    return []
+
+
 def _check_names(columns: Mapping[str, str], section: str) -> None:
     """Raises DataError for a column that no format has."""
-    known = {
-        name
-        for form in names("data.format")
-        for name in (*_required(form), *getattr(registered("data.format", form), "optional", ()))
-    }
+    known = {name for form in names("data.format") for name in (*_required(form), *_optional(form))}
     for name in columns:
         if name not in known:
             hint = did_you_mean(name, sorted(known))
@@ -137,7 +167,8 @@ def _one_of(known: set[str]) -> str:
 
 def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: str) -> str:
     """What is wrong with a sample that no format has the columns of, and what to set."""
-    found = ", ".join(sorted(map(str, sample))[:12]) or "none"
+    named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
+    found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"
     own = {name: [columns.get(column, column) for column in _required(name)] for name in _ORDER}
     known = "; ".join(f"{name}: {', '.join(names)}" for name, names in own.items())
     remedy = "" if columns else _remedy(sample, section)
@@ -148,18 +179,14 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
 def _remedy(sample: Mapping[str, Any], section: str) -> str:
     """The overrides that name the sample's columns, where they are known by other names."""
     for name in _ORDER:
-        called = {column: _called(column, sample) for column in _required(name)}
-        if all(called.values()) and len(set(called.values())) == len(called):
-            renamed = {column: own for column, own in called.items() if own != column}
-            if section == "data":
-                words = [f"data.columns.{column}={own}" for column, own in renamed.items()]
-            else:
-                words = [f"{section}.columns={{{', '.join(f'{column}: {own}' for column, own in renamed.items())}}}"]
-            return f"set {' '.join([f'{section}.format={name}', *words])}, if that is what they are"
+        own = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in _required(name)}
+        if not all(own.values()) or len(set(own.values())) < len(own):
+            continue
+        for column in _optional(name):
+            others = [other for other in OTHER_NAMES.get(column, ()) if other not in own.values()]
+            found = None if column in own.values() else called(column, sample, others)
+            own |= {column: found} if found and found not in own.values() else {}
+        renamed = {column: str(other) for column, other in own.items() if other != column}
+        words = [f"{section}.format={name}", *overrides(section, renamed)]
+        return f"set {' '.join(words)}, if that is what they are"
     return ""
-
-
-def _called(column: str, sample: Mapping[str, Any]) -> str | None:
-    """What a sample calls a column."""
-    own = {str(name).lower(): str(name) for name in sample}
-    return next((own[name] for name in (column, *_OTHER_NAMES.get(column, ())) if name in own), None)

@@ -10,19 +10,38 @@ from itertools import takewhile
 
 from recipe_lib.config.registry import register
 from recipe_lib.data.messages import (
-    RawSample,
-    check_answers,
+    Turns,
+    check_answer,
     check_order,
     conversation,
-    kind_of,
-    list_of,
+    place_of_turn,
     read_message,
-    read_tools,
     read_turn,
     read_turns,
+    text_turn,
+)
+from recipe_lib.data.sample_columns import (
+    OTHER_NAMES,
+    RawSample,
+    Renamed,
+    called,
+    found_in,
+    list_of,
+    overrides,
+    path_of,
     text_of,
 )
-from recipe_lib.data.samples import Completion, Conversation, Document, Message, Preference, Sample, SampleFault
+from recipe_lib.data.samples import (
+    Completion,
+    Conversation,
+    Document,
+    MessagePlace,
+    Preference,
+    Sample,
+    SampleFault,
+    SamplePlaces,
+)
+from recipe_lib.data.tool_calls import read_tools
 
 __all__ = ["Reader", "RawSample", "columns", "conversation", "text_of"]
 
@@ -45,32 +64,32 @@ def read_alpaca(sample: RawSample) -> Conversation:
     """`instruction`, `output`, and perhaps `input` (put under the instruction) and `system`."""
     question = text_of(sample, "instruction")
     more = text_of(sample, "input", may_be_missing=True)
+    where = path_of(sample, "instruction")
     if not (question + more).strip():
-        raise SampleFault("empty instruction", "found an empty instruction, expected text")
-    messages = [
-        {"role": "user", "content": f"{question}\n\n{more}" if more else question},
-        {"role": "assistant", "content": text_of(sample, "output")},
-    ]
-    return conversation([*_system(sample), *messages])
+        raise SampleFault("empty instruction", f"{where}: found an empty instruction, expected text")
+    asked = {"role": "user", "content": f"{question}\n\n{more}" if more else question}
+    turns = _system(sample) + Turns([asked], [MessagePlace(where, where)]) + text_turn(sample, "output", "assistant")
+    return conversation(turns.messages, None, SamplePlaces(turns.places))
 
 
 @register("data.format", "sharegpt")
 @columns("conversations", optional=("system", "tools"))
 def read_sharegpt(sample: RawSample) -> Conversation:
     """`conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be JSON)."""
-    before, places = _system(sample), list[str]()
-    turns = read_turns(sample, "conversations", places=places)
-    return conversation([*before, *turns], read_tools(sample), [*[".system"] * len(before), *places])
+    turns = _system(sample) + read_turns(sample, "conversations")
+    tools, path = read_tools(sample)
+    return conversation(turns.messages, tools, SamplePlaces(turns.places, path))
 
 
 @register("data.format", "messages")
 @columns("messages", optional=("tools",))
 def read_messages(sample: RawSample) -> Conversation:
     """`messages`: a list of {role, content} as chat APIs have it; and perhaps `tools` for the chat template."""
-    turns = list_of(sample, "messages")
-    places = [f".messages[{number}]" for number in range(len(turns))]
-    messages = [read_message(turn, place) for turn, place in zip(turns, places, strict=True)]
-    return conversation(messages, read_tools(sample), places)
+    turns, path = list_of(sample, "messages")
+    messages = [read_message(turn, f"{path}[{number}]") for number, turn in enumerate(turns)]
+    places = [MessagePlace(f"{path}[{number}]", f"{path}[{number}].content") for number in range(len(turns))]
+    tools, path = read_tools(sample)
+    return conversation(messages, tools, SamplePlaces(places, path))
 
 
 @register("data.format", "prompt_completion")
@@ -79,7 +98,8 @@ def read_prompt_completion(sample: RawSample) -> Completion:
     """`prompt` and `completion`, put together as they stand: no template, no space between them."""
     completion = text_of(sample, "completion")
     if not completion:
-        raise SampleFault("empty answer", "found an empty completion, expected text to train on")
+        where = path_of(sample, "completion")
+        raise SampleFault("empty answer", f"{where}: found an empty completion, expected text to train on")
     return Completion(text_of(sample, "prompt"), completion)
 
 
@@ -89,7 +109,8 @@ def read_text(sample: RawSample) -> Document:
     """`text`, or a whole .txt file."""
     text = text_of(sample, "text")
     if not text:
-        raise SampleFault("empty text", "found an empty text, expected something to train on")
+        where = path_of(sample, "text")
+        raise SampleFault("empty text", f"{where}: found an empty text, expected something to train on")
     return Document(text)
 
 
@@ -104,53 +125,74 @@ def read_preference(sample: RawSample) -> Preference:
     if sample.get("prompt") is not None and sample.get("conversations") is not None:
         raise SampleFault("two prompts", "found prompt and conversations, expected one of the two")
     name = "prompt" if sample.get("prompt") is not None else "conversations"
-    before = [*_system(sample), *_messages(sample, name, "user")] if sample.get(name) is not None else _system(sample)
-    chosen, rejected = (_continued(before, _messages(sample, answer, "assistant")) for answer in ("chosen", "rejected"))
-    if chosen == rejected:
+    before = _system(sample)
+    if sample.get(name) is not None:
+        before += _turns(sample, name, "user")
+    chosen, rejected = (_continued(before, _turns(sample, answer, "assistant")) for answer in ("chosen", "rejected"))
+    if chosen.messages == rejected.messages:
         raise SampleFault("equal answers", "found chosen equal to rejected, expected two different answers")
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
-    if not shared and all(messages and messages[0]["role"] == "assistant" for messages in (chosen, rejected)):
-        raise SampleFault(
-            "no prompt", "found answers without a prompt, expected prompt, or conversations that begin alike"
-        )
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+    pairs = zip(chosen.messages, rejected.messages, strict=False)
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    _check_prompt(sample, chosen, rejected, shared)
+    tools, path = read_tools(sample)
+    for name, turns in (("chosen", chosen), ("rejected", rejected)):
+        where, messages, places = path_of(sample, name), turns.messages, SamplePlaces(turns.places, path)
         last = messages[-1]["role"] if len(messages) > shared else "nothing"
         if last != "assistant":
             raise SampleFault(
-                f"{name} without an answer", f"{name}: found {last} at its end, expected an answer of its own"
+                f"{name} without an answer", f"{where}: found {last} at its end, expected an answer of its own"
             )
         if messages[shared]["role"] != "assistant":
             raise SampleFault(
                 "other questions",
-                f"{name}: message {shared} (the first is 0) is of the {messages[shared]['role']} and differs between "
-                "chosen and rejected, expected them to part in an answer",
+                f"{places.at(shared)}: found a message of the {messages[shared]['role']} that differs between chosen "
+                "and rejected, expected them to part in an answer",
             )
-        check_order(messages, [f"{name}: message {number} (the first is 0)" for number in range(len(messages))])
-        answers = [message for message in messages[shared:] if message["role"] == "assistant"]
-        check_answers(answers, what=f"answer in {name}")
-    return Preference(chosen[:shared], chosen[shared:], rejected[shared:], read_tools(sample))
+        check_order(messages, places)
+        for number in range(shared, len(messages)):
+            if messages[number]["role"] == "assistant":
+                check_answer(messages[number], places.text(number))
+    both = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
+    return Preference(chosen.messages[:shared], chosen.messages[shared:], rejected.messages[shared:], tools, both)
 
 
-def _continued(before: list[Message], answer: list[Message]) -> list[Message]:
+def _check_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> None:
+    """Raises SampleFault for two answers that follow nothing, or a message of the system alone."""
+    both = [turns.messages[shared:] for turns in (chosen, rejected)]
+    asked = any(message["role"] != "system" for message in chosen.messages[:shared])
+    if asked or not all(messages and messages[0]["role"] == "assistant" for messages in both):
+        return
+    own = called("prompt", sample, OTHER_NAMES["prompt"])
+    section = sample.section if isinstance(sample, Renamed) else "data"
+    remedy = f"; if {own} is the prompt, set {overrides(section, {'prompt': own})[0]}" if own else ""
+    raise SampleFault(
+        "no prompt",
+        f"found answers without a prompt, expected prompt, or conversations that begin alike{remedy}",
+    )
+
+
+def _continued(before: Turns, answer: Turns) -> Turns:
     """The whole conversation: the answer holds what comes before it already, or goes on from it."""
-    held = answer[: len(before)] == before and len(answer) > len(before)
+    first, said = before.messages, answer.messages
+    held = said[: len(first)] == first and len(said) > len(first)
     # A dataset may repeat the question of its conversations in a separate column.
-    repeated = len(before) == 1 and before[0]["role"] == "user" and before[0] in answer
-    return answer if held or repeated else [*before, *answer]
+    repeated = len(first) == 1 and first[0]["role"] == "user" and first[0] in said
+    return answer if held or repeated else before + answer
 
 
-def _messages(sample: RawSample, name: str, role: str) -> list[Message]:
+def _turns(sample: RawSample, name: str, role: str) -> Turns:
     """A column as messages: a list of them, one of them, or a text of the given role."""
     value = sample.get(name)
     if isinstance(value, list):
         return read_turns(sample, name)
+    path = path_of(sample, name)
     if isinstance(value, dict):
-        return [read_turn(value, name)]
+        return Turns([read_turn(value, path)], [place_of_turn(value, path)])
     if not isinstance(value, str):
-        raise SampleFault(f"{name} is no text", f"{name}: found {kind_of(value)}, expected text or messages")
-    return [{"role": role, "content": text_of(sample, name)}]
+        found = found_in(sample, name)
+        raise SampleFault(f"{name} is no text", f"{path}: found {found}, expected text or messages")
+    return text_turn(sample, name, role)
 
 
-def _system(sample: RawSample) -> list[Message]:
-    text = text_of(sample, "system", may_be_missing=True)
-    return [{"role": "system", "content": text}] if text else []
+def _system(sample: RawSample) -> Turns:
+    return text_turn(sample, "system", "system") if text_of(sample, "system", may_be_missing=True) else Turns()

@@ -45,10 +45,10 @@ def marked_answers(
         if not own:
             raise SampleFault(
                 "answer without a mark",
-                f"message {number + 1}: found nothing that the chat template marks with generation, expected the "
-                "answer; set tokenizer.chat_template to one that marks every answer, or none",
+                f"{finder.places.at(number)}: found nothing that the chat template marks with generation, expected "
+                "the answer; set tokenizer.chat_template to one that marks every answer, or none",
             )
-        check_written(messages[number], text[before:], number + 1)
+        check_written(messages[number], text[before:], finder.places.at(number))
         marked = text[: own[-1].end]
         answer = Answer(number, text[: own[0].start], marked, tuple(own), "", finder.ends(marked))
         answers.append(answer)
@@ -60,7 +60,7 @@ def marked_answers(
 
 def _difference(marked: Answer, finder: AnswerFinder) -> str | None:
     """Where the marks are not what is trained without them: in words; empty: only after the end; None: nowhere."""
-    where = f"message {marked.number + 1}: the template marks"
+    where = f"{finder.places.at(marked.number)}: the template marks"
     texts = [marked.text[span.start : span.end] for span in marked.spans]
     try:
         found = finder.find(marked.number)

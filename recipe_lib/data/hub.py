@@ -49,7 +49,7 @@ class HubSamples(SampleFile):
 
     def place_of(self, sample: int) -> str:
         """As SampleFile says."""
-        return f"{self.place} (sample {sample + 1})"
+        return f"{self.place}: .[{sample}]"
 
     @cached_property
     def identity(self) -> dict[str, Any]:

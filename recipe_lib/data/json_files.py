@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipe_lib.data.sample_files import LocalFile, Located, empty, not_utf8, opened, parse_sample
+from recipe_lib.data.samples import kind_of
 from recipe_lib.errors import DataError
 
 READ_BYTES = 2**20  # bytes that are read at a time
@@ -27,11 +28,11 @@ class JsonFile(LocalFile):
     """A .json file. Its index is made by decoding each item once, which also finds every fault of the file."""
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._index[0])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
         """As SampleFile says."""
-        items = self._index[start:stop]
+        items = self._index[0][start:stop]
         with opened(self.path) as file:
             for sample, (first, end, _) in enumerate(items, start=start):
                 if end - first > self.sample_limit:
@@ -49,22 +50,25 @@ class JsonFile(LocalFile):
                 return
             items = scanner.list_items(count).tolist()
         with opened(self.path) as file:
-            for number, (start, end, line) in enumerate(zip(items[::3], items[1::3], items[2::3], strict=True), 1):
+            for number, (start, end, line) in enumerate(zip(items[::3], items[1::3], items[2::3], strict=True)):
                 if end - start <= self.sample_limit:
                     file.seek(start)
-                    yield f"{self.place}:{line} (sample {number})", parse_sample(file.read(end - start))
+                    yield f"{self.place}:{line}: .[{number}]", parse_sample(file.read(end - start))
 
     def place_of(self, sample: int) -> str:
         """As SampleFile says."""
-        line = int(self._index[sample, 2])
-        return f"{self.place}:{line} (sample {sample + 1})" if line else f"{self.place} (sample {sample + 1})"
+        items, path = self._index
+        line = int(items[sample, 2])
+        return f"{self.place}:{line}: {path}[{sample}]" if line else self.place
 
     @cached_property
-    def _index(self) -> np.ndarray:
+    def _index(self) -> tuple[np.ndarray, str]:
         """First byte, byte after the last one and line (0: the file is the sample) of each item, int64 `[samples,
-        3]`."""
+        3]`; and the path of the list."""
         with opened(self.path) as file:
-            return np.array(_Scanner(file, self.place, self.sample_limit).items(), np.int64).reshape(-1, 3)
+            scanner = _Scanner(file, self.place, self.sample_limit)
+            is_list = scanner.next_letter() == "["
+            return np.array(scanner.items(), np.int64).reshape(-1, 3), "." if is_list else ".data"
 
 
 class _Scanner:
@@ -90,7 +94,7 @@ class _Scanner:
             raise empty(self.place)
         if opening not in "[{":
             value = self.value()
-            found = "a very long text" if value is TOO_LONG else type(value).__name__
+            found = "a very long text" if value is TOO_LONG else kind_of(value)
             raise DataError(f'{self.place}: found {found}, expected a list of objects or {{"data": [...]}}')
         items = self.list_items() if opening == "[" else self.object_items()
         if self.next_letter():

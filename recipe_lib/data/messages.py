@@ -1,14 +1,13 @@
 """Messages as chat APIs have them, out of the spellings that samples are found in; what cannot be used is a
 SampleFault."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.data.samples import Conversation, Message, SampleFault
-
-RawSample = Mapping[str, Any]
+from recipe_lib.data.sample_columns import RawSample, list_of, path_of, text_of
+from recipe_lib.data.samples import Conversation, Message, MessagePlace, SampleFault, SamplePlaces, kind_of, shown
+from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls
 
 ROLES = ("system", "user", "assistant", "tool")
 # The speakers of sharegpt samples, and of chat APIs.
@@ -20,16 +19,29 @@ SPEAKERS = {
 CALLS = ("function_call", "tool_call")  # an assistant's turn that is a call, or a list of them, as JSON
 
 
-def read_turns(sample: RawSample, name: str, *, where: str = "", places: list[str] | None = None) -> list[Message]:
-    """The messages of a column, each {from, value} or {role, content}. where: the column, if it is another one.
-    places: gets the path of each message in the sample, as jq has it.
+@dataclass(frozen=True)
+class Turns:
+    """Messages, and where in the sample each of them is."""
+
+    messages: list[Message] = field(default_factory=list)
+    places: list[MessagePlace] = field(default_factory=list)
+
+    def __add__(self, other: "Turns") -> "Turns":
+        return Turns([*self.messages, *other.messages], [*self.places, *other.places])
+
+
+def read_turns(sample: RawSample, name: str) -> Turns:
+    """The messages of a column, each {from, value} or {role, content}.
 
     A call of a tool joins the words of the assistant before it, and calls after each other become one message
     (unless only one of the two is to be trained).
     """
     messages: list[Message] = []
-    for number, turn in enumerate(list_of(sample, name)):
-        message = read_turn(turn, f".{where or name}[{number}]")
+    places: list[MessagePlace] = []
+    items, path = list_of(sample, name)
+    for number, turn in enumerate(items):
+        where = f"{path}[{number}]"
+        message = read_turn(turn, where)
         calls = message.get("tool_calls")
         before = messages[-1] if messages else {}
         same = before.get("role") == "assistant" and before.get("train") == message.get("train")
@@ -38,55 +50,38 @@ def read_turns(sample: RawSample, name: str, *, where: str = "", places: list[st
         elif calls and is_call(turn) and before.get("role") == "assistant":
             raise SampleFault(
                 "call apart from its words",
-                f".{where or name}[{number}]: found a call of which `train` is another than of the words before it, "
-                "expected the same of both",
+                f"{where}: found a call of which `train` is another than of the words before it, expected the same of "
+                "both",
             )
         else:
             messages.append(message)
-            if places is not None:
-                places.append(f".{where or name}[{number}]")
-    return name_calls(messages)
+            places.append(place_of_turn(turn, where))
+    return Turns(name_calls(messages), places)
 
 
-def name_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with an id for each call that has none, and the answers of tools with the id of their call.
-
-    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt samples have none.
-    An id follows from the call and its place in the conversation.
-    """
-    named, open_calls = [], []
-    for number, message in enumerate(messages):
-        calls = [
-            call if "id" in call else {"id": _call_id(number, at, call), **call}
-            for at, call in enumerate(message.get("tool_calls") or ())
-        ]
-        if calls:
-            message, open_calls = {**message, "tool_calls": calls}, [call["id"] for call in calls]
-        elif message["role"] == "tool" and "tool_call_id" not in message and open_calls:
-            message = {**message, "tool_call_id": open_calls.pop(0)}
-        named.append(message)
-    return named
+def place_of_turn(turn: RawSample, where: str) -> MessagePlace:
+    """Where a message of either spelling is, and its content."""
+    return MessagePlace(where, f"{where}.{'value' if 'from' in turn else 'content'}")
 
 
-def _call_id(number: int, at: int, call: RawSample) -> str:
-    return hashlib.sha256(json.dumps([number, at, call], sort_keys=True).encode()).hexdigest()[:9]
+def text_turn(sample: RawSample, name: str, role: str) -> Turns:
+    """One message that is the text of a column."""
+    path = path_of(sample, name)
+    return Turns([{"role": role, "content": text_of(sample, name)}], [MessagePlace(path, path)])
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
-    """One message in either spelling. where: its place in the sample, for faults."""
+    """One message in either spelling. where: its path in the sample, for faults."""
     if "from" not in turn:
         return read_message(turn, where, SPEAKERS)
     speaker = turn["from"]
-    kept = _kept(turn, "from", "value")
+    kept = _kept(turn, where, "from", "value")
     if is_call(turn):
-        return kept | {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": _calls(text_of(turn, "value", where=where), where),
-        }
+        calls = calls_in_text(text_of(turn, "value", where=where), f"{where}.value")
+        return kept | {"role": "assistant", "content": "", "tool_calls": calls}
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         known = "human, gpt, system, tool, function_call or observation"
-        raise SampleFault("unknown role", f"{where}: found the from {speaker!r}, expected {known}")
+        raise SampleFault("unknown role", f"{where}.from: found {shown(speaker)}, expected {known}")
     return kept | {"role": SPEAKERS[speaker], "content": text_of(turn, "value", where=where)}
 
 
@@ -104,152 +99,76 @@ def read_message(message: RawSample, where: str, roles: Mapping[str, str] | None
     role = message.get("role")
     if not isinstance(role, str) or role not in known:
         hint = "; samples of {from, value} are read by the format sharegpt" if "from" in message else ""
-        raise SampleFault("unknown role", f"{where}: found the role {role!r}, expected one of {', '.join(ROLES)}{hint}")
+        found = shown(role) if "role" in message else "nothing"
+        raise SampleFault("unknown role", f"{where}.role: found {found}, expected one of {', '.join(ROLES)}{hint}")
+    kept = _kept(message, where)
+    calls = message.get("tool_calls")
+    if calls is not None:
+        kept["tool_calls"] = read_calls(calls, f"{where}.tool_calls")
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_text_part(part, where) for part in content)
-    elif content is None and message.get("tool_calls"):
+        content = "".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+    elif content is None and calls:
         content = ""
     else:
         content = text_of(message, "content", where=where)
-    return _kept(message) | {"role": known[role], "content": content}
+    return kept | {"role": known[role], "content": content}
 
 
-def _kept(message: RawSample, *others: str) -> dict[str, Any]:
+def _kept(message: RawSample, where: str, *others: str) -> dict[str, Any]:
     """What else a message holds; nulls are left out. A `weight` of 0 is `train: false` in other words."""
     kept = {name: value for name, value in message.items() if value is not None and name not in (*others, "weight")}
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise SampleFault("weight of a message", f"found the weight {weight!r} of a message, expected 0 or 1")
+        raise SampleFault("weight of a message", f"{where}.weight: found {shown(weight)}, expected 0 or 1")
     return {"train": False} | kept if weight == 0 and weight is not None else kept
 
 
-def _calls(text: str, where: str) -> list[dict[str, Any]]:
-    """The calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list of them."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise SampleFault(
-            "call that is no JSON",
-            f"{where}: found a function_call that is no JSON object, expected "
-            '{"name": ..., "arguments": {...}} or a list of them',
-        )
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
-        for call in calls
-    ]
-
-
-def read_tools(sample: RawSample) -> list[RawSample] | None:
-    """The column `tools`: a list of descriptions, or one as JSON text; a bare function is put as chat APIs have it."""
-    tools = sample.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise SampleFault(
-                "tools are no list", "tools: found text that is no JSON, expected a list of objects"
-            ) from None
-    if tools is None or tools == [] or (isinstance(tools, str) and not tools.strip()):
-        return None
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise SampleFault("tools are no list", f"tools: found {kind_of(tools)}, expected a list of objects")
-    return [{"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool for tool in tools]
-
-
 def conversation(
-    messages: Sequence[Message], tools: Sequence[RawSample] | None = None, places: Sequence[str] = ()
+    messages: Sequence[Message], tools: Sequence[RawSample] | None = None, places: SamplePlaces | None = None
 ) -> Conversation:
-    """Checks the order of the roles and that there is an answer. Raises SampleFault.
+    """Checks that there is an answer, and no tool's result without a call. Raises SampleFault.
 
-    places: where in the sample each message is, as jq has it (`.messages[0]`), for the fault.
+    places: where in the sample the messages are, for the fault.
     """
+    places = places or SamplePlaces()
     check_order(messages, places)
-    answers = [message for message in messages if message["role"] == "assistant"]
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise SampleFault(
             "no answer",
             f"found no answer among the messages ({len(messages)}), expected one of the assistant",
         )
-    for message, place in zip(messages, places, strict=False):
-        check_answers([message] if message["role"] == "assistant" else [], f"{place}.content: ")
-    check_answers(answers)
-    return Conversation(messages, tools)
+    for number in answers:
+        check_answer(messages[number], places.text(number))
+    return Conversation(messages, tools, places)
 
 
-_AFTER = {
-    "system": ("the start",),
-    "user": ("the start", "system", "user", "assistant"),
-    "assistant": ("the start", "system", "user", "assistant", "tool"),
-    "tool": ("assistant", "tool"),
-}
-# What a template that takes turns can write.
-_IN_TURN = _AFTER | {"user": ("the start", "system", "assistant"), "assistant": ("user", "tool")}
+def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
+    """Raises SampleFault for a tool's result that neither an answer nor another result comes before.
 
-
-def check_order(messages: Sequence[Message], places: Sequence[str] = (), *, in_turn: bool = False) -> None:
-    """Raises SampleFault for a message that cannot follow the one before it.
-
-    The assistant may begin, and a speaker may go on: whether that can be written, the chat template says. in_turn:
-    user and assistant take turns, and the user begins. places: as for `conversation`.
+    Any other order is the chat template's business: whether it can be written, it says itself.
     """
     before = "the start"
     for number, message in enumerate(messages):
-        role = message["role"]
-        allowed = (_IN_TURN if in_turn else _AFTER)[role]
-        if before not in allowed:
-            where = places[number] if number < len(places) else f"message {number} (the first is 0)"
+        if message["role"] == "tool" and before not in ("assistant", "tool"):
             raise SampleFault(
-                "wrong role order", f"{where}: found {role} after {before}, expected it after {' or '.join(allowed)}"
+                "wrong role order",
+                f"{places.at(number)}: found tool after {before}, expected it after assistant or tool",
             )
-        before = role
+        before = message["role"]
 
 
-def check_answers(answers: Sequence[Message], where: str = "", what: str = "answer") -> None:
-    """Raises SampleFault for one with nothing in it to train on. where: it is, before the fault."""
-    for message in answers:
-        if not message["content"].strip() and not message.get("tool_calls"):
-            raise SampleFault("empty answer", f"{where}found an empty {what}, expected text to train on")
-
-
-def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = "") -> str:
-    """The text in a column. Raises SampleFault: missing, no text, or not encodable as UTF-8."""
-    value = sample.get(name)
-    if value is None and may_be_missing:
-        return ""
-    label = f"{where}.{name}" if where else name
-    if not isinstance(value, str):
-        raise SampleFault(f"{name} is no text", f"{label}: found {kind_of(value)}, expected text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise SampleFault(
-            "half a character",
-            f"{label}: found half a surrogate pair at character {error.start + 1}, expected whole characters",
-        ) from None
-    return value
-
-
-def list_of(sample: RawSample, name: str) -> list[RawSample]:
-    """The list of objects in a column. Raises SampleFault."""
-    value = sample.get(name)
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise SampleFault(f"{name} is no list", f"{name}: found {kind_of(value)}, expected a list of objects")
-    return value
+def check_answer(message: Message, where: str) -> None:
+    """Raises SampleFault for an answer with nothing in it to train on. where: its content's path."""
+    if not message["content"].strip() and not message.get("tool_calls"):
+        raise SampleFault("empty answer", f"{where}: found an empty answer, expected text to train on")
 
 
 def _text_part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise SampleFault("not text", f"{where}: found {kind_of(part)} in content, expected parts of the type text")
-    return text_of(part, "text", where=where)
-
-
-def kind_of(value: Any) -> str:
-    """A value in words, for error lines."""
-    if value is None:
-        return "nothing"
-    names = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+    if isinstance(part, dict) and part.get("type") == "text":
+        return text_of(part, "text", where=where)
+    found = kind_of(part)
+    if isinstance(part, dict):
+        found = f"a part of the type {shown(part['type'])}" if "type" in part else "an object without a type"
+    raise SampleFault("not text", f"{where}: found {found}, expected a part of the type 'text'")

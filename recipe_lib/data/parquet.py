@@ -93,7 +93,7 @@ class ParquetFile(LocalFile):
 
     def place_of(self, sample: int) -> str:
         """As SampleFile says."""
-        return f"{self.place} (sample {sample + 1})"
+        return f"{self.place}: .[{sample}]"
 
     @cached_property
     def _ends(self) -> np.ndarray:

@@ -13,10 +13,12 @@ NO_CALLS = "the plain template has no tool calls; use a tokenizer with a chat te
 NO_TOOLS = "the plain template does not show tools; leave them out, or use a tokenizer with a chat template"
 WITHOUT_TURNS = ("text", "prompt_completion")  # formats that no template writes
 
+_ANSWER = "Assistant:\n"
+
 # The same as `render_plain`, and the readers' checks of roles and contents, which other programs do not have. BOS and
 # EOS are written out: what a tokenizer calls its EOS may be set to something else later.
 _JINJA = """\
-{%- set ns = namespace(text=BOS, content='') -%}
+{%- set ns = namespace(text=BOS, content='', asks=false) -%}
 {%- for message in messages -%}
 {%- if message['tool_calls'] -%}{{- raise_exception(NO_CALLS) -}}{%- endif -%}
 {%- if message['content'] is string -%}
@@ -32,14 +34,16 @@ _JINJA = """\
 {%- if message['role'] == 'system' or message['role'] == 'developer' -%}
 {%- set ns.text = ns.text + ns.content + '\\n\\n' -%}
 {%- elif message['role'] == 'user' -%}
-{%- set ns.text = ns.text + 'User:\\n' + ns.content + '\\n\\nAssistant:\\n' -%}
+{%- set ns.text = ns.text + 'User:\\n' + ns.content + '\\n\\n' -%}
 {%- elif message['role'] == 'tool' -%}
-{%- set ns.text = ns.text + 'Tool:\\n' + ns.content + '\\n\\nAssistant:\\n' -%}
+{%- set ns.text = ns.text + 'Tool:\\n' + ns.content + '\\n\\n' -%}
 {%- elif message['role'] == 'assistant' -%}
-{%- set ns.text = ns.text + ns.content + EOS -%}
+{%- set ns.text = ns.text + 'Assistant:\\n' + ns.content + EOS -%}
 {%- else -%}{{- raise_exception('unknown role; the plain template has system, user, assistant and tool') -}}
 {%- endif -%}
+{%- set ns.asks = message['role'] == 'user' or message['role'] == 'tool' -%}
 {%- endfor -%}
+{%- if ns.asks or add_generation_prompt -%}{%- set ns.text = ns.text + 'Assistant:\\n' -%}{%- endif -%}
 {%- for tool in tools or [] -%}
 {%- set function = tool['function'] if tool['function'] else tool -%}
 {%- if function['name'] is string and function['name'] not in ns.text -%}{{- raise_exception(NO_TOOLS) -}}{%- endif -%}
@@ -48,28 +52,34 @@ _JINJA = """\
 """
 
 
-def render_plain(messages: Sequence[Message], eos: str, bos: str = "") -> str:
-    """`User:` and `Assistant:` on separate lines, EOS after each answer; a question is followed by the prompt for its
-    answer. Raises DataError for a tool call."""
+def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: bool = False) -> str:
+    """`User:`, `Tool:` and `Assistant:` on lines of their own before each turn, in any order, EOS after each answer.
+
+    A question that comes last is followed by the prompt for its answer; prompt: whatever comes last is. Raises
+    DataError for a tool call."""
     parts = [bos]
     for message in messages:
         role, content = message["role"], message["content"]
         if message.get("tool_calls"):
             raise DataError(NO_CALLS)
-        written = {"system": f"{content}\n\n", "assistant": f"{content}{eos}", "tool": f"Tool:\n{content}\n\n"}
+        written = {
+            "system": f"{content}\n\n",
+            "assistant": f"{_ANSWER}{content}{eos}",
+            "tool": f"Tool:\n{content}\n\n",
+        }
         parts.append(written.get(role, f"User:\n{content}\n\n"))
-        if role in ("user", "tool"):
-            parts.append("Assistant:\n")
+    if prompt or (messages and messages[-1]["role"] in ("user", "tool")):
+        parts.append(_ANSWER)
     return "".join(parts)
 
 
 def plain_or_fault(messages: Sequence[Message], wanted: Wanted, eos: str, bos: str) -> str | DataError:
     """One rendering of a conversation, as a tokenizer's `render_chats` gives them."""
-    stop, _, contents = wanted
+    stop, prompt, contents = wanted
     instead = dict(contents)
     replaced = [{**message, "content": instead.get(n, message["content"])} for n, message in enumerate(messages)]
     try:
-        return render_plain(replaced[:stop], eos, bos)
+        return render_plain(replaced[:stop], eos, bos, prompt)
     except DataError as error:
         return error
 

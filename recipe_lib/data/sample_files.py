@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from recipe_lib.data.samples import SampleFault
+from recipe_lib.data.samples import SampleFault, kind_of
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular
 from recipe_lib.units import MIB, format_bytes
@@ -67,7 +67,8 @@ class SampleFile(ABC):
 
     @abstractmethod
     def place_of(self, sample: int) -> str:
-        """Where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, `rows.parquet (sample 7)`."""
+        """Where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, by its line, counted from 1; in a
+        list its number from 0, as in jq: `rows.json:9: .[6]`, `rows.parquet: .[6]`."""
 
     @property
     @abstractmethod
@@ -140,20 +141,21 @@ class JsonLinesFile(LocalFile):
                 if len(line.rstrip(b"\r\n")) > self.sample_limit:
                     yield self.place_of(sample), self.too_large(self._size_of(sample))
                 else:
-                    yield self.place_of(sample), parse_sample(line)
+                    yield self.place_of(sample), parse_sample(line) if sample else _parse_first(line)
 
     def first(self, count: int) -> Iterator[Located]:
         """As SampleFile says."""
         with opened(self.path) as file:
             file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
-            number = 0
+            number, parse = 0, _parse_first
             while count and (line := file.readline(self.sample_limit + 2)):
                 number += 1
                 if not line.strip():
                     continue
                 count -= 1
                 whole = line.endswith(b"\n") or len(line) < self.sample_limit + 2
-                yield f"{self.place}:{number}", parse_sample(line) if whole else self.too_large(self.sample_limit + 1)
+                yield f"{self.place}:{number}", parse(line) if whole else self.too_large(self.sample_limit + 1)
+                parse = parse_sample
                 if not whole:
                     return
 
@@ -233,8 +235,15 @@ def as_sample(sample: Any) -> dict[str, Any] | SampleFault:
     """What was read, if it is an object; else the fault."""
     if isinstance(sample, dict):
         return sample
-    found = "a list" if isinstance(sample, list) else type(sample).__name__
-    return SampleFault("not an object", f"found {found}, expected an object with the columns of the sample")
+    return SampleFault("not an object", f"found {kind_of(sample)}, expected an object with the columns of the sample")
+
+
+def _parse_first(line: bytes) -> dict[str, Any] | SampleFault:
+    """As `parse_sample`, of the first line that is not blank: the list that it begins may be the whole file."""
+    sample = parse_sample(line)
+    if isinstance(sample, SampleFault) and line.lstrip().startswith(b"["):
+        return SampleFault(sample.cause, f"{sample}; if the file is one list of objects, name it .json")
+    return sample
 
 
 @contextmanager

@@ -1,20 +1,49 @@
 """What a dataset sample is once it is read, whatever its format; and what a sample that cannot be read raises."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from datetime import date, time
+from numbers import Number
+from typing import Any, NamedTuple, Protocol
 
 from recipe_lib.errors import DataError, visible
 
 Message = Mapping[str, Any]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
 
 
+class MessagePlace(NamedTuple):
+    """Where a message is in its sample, as jq has it: `.messages[1]`. text: where its content is."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SamplePlaces:
+    """Where the messages of a sample are, and its tools; messages: empty where nobody knows."""
+
+    messages: Sequence[MessagePlace] = ()
+    tools: str = ".tools"
+
+    def at(self, number: int, field: str = "") -> str:
+        """Where a message is, or one of its fields (`.train`), for the beginning of an error line."""
+        if number < len(self.messages):
+            return self.messages[number].path + field
+        return f"message {number} (the first is 0)" + (f": {field}" if field else "")
+
+    def text(self, number: int) -> str:
+        """Where the content of a message is."""
+        return self.messages[number].text if number < len(self.messages) else self.at(number, ".content")
+
+
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of the roles system, user, assistant, tool. tools: descriptions that the template may show."""
+    """Messages of the roles system, user, assistant, tool. tools: descriptions that the template may show. places: in
+    the sample, for error lines."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
+    places: SamplePlaces = field(default=SamplePlaces(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -34,12 +63,14 @@ class Document:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two ways to go on from the same messages; each ends with a message of the assistant."""
+    """Two ways to go on from the same messages; each ends with a message of the assistant. places: in the sample, of
+    the prompt and the chosen answer, and of the prompt and the rejected one."""
 
     prompt: Sequence[Message]
     chosen: Sequence[Message]
     rejected: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
+    places: tuple[SamplePlaces, SamplePlaces] = field(default=(SamplePlaces(), SamplePlaces()), compare=False)
 
 
 Sample = Conversation | Completion | Document | Preference
@@ -51,6 +82,38 @@ class SampleFault(Exception):  # noqa: N818  (an outcome of reading a sample, tu
     def __init__(self, cause: str, detail: str) -> None:
         self.cause = visible(cause)
         super().__init__(visible(detail))
+
+
+def kind_of(value: Any) -> str:
+    """A value in words, for error lines."""
+    kinds: tuple[tuple[Any, str], ...] = (
+        (type(None), "null"),
+        (str, "text"),
+        (bool, "true or false"),
+        (Number, "a number"),
+        (list, "a list"),
+        (Mapping, "an object"),
+        (bytes, "bytes"),
+        (date, "a date"),
+        (time, "a time"),
+    )
+    return next((words for kind, words in kinds if isinstance(value, kind)), "a value of another kind")
+
+
+def shown(value: Any) -> str:
+    """A short value as it is, for error lines: text in quotes, a number, true, false or null; else its kind."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else f"{value[:37]}...")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float) else kind_of(value)
+
+
+def located(place: str, detail: object) -> str:
+    """A fault with its place before it; a path in the sample goes on from that of the sample (`rows.json:4: .[1]`)."""
+    text = str(detail)
+    goes_on = place.endswith("]") and text.startswith(".") and "/" not in text.partition(": ")[0]  # no path of a file
+    return place + text if goes_on else f"{place}: {text}"
 
 
 # One rendering of a conversation: its first messages only, whether a prompt for the next answer follows, and what to

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.samples import Message, SampleFault, Wanted
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, Wanted, shown
 from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits
 from recipe_lib.data.thoughts import under_its_name
 from recipe_lib.errors import DataError
@@ -40,7 +40,7 @@ def check_train_on(train_on: str | Sequence[str]) -> None:
             )
 
 
-def picked(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
+def picked(messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces) -> list[bool]:
     """Which messages are trained: by role, unless a message says `train` itself. Raises SampleFault.
 
     An answer that the conversation begins with is not: no prompt asks for it.
@@ -58,7 +58,7 @@ def picked(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[b
         own = message.get("train")
         if own is not None and not isinstance(own, bool):
             raise SampleFault(
-                "train is no switch", f"message {number} (the first is 0): found train {own!r}, expected true or false"
+                "train is no switch", f"{places.at(number, '.train')}: found {shown(own)}, expected true or false"
             )
         chosen[number] = chosen[number] if own is None else own
     return chosen
@@ -70,13 +70,14 @@ def find_others(
     numbers: Sequence[int],
     special: re.Pattern[str] | None,
     letters: Sequence[str],
+    places: SamplePlaces,
 ) -> list[Span]:
     """Where the messages with these numbers, none of them an answer, stand in the rendering of all.
 
     special: finds special tokens (None: there are none). letters: two that neither the messages nor the template hold.
     Raises SampleFault: the template objects, or does not write one of them once and by its text.
     """
-    finder = _Finder(renders, messages, numbers, special, letters)
+    finder = _Finder(renders, messages, numbers, special, letters, places)
     return [finder.span(number) for number in numbers]
 
 
@@ -90,8 +91,9 @@ class _Finder:
         numbers: Sequence[int],
         special: re.Pattern[str] | None,
         letters: Sequence[str],
+        places: SamplePlaces,
     ) -> None:
-        self._messages, self._special, self._letters = messages, special, letters
+        self._messages, self._special, self._letters, self._places = messages, special, letters, places
         everything: Wanted = (len(messages), False, ())
         needed = [everything]
         for number in numbers:
@@ -123,8 +125,9 @@ class _Finder:
         if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
             raise SampleFault(
                 "message not found",
-                f"message {number + 1}: found that the chat template writes it {len(around) - 1} times or differently "
-                f"by its text, expected once; it cannot be trained ({self._messages[number]['role']} in data.train_on)",
+                f"{self._places.at(number)}: found that the chat template writes it {len(around) - 1} times or "
+                "differently by its text, expected once; it cannot be trained "
+                f"({self._messages[number]['role']} in data.train_on)",
             )
         start, end = len(around[0]), len(whole) - len(around[1])
         while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
@@ -141,16 +144,16 @@ class _Finder:
         return Span(start, token.end() if token else end)
 
 
-def check_written(message: Message, written: str, number: int) -> None:
+def check_written(message: Message, written: str, where: str) -> None:
     """Raises SampleFault if the template leaves out text or a call: the model would learn to say nothing in its
-    place."""
+    place. where: the message is."""
     squeezed = _squeezed(written)
     for key in ("content", *THOUGHT_KEYS):
         text = message.get(key)
         if isinstance(text, str) and _squeezed(text) not in squeezed:
             raise SampleFault(
                 "part of an answer left out",
-                f"message {number}: found a {key} that the chat template does not write in full "
+                f"{where}: found a {key} that the chat template does not write in full "
                 f"({text.strip()[:24]!r}), expected a template that does; set tokenizer.chat_template to one",
             )
     for call in message.get("tool_calls") or ():
@@ -158,8 +161,8 @@ def check_written(message: Message, written: str, number: int) -> None:
         if name is None or name not in written:
             raise SampleFault(
                 "tool call left out",
-                f"message {number}: found a tool call that the chat template does not write, expected a template that "
-                "knows tool calls; set tokenizer.chat_template to one",
+                f"{where}: found a tool call that the chat template does not write, expected a template that knows "
+                "tool calls; set tokenizer.chat_template to one",
             )
 
 
@@ -178,14 +181,40 @@ def left_out(messages: Sequence[Message], whole: str) -> int:
     return count
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str) -> None:
-    """Raises SampleFault if the template leaves out a tool: the model would call what it was never shown."""
-    for number, tool in enumerate(tools or (), start=1):
+def check_system(
+    messages: Sequence[Message],
+    render: Callable[[Wanted], str],
+    letters: Callable[[], Sequence[str]],
+    places: SamplePlaces,
+) -> None:
+    """Raises SampleFault for a system message that the template does not write where one comes after the first message.
+
+    One alone at the start is counted by `left_out`: there are templates that know none. letters: those that no text
+    here holds.
+    """
+    system = [number for number, message in enumerate(messages) if message["role"] == "system"]
+    if not any(system):
+        return
+    letter = letters()[0]
+    for number in system:
+        written = letter in render((len(messages), False, ((number, letter),)))
+        if messages[number]["content"].strip() and not written:
+            raise SampleFault(
+                "system message left out",
+                f"{places.at(number)}: found a system message that the chat template does not write, expected one at "
+                "most, as the first message; set tokenizer.chat_template to one that writes others",
+            )
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
+    """Raises SampleFault if the template leaves out a tool: the model would call what it was never shown. where: they
+    are."""
+    for number, tool in enumerate(tools or ()):
         name = name_of(tool)
         if name is not None and name not in whole:
             raise SampleFault(
                 "tools left out",
-                f"tools[{number}]: found {name!r}, which the chat template does not write, expected a template that "
+                f"{where}[{number}]: found {name!r}, which the chat template does not write, expected a template that "
                 "shows tools; set tokenizer.chat_template to one, or leave the tools out of the samples",
             )
 
@@ -197,9 +226,9 @@ def name_of(described: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def prepared(message: Message, number: int, habits: Habits) -> dict[str, Any]:
+def prepared(message: Message, where: str, habits: Habits) -> dict[str, Any]:
     """The message without `train`, and with thoughts and tool calls as the template reads them: most write arguments as
-    JSON themselves. Raises SampleFault for text that is no JSON object."""
+    JSON themselves. where: the message is. Raises SampleFault for text that is no JSON object."""
     changed = under_its_name({key: value for key, value in message.items() if key != "train"}, habits)
     if not message.get("tool_calls"):
         return changed
@@ -208,7 +237,7 @@ def prepared(message: Message, number: int, habits: Habits) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
             given = function["arguments"]
-            arguments = _object(given, number) if isinstance(given, str) else given
+            arguments = _object(given, where) if isinstance(given, str) else given
             if habits.text_arguments:
                 arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             call = {**call, "function": {**function, "arguments": arguments}}
@@ -216,7 +245,7 @@ def prepared(message: Message, number: int, habits: Habits) -> dict[str, Any]:
     return changed | {"tool_calls": calls}
 
 
-def _object(text: str, number: int) -> dict[str, Any]:
+def _object(text: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -224,7 +253,7 @@ def _object(text: str, number: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SampleFault(
             "tool call's arguments are no JSON",
-            f"message {number}: found the arguments {text[:40]!r} of a tool call, expected a JSON object",
+            f"{where}: found the arguments {shown(text)} of a tool call, expected a JSON object",
         )
     return found
 

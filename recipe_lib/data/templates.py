@@ -10,12 +10,20 @@ from functools import cached_property
 from typing import Any
 
 from recipe_lib.data import spans
-from recipe_lib.data.answers import AnswerFinder, Writing, in_whole, shared_out
+from recipe_lib.data.answers import AnswerFinder, Writing, in_whole, shared_out, text_of
 from recipe_lib.data.escaping import escaped, special_pattern, unused_letters
 from recipe_lib.data.generation_tags import Marked, marked_answers
-from recipe_lib.data.messages import check_order
 from recipe_lib.data.plain_template import bos_text, eos_text, plain_or_fault
-from recipe_lib.data.samples import Completion, Conversation, Message, Preference, SampleFault, TextTokenizer, Wanted
+from recipe_lib.data.samples import (
+    Completion,
+    Conversation,
+    Message,
+    Preference,
+    SampleFault,
+    SamplePlaces,
+    TextTokenizer,
+    Wanted,
+)
 from recipe_lib.data.spans import Span
 from recipe_lib.data.template_behavior import Habits, learn_habits
 from recipe_lib.data.thoughts import with_tags
@@ -98,7 +106,7 @@ class Encoder:
         """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not fit the
         template."""
         if isinstance(sample, Conversation):
-            return self._conversation(sample.messages, sample.tools, spans.picked(sample.messages, self.train_on))
+            return self._conversation(sample, spans.picked(sample.messages, self.train_on, sample.places))
         (prompt, completion), literal = self._escape([sample.prompt, sample.completion])
         whole = prompt + completion + self._eos()
         found = [Span(0 if self.train_on == "all" else len(prompt), len(whole))]
@@ -108,10 +116,11 @@ class Encoder:
         """The prompt with the chosen answer, and with the rejected one; only the answers are trained, whatever
         `train_on` says. Raises SampleFault."""
         both = []
-        for answer in (sample.chosen, sample.rejected):
+        for answer, places in zip((sample.chosen, sample.rejected), sample.places, strict=True):
             ours = [message["role"] == "assistant" and message.get("train") is not False for message in answer]
             mask = [False] * len(sample.prompt) + ours
-            both.append(_only(self._conversation([*sample.prompt, *answer], sample.tools, mask, only=True)))
+            whole = Conversation([*sample.prompt, *answer], sample.tools, places)
+            both.append(_only(self._conversation(whole, mask, only=True)))
         chosen, rejected = both
         if chosen.ids == rejected.ids:
             raise SampleFault(
@@ -133,33 +142,30 @@ class Encoder:
         read, tools = self._prepared(messages, tools)
         return self._renders(read, tools, [(len(messages), True, ())])[0]
 
-    def _conversation(
-        self, messages: Sequence[Message], tools: Tools, picked: Sequence[bool], only: bool = False
-    ) -> EncodedSample:
+    def _conversation(self, sample: Conversation, picked: Sequence[bool], only: bool = False) -> EncodedSample:
         """only: the loss counts nothing but the picked messages, `train_on: all` or not."""
         if not any(picked):
             raise SampleFault(
                 "no trained message",
-                f"found none of {len(messages)} messages to be trained, expected one that data.train_on names or that "
+                f"found none of {len(picked)} messages to be trained, expected one that data.train_on names or that "
                 "says `train: true`",
             )
-        if self.template == "plain":  # writes a place for an answer below each question
-            check_order(messages, in_turn=True)
         inside = only or self.train_on != "all"
         numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
         try:
-            (messages, tools), literal = self._escape(self._prepared(messages, tools))
-            return self._shared_out(messages, tools, numbers, literal, inside)
+            (messages, tools), literal = self._escape(self._prepared(sample.messages, sample.tools, sample.places))
+            return self._shared_out(Conversation(messages, tools, sample.places), numbers, literal, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
             ) from None
 
     def _shared_out(
-        self, messages: Sequence[Message], tools: Tools, numbers: Sequence[int], literal: str | None, inside: bool
+        self, sample: Conversation, numbers: Sequence[int], literal: str | None, inside: bool
     ) -> EncodedSample:
         """The messages with these numbers in as few sequences as the template allows; inside false: everything but
         them, in one."""
+        messages, tools, places = sample.messages, sample.tools, sample.places
 
         def renders(
             taken: Sequence[Message], wanted: Sequence[Wanted], options: Mapping[str, Any] | None = None
@@ -170,7 +176,7 @@ class Encoder:
             return self._letters([messages, tools], 2)
 
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
-        finder = AnswerFinder(renders, messages, answers, self._writing(letters, literal))
+        finder = AnswerFinder(renders, messages, answers, self._writing(letters, literal), places)
         marked = None
         if inside and len(answers) == len(numbers):
             if self._habits.marks:
@@ -184,8 +190,9 @@ class Encoder:
             else:
                 texts, at = [one.text for one in sequences], [one.spans for one in sequences]
         else:
-            texts, at, sequences = [finder.whole], [self._in_whole(messages, tools, numbers, finder)], []
-        spans.check_tools(tools, finder.whole)
+            texts, at, sequences = [finder.whole], [self._in_whole(sample, numbers, finder)], []
+        spans.check_tools(tools, finder.whole, places.tools)
+        spans.check_system(messages, lambda wanted: text_of(renders(messages, [wanted])[0]), letters, places)
         unseen, add_bos = spans.left_out(messages, finder.whole), self.add_bos and self.template == "plain"
         encoded = [self._mark(text, one, literal, add_bos, inside) for text, one in zip(texts, at, strict=True)]
         ends = [sum(not answer.ends for answer in one.answers) for one in sequences] or [0]
@@ -195,18 +202,22 @@ class Encoder:
             marked,
         )
 
-    def _in_whole(
-        self, messages: Sequence[Message], tools: Tools, numbers: Sequence[int], finder: AnswerFinder
-    ) -> list[Span]:
+    def _in_whole(self, sample: Conversation, numbers: Sequence[int], finder: AnswerFinder) -> list[Span]:
         """Where these messages stand in the one rendering of all."""
+        messages, tools = sample.messages, sample.tools
         others = [number for number in numbers if messages[number]["role"] != "assistant"]
         found: dict[int, Span] = {}
         if others:
             letters = self._letters([messages, tools], 2)
-            places = spans.find_others(
-                lambda wanted: self._renders(messages, tools, wanted), messages, others, self._special, letters
+            where = spans.find_others(
+                lambda wanted: self._renders(messages, tools, wanted),
+                messages,
+                others,
+                self._special,
+                letters,
+                sample.places,
             )
-            found |= dict(zip(others, places, strict=True))
+            found |= dict(zip(others, where, strict=True))
         for number in sorted(set(numbers) - set(others)):
             answer = finder.find(number)
             in_whole(
@@ -227,9 +238,10 @@ class Encoder:
             self._letters([], 1)[0],
         )
 
-    def _prepared(self, messages: Sequence[Message], tools: Tools) -> list[Any]:
+    def _prepared(self, messages: Sequence[Message], tools: Tools, places: SamplePlaces | None = None) -> list[Any]:
         """What the template is given."""
-        read = [spans.prepared(message, number, self._habits) for number, message in enumerate(messages, start=1)]
+        at = (places or SamplePlaces()).at
+        read = [spans.prepared(message, at(number), self._habits) for number, message in enumerate(messages)]
         return [read, list(tools) if tools else None]
 
     def _renders(

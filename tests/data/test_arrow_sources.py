@@ -37,7 +37,7 @@ def test_any_range_of_rows(tmp_path, monkeypatch, group, batch):
     monkeypatch.setattr(parquet, "ROWS_AT_ONCE", batch)
     rows = [{"n": number, "text": "x" * number} for number in range(60)]
     path = write(tmp_path / "a.parquet", rows, row_group_size=group)
-    file, expected = opened(path), [(f"{path} (sample {row['n'] + 1})", row) for row in rows]
+    file, expected = opened(path), [(f"{path}: .[{row['n']}]", row) for row in rows]
     assert len(file) == 60 and list(file.read()) == expected
     for start, stop in ((0, 0), (0, 1), (59, 60), (6, 8), (7, 14), (17, 43), (58, 99), (60, 70), (29, None)):
         assert list(file.read(start, stop)) == expected[start:stop], (start, stop)
@@ -113,7 +113,7 @@ def hub(monkeypatch, tmp_path):
 
 def test_hub_rows(hub):
     file = opened("hub:owner/name", "test")
-    expected = [(f"hub:owner/name (sample {n + 1})", {"n": n, "inner": {"a": n}}) for n in range(600)]
+    expected = [(f"hub:owner/name: .[{n}]", {"n": n, "inner": {"a": n}}) for n in range(600)]
     assert len(file) == 600 and list(file.read()) == expected
     for start, stop in ((0, 1), (255, 257), (256, 512), (590, 900), (600, 601), (300, None)):
         assert list(file.read(start, stop)) == expected[start:stop]

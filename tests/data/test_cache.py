@@ -354,7 +354,7 @@ def test_faults_are_raised_where_rows_are_prepared(chatml, rows_file):
     cfg = FullFinetuneConfig(max_seq_len=64)
     cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion")
     cfg.validation.source = rows_file({"prompt": 1, "completion": "x"}, name="validation.jsonl")
-    with pytest.raises(DataError, match="validation.jsonl:1: prompt: found a number"):
+    with pytest.raises(DataError, match="validation.jsonl:1: .prompt: found a number"):
         prepare_data(cfg, load=lambda: chatml)
 
 

@@ -1,11 +1,14 @@
 """CSV and TSV against Python's own reader, and every mistake of such a file in a line."""
 
 import csv
+import json
 import random
 from pathlib import Path
 
 import pytest
 
+from recipe_lib.config.schema_data import DataConfig
+from recipe_lib.data import build_dataset
 from recipe_lib.data.csv_files import CsvFile
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
@@ -73,11 +76,38 @@ def test_a_large_row_is_never_a_sample(tmp_path: Path) -> None:
     assert found[1] == {"a": "1", "b": "2"}
 
 
+CHAT = [{"role": "user", "content": 'Say "a,\nb"'}, {"role": "assistant", "content": "a;\tb"}]
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t")])
+@pytest.mark.parametrize("column", ["messages", "conversations", "chat"])
+def test_conversations_as_json_text(name: str, delimiter: str, column: str, tmp_path: Path, plain) -> None:
+    """Cells hold text alone: JSON in them is read as in JSON lines, and what is none is a fault with its line."""
+    form = "sharegpt" if column == "conversations" else "messages"
+    texts = [json.dumps(CHAT), json.dumps(CHAT)[:-2], "[{'role': 'user'}]", "", json.dumps([CHAT[0], "x"])]
+    with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows([[column, "tools"], *([text, "[]"] for text in texts)])
+    columns = {"messages": "chat"} if column == "chat" else {}
+    settings = {"columns": columns, "cache": False, "format": form if column == "chat" else "auto"}
+    dataset = build_dataset(DataConfig(source=str(tmp_path / name), on_invalid="skip", **settings), plain, 99)
+    (tmp_path / "a.jsonl").write_text(json.dumps({column: CHAT}))
+    expected = build_dataset(DataConfig(source=str(tmp_path / "a.jsonl"), **settings), plain, 99)
+    assert dataset.ids.tolist() == expected.ids.tolist() and len(dataset) == 1
+    assert [line.removeprefix(f"{tmp_path / name}:") for _, line in dataset.report.bad_lines] == [
+        f"3: .{column}: found text that is no JSON (Expecting ',' delimiter at character {len(texts[1]) + 1}), "
+        "expected a list of objects as JSON",
+        f"4: .{column}: found text that is no JSON (Expecting property name enclosed in double quotes at character 3), "
+        "expected a list of objects as JSON",
+        f"5: .{column}: found empty text, expected a list of objects",
+        f"6: .{column}|fromjson|.[1]: found text, expected an object",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
         (b"", "a.csv: the file is empty, expected samples"),
-        (b"a,b\n", "a.csv: the file is empty, expected samples"),
+        (b"a,b\n", "a.csv: found a header (a, b) and no rows, expected samples below it"),
         (b"a,b,a\n1,2,3\n", "a.csv:1: found the column a twice"),
         (b'a,b\n1,2\n"3,4\n', "a.csv:3: found a row that is no CSV"),
         (b'a,b\n1,"2"3\n', "a.csv:2: found a row that is no CSV"),

@@ -122,7 +122,7 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
     with open(source, "ab") as file:
         file.write(b'{"prompt": "\xff"}\n{oops}\n')
     refused(
-        r"(?s)rows.jsonl:2: prompt: found a number, expected text\n.*rows.jsonl:3: .*rows.jsonl: found 5 samples of 7 "
+        r"(?s)rows.jsonl:2: .prompt: found a number, expected text\n.*rows.jsonl:3: .*rows.jsonl: found 5 samples of 7 "
         r"that cannot be used; correct them, or set data.on_invalid to skip",
         source,
         chatml,
@@ -132,7 +132,7 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
     assert dataset.report.lines()[2:] == [
         "warning: data: 5 of 7 samples are bad and were left out: "
         "prompt is no text 2, no column completion 1, not UTF-8 1, invalid JSON 1",
-        f"data: first with prompt is no text: {source}:2: prompt: found a number, expected text",
+        f"data: first with prompt is no text: {source}:2: .prompt: found a number, expected text",
         f"data: first with no column completion: {source}:4: found the columns prompt, expected completion "
         "(format prompt_completion); name yours with data.columns.completion=NAME",
         f"data: first with not UTF-8: {source}:6: column 13: found the byte 0xff, expected UTF-8",

@@ -108,8 +108,8 @@ def test_pairs_are_counted_as_pairs(chatml, rows_file, said):
         found = {finding.name: finding.line for finding in inspect(cut, held_out, limit, None).findings}
         assert found["truncation"].startswith(f"1 pair exceeds {limit} tokens")
         assert (found["duplicates"], found["overlap"]) == (
-            "1 pairs repeat an earlier one",
-            "2 validation pairs are training pairs as well",
+            "1 pair repeats an earlier one",
+            "2 validation pairs are in the training data as well",
         )
 
 

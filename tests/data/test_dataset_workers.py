@@ -94,7 +94,7 @@ def test_the_first_fault_in_the_order_of_the_rows_is_told(chatml, rows_file, wor
 def test_a_file_that_cannot_be_counted_comes_after_the_rows_before_it(chatml, rows_file, tmp_path, workers):
     (tmp_path / "b.json").write_text("[{]")
     rows_file({"prompt": "the", "completion": " cat"}, {"prompt": 1, "completion": "x"}, name="a.jsonl")
-    with pytest.raises(DataError, match=r"a.jsonl:2: prompt: found a number"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: .prompt: found a number"):
         build(chatml, str(tmp_path), workers, format="prompt_completion")
     with pytest.raises(DataError, match=r"b.json:1: column 3: invalid JSON"):
         build(chatml, str(tmp_path), workers, format="prompt_completion", on_invalid="skip")

@@ -54,6 +54,12 @@ def test_real_files(name: str, expected: str, realdata: Path) -> None:
         ({"text": "a", "meta": {"url": "x"}}, "text"),
         ({"messages": "a, b", "text": "a b"}, "text"),  # messages that are none
         ({"messages": "a, b"}, "messages"),  # for its line to say so
+        ({"messages": json.dumps(CHAT), "prompt": "a", "completion": "b"}, "messages"),
+        ({"conversations": json.dumps(TURNS), "text": "a"}, "sharegpt"),
+        ({"messages": None, "instruction": "a", "output": "b"}, "alpaca"),
+        ({"instruction": None, "output": None}, "alpaca"),  # for its line to say that they are null
+        ({"messages": None}, "messages"),
+        ({"instruction": None, "output": None, "text": "a"}, "text"),
     ],
 )
 def test_columns(row: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -80,6 +86,52 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     assert "set data.format=alpaca data.columns.instruction=question data.columns.output=answer" in said
     with pytest.raises(DataError, match=r"data.columns.instructoin: no format has such a column; did you mean instruc"):
         found(rows, {"instructoin": "question"})
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        (
+            {"instruction": "a", "context": "b", "response": "c", "category": "d"},
+            "set data.format=alpaca data.columns.output=response data.columns.input=context, if",
+        ),
+        (
+            {"system_prompt": "s", "question": "a", "response": "c"},
+            "set data.format=alpaca data.columns.instruction=question data.columns.output=response "
+            "data.columns.system=system_prompt, if",
+        ),
+        ({"instruction": "a", "input": "b", "answer": "c"}, "set data.format=alpaca data.columns.output=answer, if"),
+        ({"input": "a", "output": "b"}, "set data.format=alpaca data.columns.instruction=input, if"),
+        ({"text": None, "content": "a"}, "set data.format=text data.columns.text=content, if"),
+        ({"question": None, "answer": "a"}, "say which column is which with data.format and data.columns"),
+    ],
+)
+def test_the_remedy_names_all_columns(row: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        found(write(tmp_path / "rows.jsonl", row))
+    assert f"; {remedy}" in str(caught.value)
+    if None in row.values():
+        assert " (null)" in str(caught.value).partition(", which are")[0]
+
+
+def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
+    rows = write(
+        tmp_path / "rows.jsonl",
+        {"instruction": "a", "response": "c", "context": "b", "n": 3, "blank": " ", "gone": None},
+        {"instruction": "a", "response": "c", "context": "b", "category": "d"},
+    )
+    columns = {"output": "response", "input": "context"}
+    cfg = config(source=rows, format="alpaca", columns=columns)
+    assert settle_formats(cfg) == [f"data: columns of {rows} that the format alpaca does not use: category"]
+    columns.pop("input")
+    assert settle_formats(cfg) == [f"data: columns of {rows} that the format alpaca does not use: category, context"]
+    assert settle_formats(config(source=rows, format="alpaca")) == []  # reading says that there is no output
+    assert settle_formats(config(source=str(tmp_path / "none.jsonl"), format="alpaca")) == []
+    cfg = config(sources=[SourceConfig(rows, columns=columns), SourceConfig(rows, format="text")])
+    assert [line.partition(rows)[2] for line in settle_formats(cfg)] == [
+        "",
+        " that the format alpaca does not use: category, context",
+    ]
 
 
 def config(**changes: Any) -> FullFinetuneConfig:

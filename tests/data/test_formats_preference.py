@@ -5,6 +5,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import registered
+from recipe_lib.data.sample_columns import Renamed
 from recipe_lib.data.samples import Preference, SampleFault
 
 
@@ -88,18 +89,42 @@ def test_answers_that_call_tools():
 
 
 @pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, "; if question is the prompt, set data.col"
+         "umns.prompt=question"),
+        ({"question": "q", "chosen": "a", "rejected": "b"}, "; if question is the prompt, set data.columns.prompt=que"
+         "stion"),
+        ({"system": "s", "chosen": "a", "rejected": "b"}, ""),
+        ({"system": "s", "question": None, "chosen": [answer("a")], "rejected": [answer("b")]}, ""),
+    ],
+)  # fmt: skip
+def test_answers_to_nothing(row, remedy):
+    """A system message is no prompt."""
+    with pytest.raises(SampleFault) as caught:
+        read(**row)
+    wanted = "found answers without a prompt, expected prompt, or conversations that begin alike"
+    assert str(caught.value) == wanted + remedy
+    with pytest.raises(SampleFault) as caught:
+        registered("data.format", "preference")(Renamed(row, {}, "data.sources[1]"))
+    assert str(caught.value) == wanted + remedy.replace(
+        "data.columns.prompt=question", "data.sources[1].columns={prompt: question}"
+    )
+
+
+@pytest.mark.parametrize(
     ("row", "line"),
     [
         (
             {"prompt": "q", "chosen": "a", "rejected": "a"},
             "found chosen equal to rejected, expected two different answers",
         ),
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "rejected: found nothing, expected text or messages"),
-        ({"prompt": "q", "chosen": "a", "rejected": 3}, "rejected: found a number, expected text or messages"),
-        ({"prompt": "q", "chosen": " ", "rejected": "a"}, "found an empty answer in chosen, expected text to train on"),
+        ({"prompt": "q", "chosen": "a", "rejected": None}, ".rejected: found null, expected text or messages"),
+        ({"prompt": "q", "chosen": "a", "rejected": 3}, ".rejected: found a number, expected text or messages"),
+        ({"prompt": "q", "chosen": " ", "rejected": "a"}, ".chosen: found an empty answer, expected text to train on"),
         (
             {"prompt": "q", "chosen": "a", "rejected": ""},
-            "found an empty answer in rejected, expected text to train on",
+            ".rejected: found an empty answer, expected text to train on",
         ),
         (
             {"chosen": "a", "rejected": "b"},
@@ -111,23 +136,23 @@ def test_answers_that_call_tools():
         ),
         (
             {"chosen": [user("q"), answer("a")], "rejected": [user("p"), answer("b")]},
-            "chosen: message 0 (the first is 0) is of the user and differs between chosen and rejected, expected them",
+            ".chosen[0]: found a message of the user that differs between chosen and rejected, expected them to part",
         ),
         (
             {"chosen": [user("q"), answer("a")], "rejected": [user("q"), answer("a"), user("r"), answer("b")]},
-            "chosen: found nothing at its end, expected an answer of its own",
+            ".chosen: found nothing at its end, expected an answer of its own",
         ),
         (
             {"prompt": "q", "chosen": "a", "rejected": [answer("b"), user("r")]},
-            "rejected: found user at its end, expected an answer of its own",
+            ".rejected: found user at its end, expected an answer of its own",
         ),
-        ({"prompt": "q", "chosen": "a", "rejected": []}, "rejected: found nothing at its end, expected an answer"),
+        ({"prompt": "q", "chosen": "a", "rejected": []}, ".rejected: found nothing at its end, expected an answer"),
         (
             {"prompt": [user("q")], "chosen": "a", "rejected": [turn("bard", "b")]},
-            ".rejected[0]: found the from 'bard'",
+            ".rejected[0].from: found 'bard'",
         ),
-        ({"prompt": ["q"], "chosen": "a", "rejected": "b"}, "prompt: found a list, expected a list of objects"),
-        ({"prompt": "\ud83d", "chosen": "a", "rejected": "b"}, "prompt: found half a surrogate pair at character 1"),
+        ({"prompt": ["q"], "chosen": "a", "rejected": "b"}, ".prompt[0]: found text, expected an object"),
+        ({"prompt": "\ud83d", "chosen": "a", "rejected": "b"}, ".prompt: found half a surrogate pair at character 1"),
     ],
 )
 def test_rows_that_cannot_be_used(row, line):

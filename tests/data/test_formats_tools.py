@@ -154,7 +154,7 @@ def test_what_else_a_message_holds_is_kept():
     assert read("sharegpt", row).messages[1] == {"role": "assistant", "content": "b", "train": False}
 
 
-NO_JSON = ".conversations[1]: found a function_call that is no JSON object, expected "
+NO_JSON = ".conversations[1].value: found a function_call that is no JSON object, expected "
 
 
 @pytest.mark.parametrize(
@@ -167,34 +167,44 @@ NO_JSON = ".conversations[1]: found a function_call that is no JSON object, expe
         (
             "sharegpt",
             turns(("human", "a"), ("function_call", None)),
-            ".conversations[1].value: found nothing, expected",
+            ".conversations[1].value: found null, expected",
         ),
-        ("sharegpt", turns((["gpt"], "x")), ".conversations[0]: found the from ['gpt'], expected human, gpt"),
+        ("sharegpt", turns((["gpt"], "x")), ".conversations[0].from: found a list, expected human, gpt"),
         (
             "sharegpt",
             turns(("human", "a"), ("gpt", "b"), tools="{"),
-            "tools: found text that is no JSON, expected a list",
+            ".tools: found text that is no JSON list, expected a list",
+        ),
+        (
+            "sharegpt",
+            turns(("human", "a"), ("gpt", "b"), tools="[{"),
+            ".tools: found text that is no JSON (Expecting property name enclosed in double quotes at character 3)",
         ),
         (
             "sharegpt",
             turns(("human", "a"), ("gpt", "b"), tools="{}"),
-            "tools: found an object, expected a list of objects",
+            ".tools: found text that is no JSON list, expected a list of objects",
         ),
         (
             "sharegpt",
             turns(("human", "a"), ("gpt", "b"), tools=["f"]),
-            "tools: found a list, expected a list of objects",
+            ".tools[0]: found text, expected an object",
+        ),
+        (
+            "sharegpt",
+            turns(("human", "a"), ("gpt", "b"), tools="[1]"),
+            ".tools|fromjson|.[0]: found a number, expected an object",
         ),
         (
             "messages",
             {"messages": [{"from": "human", "value": "a"}]},
-            ".messages[0]: found the role None, expected one of system, user, assistant, tool; samples of {from, "
+            ".messages[0].role: found nothing, expected one of system, user, assistant, tool; samples of {from, "
             "value} are read by the format sharegpt",
         ),
         (
             "messages",
             {"messages": [{"role": "user", "content": "a", "weight": 0.5}]},
-            "found the weight 0.5 of a message, expected 0 or 1",
+            ".messages[0].weight: found 0.5, expected 0 or 1",
         ),
     ],
 )
@@ -202,3 +212,57 @@ def test_rows_that_cannot_be_used(name, row, line):
     with pytest.raises(SampleFault, match=re.escape(line)) as caught:
         read(name, row)
     assert caught.value.cause and "\n" not in str(caught.value)
+
+
+def calling(tool_calls):
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": tool_calls}]}
+
+
+def function(**fields):
+    return [{"type": "function", "function": {"name": "f", "arguments": {}} | fields}]
+
+
+@pytest.mark.parametrize(
+    ("tool_calls", "line"),
+    [
+        ("f()", ': found text, expected a list of calls {"function": {"name": ..., "arguments": {...}}}'),
+        ({"a": 1}, ": found an object, expected a list of calls"),
+        ([5], "[0]: found a number, expected a call {"),
+        ([[]], "[0]: found a list, expected a call {"),
+        ([{"a": 1}], "[0].name: found nothing, expected the function's name, as in {"),
+        ([{"name": "f"}], "[0].arguments: found nothing, expected an object, or JSON text of one ({} for none)"),
+        ([{"function": "f"}], '[0].function: found text, expected {"name"'),
+        ([{"function": {"arguments": {}}}], "[0].function.name: found nothing, expected the function's name"),
+        (function(name=""), "[0].function.name: found empty text, expected the function's name"),
+        (function(name=5), "[0].function.name: found a number"),
+        ([*function(), *function(arguments=[1])], "[1].function.arguments: found a list, expected an object"),
+        (function(arguments=None), "[0].function.arguments: found null, expected an object"),
+        (function(arguments="{bad"), "[0].function.arguments: found '{bad', expected an object, or JSON text of one"),
+        (function(arguments="[1]"), "[0].function.arguments: found '[1]', expected an object"),
+    ],
+)
+def test_calls_of_another_shape(tool_calls, line):
+    with pytest.raises(SampleFault) as caught:
+        read("messages", calling(tool_calls))
+    assert str(caught.value).startswith(".messages[1].tool_calls" + line)
+    with pytest.raises(SampleFault) as caught:
+        read("sharegpt", {"conversations": calling(tool_calls)["messages"]})
+    assert str(caught.value).startswith(".conversations[1].tool_calls" + line)
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', {}, "{}", ""])
+def test_calls_of_either_shape(arguments):
+    """As chat APIs have them, or bare, which is put as chat APIs have it."""
+    wanted = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    for call in (wanted, {"function": wanted["function"]}, {"name": "f", "arguments": arguments}):
+        (found,) = read("messages", calling([call])).messages[1]["tool_calls"]
+        assert found == (wanted if "function" not in call else call)
+    (found,) = read("messages", calling([{"id": "1", "name": "f", "arguments": arguments}])).messages[1]["tool_calls"]
+    assert found == wanted | {"id": "1"}
+
+
+def test_a_call_of_sharegpt_with_other_arguments():
+    row = turns(("human", "a"), ("function_call", '{"name": "f", "arguments": [1]}'))
+    line = ".conversations[1].value: arguments of 'f': found a list, expected an object, or JSON text of one"
+    with pytest.raises(SampleFault, match=re.escape(line)):
+        read("sharegpt", row)

@@ -92,7 +92,9 @@ def test_only_the_marks_of_chosen_answers_count(tmp_path: Path):
 
 def test_an_answer_that_is_not_marked_is_refused(tmp_path: Path):
     source = MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.index0 < 2 %}")
-    with pytest.raises(SampleFault, match="message 4: found nothing that the chat template marks with generation"):
+    with pytest.raises(
+        SampleFault, match=r"message 3 \(the first is 0\): found nothing that the chat template marks with generation"
+    ):
         encoder_of(tmp_path, source).encode(Conversation(TALK))
 
 
@@ -117,7 +119,7 @@ def test_differences_are_reported_with_their_place(tmp_path: Path, rows_file: Ca
         assert ("generation-marks" in faults, "untrained-ends" in faults) == (differing > 0, ends > 0)
     (place,) = faults["generation-marks"].places
     assert place.endswith(
-        "rows.jsonl:1: message 2: the template marks 'Yes.', and what is generated is 'Yes.<|im_end|>'"
+        "rows.jsonl:1: .messages[1]: the template marks 'Yes.', and what is generated is 'Yes.<|im_end|>'"
     )
 
 

@@ -34,7 +34,7 @@ def test_json_rows_have_their_line(tmp_path):
     places, rows = zip(*read(tmp_path / "a.json"), strict=True)
     assert rows == ({"a": 1}, {"a": "]},{"}, {"a": [2]}, {"a": 3})
     assert [place.removeprefix(str(tmp_path)) for place in places] == [
-        "/a.json:2 (sample 1)", "/a.json:4 (sample 2)", "/a.json:5 (sample 3)", "/a.json:6 (sample 4)",
+        "/a.json:2: .[0]", "/a.json:4: .[1]", "/a.json:5: .[2]", "/a.json:6: .[3]",
     ]  # fmt: skip
 
 
@@ -43,11 +43,11 @@ def test_json_of_other_shapes(tmp_path):
     file.write_text('{"data": [{"a": 1}, {"a": 2}], "version": 1}')
     assert [row for _, row in read(file)] == [{"a": 1}, {"a": 2}]
     file.write_text('{"x": {"data": [7]},\n "data" : [\n  {"a": 1},\n  {"a": 2}\n ], "version": 1}\n')
-    assert read(file) == [(f"{file}:3 (sample 1)", {"a": 1}), (f"{file}:4 (sample 2)", {"a": 2})]
+    assert read(file) == [(f"{file}:3: .data[0]", {"a": 1}), (f"{file}:4: .data[1]", {"a": 2})]
     file.write_text('{"data": []}')
     assert read(file) == []
     file.write_text('{"a": 1}')
-    assert read(file) == [(f"{file} (sample 1)", {"a": 1})]
+    assert read(file) == [(str(file), {"a": 1})]
     file.write_text("\ufeff [ ] ", encoding="utf-8")
     assert read(file) == []
 
@@ -62,7 +62,8 @@ CASES = [
     (b'[{"a": 1}] x', r"a.json:1: column 12: invalid JSON \(Extra data\)"),
     (b'{"a": 1}\n{"a": 2}\n', r"a.json:2: column 1: invalid JSON \(Extra data\).*name the file .jsonl"),
     (b'["\n\xff"]', r"a.json:2: found the byte 0xff, expected UTF-8"),
-    (b"3", r'a.json: found int, expected a list of objects or {"data"'),
+    (b"3", r'a.json: found a number, expected a list of objects or {"data"'),
+    (b"null", r'a.json: found null, expected a list of objects or {"data"'),
     (b"[" * 100_000, r"a.json: JSON nested too deep"),
     (b'{"a":' * 100_000, r"a.json: JSON nested too deep"),
 ]
@@ -110,10 +111,11 @@ def test_any_rows_in_any_pieces(tmp_path_factory, rows, ascii, indent, piece, wr
     found = list(file.read())
     assert [row for _, row in found] == (json.loads(text)["data"] if wrapped else json.loads(text))
     lines = text.split("\n")
-    for number, (place, _) in enumerate(found, start=1):
-        line = int(re.search(rf":(\d+) \(sample {number}\)$", place)[1])
+    for number, (place, _) in enumerate(found):
+        path = ".data" if wrapped else "."
+        line = int(re.search(rf":(\d+): {re.escape(path)}\[{number}\]$", place)[1])
         assert "{" in lines[line - 1]
-        assert list(file.read(number - 1, number)) == [found[number - 1]]
+        assert list(file.read(number, number + 1)) == [found[number]]
 
 
 def test_the_last_data_holds(tmp_path):

@@ -15,6 +15,7 @@ from recipe_lib.data.samples import Conversation
 from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.chat import ChatTemplate
+from tests.data.masks_cases import trained_texts
 
 
 def write(messages: list[dict[str, Any]], eos: str = "</s>", bos: str = "", **more: Any) -> str:
@@ -41,7 +42,9 @@ MESSAGE = st.fixed_dictionaries(
 )
 def test_the_same_text(messages: list[dict[str, Any]], eos: str, bos: str) -> None:
     assert write(messages, eos, bos) == render_plain(messages, eos, bos)
-    assert write(messages, eos, bos, add_generation_prompt=True) == render_plain(messages, eos, bos)
+    asked = write(messages, eos, bos, add_generation_prompt=True)
+    assert asked == render_plain(messages, eos, bos, prompt=True)
+    assert asked.endswith("Assistant:\n")
 
 
 def test_contents_and_roles_as_the_reader_takes_them() -> None:
@@ -75,11 +78,37 @@ def test_a_tool_that_is_written_may_be_there() -> None:
     assert write(messages, tools=[TOOL]) == write(messages)
 
 
-def test_training_goes_on_with_its_jinja(made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer with the exported template encodes and masks as the plain template does."""
-    turns = [("system", "the cat"), ("user", "sat"), ("assistant", "on the mat"), ("user", "and"), ("assistant", "log")]
-    messages = [{"role": role, "content": text} for role, text in turns]
+TURNS = {
+    "in turn": ["system the cat", "user sat", "assistant on the mat", "user and", "assistant log"],
+    "the assistant begins": ["assistant the cat", "user sat", "assistant on the mat"],
+    "the user goes on": ["user the cat", "user sat", "assistant on the mat"],
+    "the assistant goes on": ["user the cat", "assistant sat", "assistant on the mat"],
+    "the system between": ["user the cat", "assistant sat", "system on", "user the mat", "system and", "assistant log"],
+    "two of the system": [
+        "system the cat",
+        "system sat",
+        "assistant on the mat",
+        "tool and",
+        "user log",
+        "assistant a",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_training_goes_on_with_its_jinja(name: str, made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer with the exported template encodes and masks as the plain template does; each answer is trained, from
+    the prompt that it is generated from, but for one that begins."""
+    messages = [dict(zip(("role", "content"), turn.split(" ", 1), strict=True)) for turn in TURNS[name]]
     plain = Encoder(made, "plain")
+    whole = plain.encode(Conversation(messages))
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n]
+    assert [text.strip() for text in trained_texts(plain, whole)] == [
+        messages[n]["content"] + plain._eos() for n in answers
+    ]
+    for number, (start, _) in zip(answers, whole.answers, strict=True):
+        assert plain.prompt(messages[:number]) == whole.ids[:start]
+    assert len(plain.encode_sample(Conversation(messages)).sequences) == 1
     template = plain_jinja(plain._eos(), plain._bos)
     monkeypatch.setattr(made, "_template", ChatTemplate(template, "own", {}))
     chat = Encoder(made, "auto")

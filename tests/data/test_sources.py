@@ -44,10 +44,20 @@ def test_json_lines(tmp_path):
     assert faults == {
         "4": "column 6: invalid JSON (Expecting ':' delimiter), expected an object a line",
         "5": "found a list, expected an object with the columns of the sample",
-        "6": "found str, expected an object with the columns of the sample",
+        "6": "found text, expected an object with the columns of the sample",
         "7": "column 8: found the byte 0xff, expected UTF-8",
         "8": "JSON nested too deep, expected an object a line",
     }
+
+
+@pytest.mark.parametrize("content", ['[{"a": 1}, {"a": 2}]', '[{"a": 1},\n {"a": 2}]\n', '\ufeff\n [\n{"a": 1}\n]'])
+def test_a_list_in_json_lines(content, tmp_path):
+    (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
+    rows = [str(row) for _, row in read(tmp_path / "a.jsonl")]
+    hint = "; if the file is one list of objects, name it .json"
+    assert [hint in row for row in rows] == [True] + [False] * (len(rows) - 1)
+    (_, first), *_ = opened(tmp_path / "a.jsonl").first(1)
+    assert str(first) == rows[0]
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -210,7 +220,7 @@ def test_real_files(realdata):
     assert len(rows) == 1319 and rows[-1][0].endswith("test.jsonl:1319")
     text = (folder / "alpaca" / "identity.json").read_text().split("\n")
     for place, row in read(folder / "alpaca" / "identity.json"):
-        line = int(re.search(r":(\d+) \(sample", place).group(1))
+        line = int(re.search(r":(\d+): \.\[\d+\]$", place).group(1))
         assert json.dumps(row["instruction"], ensure_ascii=False) in text[line], place
 
 

@@ -95,7 +95,8 @@ def test_what_it_costs_is_said(build: Build, forgets: Tokenizer):
 
 def test_refuse_names_the_first_difference_and_the_way_out(build: Build):
     line = (
-        r"rows.jsonl:2: message 2: the chat template writes it otherwise later on: at token \d+ found 's.*', expected "
+        r"rows.jsonl:2: \.messages\[1\]: the chat template writes it otherwise later on: "
+        r"at token \d+ found 's.*', expected "
         r"'<.*' as when the answer comes last; set data.history to auto, or tokenizer.chat_template"
     )
     with pytest.raises(DataError, match=line):

@@ -139,7 +139,8 @@ def test_a_template_that_moves_the_system_message_gives_each_answer_its_prompt(r
         assert encoded.ids[: len(prompt)] == prompt and all(encoded.trained[len(prompt) :])
         assert "s\n\n" in tokenizer.decode(prompt)
     line = (
-        r"message 3: the chat template writes what stands before it differently once it is there: at token 4 found "
+        r"message 2 \(the first is 0\): the chat template writes what stands before it differently once it is there: "
+        r"at token 4 found "
         r"' Hi', expected ' s' as when generating; set data.history to auto, or tokenizer.chat_template to one that"
     )
     with pytest.raises(SampleFault, match=line):
@@ -175,7 +176,9 @@ def test_an_answer_that_does_not_go_on_from_its_prompt_is_refused(tmp_path):
         "{% if add_generation_prompt %}{{ '<|im_start|>answer: ' }}{% endif %}"
     )
     encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "auto")
-    with pytest.raises(SampleFault, match="message 2: the chat template writes what stands before it differently"):
+    with pytest.raises(
+        SampleFault, match=r"message 1 \(the first is 0\): the chat template writes what stands before it differently"
+    ):
         encoder.encode(FOUR_TURNS)
 
 
@@ -301,7 +304,9 @@ def test_a_tool_call_that_the_template_leaves_out_is_refused(encoder_of):
     encoder = encoder_of("smollm2")
     for content in ("", "One moment."):
         sample = conversation([FOUR_TURNS.messages[0], silent | {"content": content}])
-        with pytest.raises(SampleFault, match="message 2: found a tool call that the chat template does not write"):
+        with pytest.raises(
+            SampleFault, match=r"message 1 \(the first is 0\): found a tool call that the chat template does not write"
+        ):
             encoder.encode(sample)
 
 

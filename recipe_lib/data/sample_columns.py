@@ -1,0 +1,128 @@
+"""The columns of a sample: their values, and their paths in it, as jq has them, for error lines."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recipe_lib.data.samples import SampleFault, kind_of
+
+RawSample = Mapping[str, Any]
+
+_WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
+
+
+# Columns by other names, for the remedy.
+OTHER_NAMES = {
+    "instruction": ("question", "query", "problem", "input", "prompt"),
+    "input": ("context",),
+    "output": ("response", "answer", "completion", "target", "solution"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
+    "prompt": ("question", "instruction", "query", "problem", "input"),
+    "chosen": ("preferred", "accepted", "response_chosen", "win"),
+    "rejected": ("dispreferred", "response_rejected", "lose"),
+    "system": ("system_prompt",),
+    "text": ("content", "document", "body"),
+}
+
+
+def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
+    """What a sample calls a column, of the column's name and others; None: there is none, or it is null."""
+    own = {str(name).lower(): str(name) for name, value in sample.items() if value is not None}
+    return next((own[name] for name in (column, *others) if name in own), None)
+
+
+class Renamed(dict[str, Any]):
+    """A sample under the names that formats know. own: by what names the file has them, as `data.columns`. section: of
+    the config, in which `columns` are."""
+
+    def __init__(self, sample: RawSample, own: Mapping[str, str], section: str, required: Sequence[str] = ()) -> None:
+        """A column that goes under another name is not read under its own as well, unless it is required there."""
+        taken = set(own.values()) - set(own) - set(required)
+        super().__init__({name: value for name, value in sample.items() if name not in taken})
+        self.update({name: sample[column] for name, column in own.items() if column in sample})
+        self.own, self.section = own, section
+
+
+def path_of(sample: RawSample, name: str) -> str:
+    """Where a column is in the sample: `.messages`, `.["my column"]`."""
+    own = sample.own.get(name, name) if isinstance(sample, Renamed) else name
+    return f".{own}" if _WORD.match(own) else f".[{json.dumps(own, ensure_ascii=False)}]"
+
+
+def overrides(section: str, own: Mapping[str, str]) -> list[str]:
+    """What names columns on the command line: `data.columns.prompt=question`. section: that of the source."""
+    if section == "data":
+        return [f"data.columns.{name}={column}" for name, column in own.items()]
+    return [f"{section}.columns={{{', '.join(f'{name}: {column}' for name, column in own.items())}}}"] if own else []
+
+
+def found_in(holder: RawSample, name: str) -> str:
+    """The kind of a field, in words, for error lines; of one that is not there, nothing."""
+    return kind_of(holder[name]) if name in holder else "nothing"
+
+
+def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = "") -> str:
+    """The text in a column. Raises SampleFault: missing, no text, or not encodable as UTF-8.
+
+    where: path of the object that has it, if that is not the sample.
+    """
+    value = sample.get(name)
+    if value is None and may_be_missing:
+        return ""
+    label = f"{where}.{name}" if where else path_of(sample, name)
+    if not isinstance(value, str):
+        raise SampleFault(f"{name} is no text", f"{label}: found {found_in(sample, name)}, expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SampleFault(
+            "half a character",
+            f"{label}: found half a surrogate pair at character {error.start + 1}, expected whole characters",
+        ) from None
+    return value
+
+
+def list_of(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
+    """The list of objects in a column, and its path, which an index goes behind. Raises SampleFault.
+
+    It may be JSON text, as tables have it, which hold nothing but text.
+    """
+    value, path = sample.get(name), path_of(sample, name)
+    if isinstance(value, str) and is_json_list(value):
+        value, path = _parsed(value, name, path), f"{path}|fromjson|."
+    if not isinstance(value, list):
+        found = found_in(sample, name)
+        if isinstance(value, str):
+            found = "text that is no JSON list" if value.strip() else "empty text"
+        raise SampleFault(f"{name} is no list", f"{path}: found {found}, expected a list of objects")
+    check_objects(value, name, path)
+    return value, path
+
+
+def is_json_list(text: str) -> bool:
+    """Whether a text is meant as a list in JSON."""
+    return text.lstrip().startswith("[")
+
+
+def check_objects(items: list[Any], name: str, path: str) -> None:
+    """Raises SampleFault for an item that is no object."""
+    for number, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise SampleFault(
+                f"{name} is no list of objects", f"{path}[{number}]: found {kind_of(item)}, expected an object"
+            )
+
+
+def _parsed(text: str, name: str, path: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        said = f"{error.msg} at character {error.pos + 1}"
+    except RecursionError:
+        said = "nested too deep"
+    except ValueError:  # Python refuses integers of thousands of digits
+        said = "a number of too many digits"
+    raise SampleFault(
+        f"{name} is no JSON", f"{path}: found text that is no JSON ({said}), expected a list of objects as JSON"
+    )

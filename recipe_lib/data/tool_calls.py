@@ -1,0 +1,120 @@
+"""Calls of tools and descriptions of tools as chat APIs have them, out of the spellings that samples are found in."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from recipe_lib.data.sample_columns import RawSample, found_in, list_of, path_of
+from recipe_lib.data.samples import Message, SampleFault, kind_of, shown
+
+_FUNCTION = '{"name": ..., "arguments": {...}}'
+_CALL = f'{{"function": {_FUNCTION}}}'
+_CAUSE = "tool call of another shape"
+
+
+def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """The field `tool_calls` of a message. A bare {name, arguments} is put as chat APIs have it.
+
+    where: its path. Raises SampleFault for what is no list of calls with a name and arguments.
+    """
+    if not isinstance(calls, list):
+        raise SampleFault(_CAUSE, f"{where}: found {kind_of(calls)}, expected a list of calls {_CALL}")
+    return [_read_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise SampleFault(_CAUSE, f"{where}: found {kind_of(call)}, expected a call {_CALL}")
+    is_bare = "function" not in call
+    function, path = (call, where) if is_bare else (call["function"], f"{where}.function")
+    if not isinstance(function, dict):
+        raise SampleFault(_CAUSE, f"{path}: found {kind_of(function)}, expected {_FUNCTION}")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        found = "empty text" if function.get("name") == "" else found_in(function, "name")
+        raise SampleFault(_CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}")
+    check_arguments(function, f"{path}.arguments")
+    if not is_bare:
+        return call
+    own = {name: call[name] for name in ("name", "arguments")}
+    return {"type": "function"} | {key: value for key, value in call.items() if key not in own} | {"function": own}
+
+
+def check_arguments(function: RawSample, where: str) -> None:
+    """Raises SampleFault for arguments of a call that are no object, nor JSON text of one."""
+    given = function.get("arguments")
+    if isinstance(given, dict) or (isinstance(given, str) and is_object(given)):
+        return
+    found = found_in(function, "arguments") if not isinstance(given, str) else shown(given)
+    raise SampleFault(
+        "tool call's arguments are no JSON",
+        f"{where}: found {found}, expected an object, or JSON text of one ({{}} for none)",
+    )
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object; an empty one stands for no arguments."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
+    """The calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list of them."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise SampleFault(
+            "call that is no JSON",
+            f"{where}: found a function_call that is no JSON object, expected {_FUNCTION} or a list of them",
+        )
+    read = []
+    for call in calls:
+        function = {"name": call["name"], "arguments": call.get("arguments") or {}}
+        check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
+        read.append({"type": "function", "function": function})
+    return read
+
+
+def name_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with an id for each call that has none, and the answers of tools with the id of their call.
+
+    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt samples have none.
+    An id follows from the call and its place in the conversation.
+    """
+    named, open_calls = [], []
+    for number, message in enumerate(messages):
+        calls = [
+            call if "id" in call else {"id": _call_id(number, at, call), **call}
+            for at, call in enumerate(message.get("tool_calls") or ())
+        ]
+        if calls:
+            message, open_calls = {**message, "tool_calls": calls}, [call["id"] for call in calls]
+        elif message["role"] == "tool" and "tool_call_id" not in message and open_calls:
+            message = {**message, "tool_call_id": open_calls.pop(0)}
+        named.append(message)
+    return named
+
+
+def _call_id(number: int, at: int, call: RawSample) -> str:
+    return hashlib.sha256(json.dumps([number, at, call], sort_keys=True).encode()).hexdigest()[:9]
+
+
+def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
+    """The column `tools`, and its path: a list of descriptions, or one as JSON text; a bare function is put as chat
+    APIs have it. Raises SampleFault."""
+    path = path_of(sample, "tools")
+    tools: Any = sample.get("tools")
+    if isinstance(tools, str) and tools.strip() in ("", "null"):
+        tools = None
+    if not tools and (tools is None or isinstance(tools, list)):
+        return None, path
+    described, path = list_of(sample, "tools")
+    put = [
+        {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool for tool in described
+    ]
+    return put or None, path
