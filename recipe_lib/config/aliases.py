@@ -76,6 +76,7 @@ _ELSEWHERE = {
     "validation": "eval evaluation validator",
     "validation.source": "eval_dataset eval_file validation_file test_datasets eval_data_path dataset_val val_dataset "
     "valid_data_path validation.dataset validation.path validation.dataset_path dataset_validation",
+    "validation.split": "dataset_test_split eval_split dataset_eval_split",
     "validation.every_n_steps": "eval_steps eval_interval eval_freq val_check_interval run_val_every_n_steps "
     "validation.freq validation.interval evals_per_epoch val_every_n_steps",
     "validation.max_samples": "max_eval_samples max_val_samples",
@@ -215,6 +216,7 @@ _TORCHTUNE = {
     "data.format": "dataset._component_",
     "data.columns": "conversation_column",
     "validation.source": "dataset_val._component_",
+    "validation.split": "dataset_val.split",
     "optimizer.name": "optimizer._component_",
     "lr_scheduler.type": "lr_scheduler._component_",
     "log.trackers": "metric_logger._component_",
@@ -268,7 +270,6 @@ ANSWERS = {
     "checkpointer._component_": "checkpoints are in the Hugging Face layout; leave it out",
     "profiler": "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step",
     "new_system_prompt": "there is none; write the system's message into the samples",
-    "dataset_val.split": "the split is named in validation.source: hub:OWNER/NAME@SPLIT",
     "_component_": "no config names Python code; `tune cat CONFIG --describe` lists the keys that choose",
 }  # fmt: skip
 

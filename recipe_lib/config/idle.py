@@ -117,6 +117,12 @@ def reads_hub(cfg: Any) -> str | None:
     return None if any(str(source).startswith("hub:") for source in sources) else "no source is a dataset of the hub"
 
 
+def validates_on_hub(cfg: Any) -> str | None:
+    """a hub dataset in `validation.source`"""
+    is_hub = str(cfg.validation.source).startswith("hub:")
+    return None if is_hub else "validation.source is no dataset of the hub"
+
+
 def trained_dtype(cfg: Any) -> str:
     """The type of what is trained: the adapters' own, where adapters are."""
     adapters = getattr(cfg, "trained_adapters", None)

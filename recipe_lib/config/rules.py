@@ -230,8 +230,8 @@ RULES: tuple[Rule, ...] = (
          "remove lora.dtype, or set parallel.tensor=1", (_EXTERNAL, "parallel.tensor=2", "lora.dtype=fp32"),
          recipe=_LORA),
     Rule(("data.source", "data.sources"), lambda cfg: not resolved_sources(cfg.data), "neither is set",
-         "set data.source to a file or folder of samples (JSON, JSON lines, CSV, Parquet, text; also .gz and .zst) or to hub:OWNER/NAME, or "
-         "data.sources to several",
+         "set data.source to a file or folder of samples (JSON, JSON lines, CSV, Parquet, text; also .gz and .zst) or "
+         "to hub:OWNER/NAME, or data.sources to several",
          ("~data.source",)),
     Rule(("data.source", "data.sources"), lambda cfg: cfg.data.source is not None and len(cfg.data.sources) > 0,
          "both are set", "move data.source into the list, or remove one of the two",

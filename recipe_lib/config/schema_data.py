@@ -216,6 +216,12 @@ class ValidationConfig:
         needs="validation.source",
         known_as="none has it: torchtune and Axolotl say it within the dataset",
     )
+    split: str | None = key(
+        None,
+        "Like data.split, such as test, or train[:5%]; null: the same.",
+        needs=idle.validates_on_hub,
+        known_as="HF load_dataset split; TRL dataset_test_split",
+    )
     every_n_steps: int | None = key(
         None,
         "Steps between validations; null: at the end of each epoch.",
@@ -258,6 +264,19 @@ def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
         split=cfg.split if source.split is None else source.split,
         columns=dict(columns),
         max_samples=cfg.max_samples if source.max_samples is None else source.max_samples,
+    )
+
+
+def validation_source(data: DataConfig, validation: "ValidationConfig") -> SourceConfig | None:
+    """The source of validation data, what it leaves null filled in from the section `data`; None: no validation."""
+    if validation.source is None:
+        return None
+    return SourceConfig(
+        source=validation.source,
+        format=validation.format or data.format,
+        split=validation.split or data.split,
+        columns=dict(data.columns),
+        max_samples=validation.max_samples,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.registry import names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
-from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.sample_columns import OTHER_NAMES, called, is_json_list, overrides
 from recipe_lib.data.samples import SampleFault
@@ -51,7 +51,8 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     Raises DataError where samples are of no format, ConfigError where the recipe has no use for what they are.
     """
     data, validation, lines = cfg.data, cfg.validation, []
-    finds_validation = validation.source is not None and (validation.format or data.format) == AUTO
+    held_out = validation_source(data, validation)
+    finds_validation = held_out is not None and held_out.format == AUTO  # before those of training are found
     for number, source in enumerate(resolved_sources(data)):
         section = data.sources[number] if data.sources else data
         if source.format == AUTO:
@@ -63,9 +64,8 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
         if unused:
             used = section.format or data.format
             lines.append(f"data: columns of {source.source} that the format {used} does not use: {', '.join(unused)}")
-    if finds_validation:
-        source = SourceConfig(str(validation.source), format=AUTO, split=data.split, columns=dict(data.columns))
-        validation.format = _settled(cfg, source, "data")
+    if held_out is not None and finds_validation:
+        validation.format = _settled(cfg, held_out, "data")
         if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
             lines.append(f"data: format {validation.format}, found by the columns of {validation.source}")
     return lines

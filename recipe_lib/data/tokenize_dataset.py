@@ -13,7 +13,7 @@ import numpy as np
 
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
-from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.data.cache import cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
@@ -40,19 +40,17 @@ def build_dataset(
     tokenizer: TextTokenizer,
     max_seq_len: int,
     *,
-    source: str | None = None,
-    format: str | None = None,
-    max_samples: int | None = None,
+    validation: SourceConfig | None = None,
     prepared: PreparedData | None = None,
     may_be_empty: bool = False,
 ) -> Dataset:
     """All samples of all sources, tokenized; out of the cache if they are there, or as `prepare_data` has made them.
 
-    source, format: in place of those in `cfg` (for validation; then `max_samples` holds, not `cfg.max_samples`).
-    may_be_empty: a source of which no sample is left is no error; nothing is cached then.
+    validation: the source that is read in place of those in `cfg`. may_be_empty: a source of which no sample is left
+    is no error; nothing is cached then.
     Raises DataError: nothing there, a bad or too long sample where those are errors, no sample that trains anything, or
     a source of which no token or every token is trained."""
-    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, source, format, max_samples), may_be_empty)
+    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, validation), may_be_empty)
     found = (prepared or {}).get(build.name)
     return build.dataset() if found is None else found
 
@@ -64,18 +62,11 @@ def build_validation_dataset(
     may_be_empty: bool = False,
 ) -> Dataset | None:
     """The samples of `validation.source`; None: no validation. may_be_empty, raises: as `build_dataset`."""
-    validation = cfg.validation
-    if validation.source is None:
+    source = validation_source(cfg.data, cfg.validation)
+    if source is None:
         return None
     return build_dataset(
-        cfg.data,
-        tokenizer,
-        cfg.max_seq_len,
-        source=validation.source,
-        format=validation.format,
-        max_samples=validation.max_samples,
-        prepared=prepared,
-        may_be_empty=may_be_empty,
+        cfg.data, tokenizer, cfg.max_seq_len, validation=source, prepared=prepared, may_be_empty=may_be_empty
     )
 
 
@@ -119,27 +110,21 @@ def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> 
     for `build_dataset` and `build_validation_dataset` in the same process. load: gives the tokenizer.
     Raises what these raise.
     """
-    tokenizer, validation = load(), cfg.validation
-    wanted: list[tuple[str | None, str | None, int | None]] = [(None, None, None)]
-    if validation.source is not None:
-        wanted.append((validation.source, validation.format, validation.max_samples))
+    tokenizer, validation = load(), validation_source(cfg.data, cfg.validation)
 
-    def make(source: str | None, format: str | None, max_samples: int | None) -> tuple[str, Dataset]:
-        build = _Build(cfg.data, tokenizer, cfg.max_seq_len, _sources(cfg.data, source, format, max_samples))
+    def make(source: SourceConfig | None) -> tuple[str, Dataset]:
+        build = _Build(cfg.data, tokenizer, cfg.max_seq_len, _sources(cfg.data, source))
         return build.name, build.dataset()
 
-    return dict(_each(partial(make, *one) for one in wanted))
+    return dict(_each(partial(make, one) for one in ([None] if validation is None else [None, validation])))
 
 
-def _sources(
-    cfg: DataConfig, source: str | None, format: str | None, max_samples: int | None
-) -> dict[str, SourceConfig]:
+def _sources(cfg: DataConfig, validation: SourceConfig | None) -> dict[str, SourceConfig]:
     """The sources with nothing left null but max_samples, by the section of the config that they are from.
 
     Raises DataError."""
-    if source is not None:
-        columns = dict(cfg.columns)
-        return {"validation": SourceConfig(source, 1.0, format or cfg.format, cfg.split, columns, max_samples)}
+    if validation is not None:
+        return {"validation": validation}
     sources = resolved_sources(cfg)
     if not sources:
         raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")

@@ -22,6 +22,7 @@ CASES = [
     ("lr_scheduler.min_lr_ratio=0.1", ["lr_scheduler.type=constant"], "lr_scheduler.type is constant"),
     ("lr_scheduler.warmup_steps=9", ["lr_scheduler.warmup_ratio=0.1"], "lr_scheduler.warmup_ratio is 0.1"),
     ("optimizer.momentum=0.9", [], "optimizer.name is adamw"),
+    ("validation.split=test", ["validation.source=own.jsonl"], "validation.source is no dataset of the hub"),
     ("optimizer.betas=[0.9, 0.999]", ["optimizer.name=sgd"], "optimizer.name is sgd"),
     ("optimizer.eps=1e-6", ["optimizer.name=sgd"], "optimizer.name is sgd"),
     ("optimizer.state_bits=8", ["optimizer.name=sgd"], "optimizer.name is sgd"),

@@ -246,6 +246,19 @@ def test_validation_rows(chatml, rows_file, tmp_path):
     assert len(build_validation_dataset(cfg, chatml)) == 2
 
 
+@pytest.mark.parametrize(("own", "of_training", "asked"), [("test", "train", "test"), (None, "other", "other")])
+def test_split_of_validation(own, of_training, asked, chatml, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = {"test": [PAIR] * 3, "other": [PAIR] * 2}
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, subset=None, *, split: datasets.Dataset.from_list(rows[split])
+    )
+    cfg = FullFinetuneConfig(max_seq_len=32)
+    cfg.data = DataConfig(source="hub:owner/name", split=of_training, format="prompt_completion", cache=False)
+    cfg.validation.source, cfg.validation.split = "hub:owner/name", own
+    assert len(build_validation_dataset(cfg, chatml)) == len(rows[asked])
+
+
 def test_format_of_a_plugin(chatml, rows_file, monkeypatch):
     own = {kind: dict(components) for kind, components in registry._components.items()}
     monkeypatch.setattr(registry, "_components", own)

@@ -208,7 +208,7 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
     if not cfg.data.cache:
         return None
-    build = data_build._Build(cfg.data, tokenizer, cfg.max_seq_len, data_build._sources(cfg.data, None, None, None))
+    build = data_build._Build(cfg.data, tokenizer, cfg.max_seq_len, data_build._sources(cfg.data, None))
     key = cache_key(build.read_with(), build.files, build.encoders, tokenizer)
     if key is None:
         return None
