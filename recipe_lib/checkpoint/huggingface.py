@@ -42,7 +42,9 @@ def find_adapter_base(folder: str | Path, name: str, *, is_preset: bool = False)
             return find_checkpoint(name)
     except CheckpointError as error:
         if name not in list_presets() and not name.endswith(".json"):
-            raise CheckpointError(f"{error}, or say where the base is with --base") from error
+            raise CheckpointError(
+                f"{show(str(folder))}: its base is {error}, or say where it is with --base"
+            ) from error
     raise CheckpointError(
         f"{show(str(folder))}: was trained with random weights (model.preset={name}), which are in no checkpoint; "
         "start from model.path to have an adapter that others can load"

@@ -9,12 +9,13 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from recipe_lib import files
+from recipe_lib.config.local_files import is_hub_snapshot
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.config.schema_data import HUB, is_hub, resolved_sources
 from recipe_lib.redaction import redact
 
 CARD = "README.md"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+BASE = "BASE"  # the place of a base that is on no hub
 # Where and how a run wrote and logged says nothing about the model.
 _NOT_TOLD = re.compile(
     r"output_dir|resume|overwrite_output_dir|device|plugins?|log\..*|data\.(source|sources|format|cache.*|num_.*)"
@@ -41,27 +42,30 @@ def model_card(
 ) -> str:
     """The card's text, the same for the same training.
 
-    cfg: of the run; None: it is not known. base: the name of what training began from. base_folder: where that is; its
-    own card says the license. lora: how the adapter was made, None for a model of which all weights were trained.
-    is_adapter: whether the export is an adapter alone. commands: what to do with it, in a folder that they call FOLDER.
+    cfg: of the run; None: it is not known. base: the name of what training began from. base_folder: where that is, None
+    for random weights; its own card says the license. lora: how the adapter was made, None for a model of which all
+    weights were trained. is_adapter: whether the export is an adapter alone. commands: what to do with it, in a folder
+    that they call FOLDER, and a base that they call BASE.
     plan, results: rows of the tables of how it was trained and what came of it.
     """
+    shown = public_name(base, base_folder)
     data = ModelCardData(
-        base_model=base if _is_hub_id(base) else None,
+        base_model=base if base_folder is not None and is_hub_snapshot(base_folder, base) else None,
         datasets=sorted(_hub_datasets(cfg)) or None,
         library_name="peft" if is_adapter else "transformers",
         license=_license_of(base_folder),
         pipeline_tag="text-generation",
         tags=["tune-recipes", *_kind_tags(cfg, lora)],
     )
-    parts = [f"---\n{data.to_yaml()}\n---", *_sections(cfg, base, lora, is_adapter)]
+    parts = [f"---\n{data.to_yaml()}\n---", *_sections(cfg, base, base_folder, lora, is_adapter)]
     parts += [f"## {title}\n\n{_table(rows)}" for title, rows in (("Plan", plan), ("Results", results)) if rows]
-    parts.append("## Use\n\n" + _use(base if is_adapter else None, commands))
+    parts.append("## Use\n\n" + _use(shown if is_adapter else None, commands, base_folder is not None))
     return redact("\n\n".join(parts) + "\n")
 
 
-def _is_hub_id(name: str) -> bool:
-    return bool(_HUB_ID.fullmatch(name)) and not Path(name).expanduser().exists()
+def public_name(base: str, folder: Path | None) -> str:
+    """How a card names what training began from: by its hub id, or as BASE, since its folder is of this machine."""
+    return base if folder is None or is_hub_snapshot(folder, base) else BASE
 
 
 def _hub_datasets(cfg: FullFinetuneConfig | None) -> set[str]:
@@ -90,12 +94,15 @@ def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[
     return [cfg.recipe.partition("_")[0] if prefers else "sft", *kinds]
 
 
-def _sections(cfg: FullFinetuneConfig | None, base: str, lora: LoraConfig | None, is_adapter: bool) -> Iterator[str]:
+def _sections(
+    cfg: FullFinetuneConfig | None, base: str, base_folder: Path | None, lora: LoraConfig | None, is_adapter: bool
+) -> Iterator[str]:
     kind = "full fine-tuning" if lora is None else "DoRA" if lora.dora else "LoRA"
     what = f"{kind} adapter for" if is_adapter else f"Trained by {kind} from"
     begin = "random weights of the architecture" if cfg is not None and not cfg.model.path else ""
     yield f"# {Path(base).name or 'model'}, fine-tuned"
-    yield f"{what} {begin + ' ' if begin else ''}`{base}`, made with tune-recipes."
+    name = base if public_name(base, base_folder) == base else Path(base).name
+    yield f"{what} {begin + ' ' if begin else ''}`{name}`, made with tune-recipes."
     if cfg is not None:
         yield "## Data\n\n" + "\n".join(_data_lines(cfg))
         changed = {f"`{name}`": _cell(value) for name, value in _changed(cfg)}
@@ -129,21 +136,23 @@ def _changed(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             continue
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         if value != made and not _NOT_TOLD.fullmatch(name):
-            yield name, value
+            yield name, _without_folders(value) if field.metadata.get("path") and isinstance(value, str) else value
 
 
 def _cell(value: Any) -> str:
     return f"`{str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')}`"
 
 
-def _use(base: str | None, commands: Sequence[str]) -> str:
-    """base: of an adapter; None for a model."""
+def _use(base: str | None, commands: Sequence[str], has_base: bool) -> str:
+    """base: of an adapter; None for a model. has_base: it has weights that can be loaded."""
+    if base is not None and not has_base:
+        return f"The adapter is of use with the random weights of `{base}` alone that it was trained on."
     load = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
     if base is not None:
         load = f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), "FOLDER")'
     lines = "".join(f"{command}\n" for command in commands)
     return (
-        "In this folder's place, its path or its name on the hub:\n\n```python\n"
+        f"In the place of FOLDER{' and BASE' if base == BASE else ''}, a path or a name on the hub:\n\n```python\n"
         + ("from peft import PeftModel\n" if base is not None else "")
         + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         + f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n{load}\n{_ASK}```'

@@ -1,11 +1,13 @@
 """`tune export CHECKPOINT --merge | --adapter | --hf`: what was trained, as others load it, and checked."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.export_source import ExportSource, base_of, beside_weights, find_base, find_export
+from recipe_lib.config.local_files import base_name
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError
 
@@ -195,17 +197,17 @@ def _write_adapter(
     from recipe_lib.checkpoint.verify import adapter_settings_of
 
     if found.state is not None:
-        lora, name = found.cfg.lora, found.cfg.model.path
+        lora, name = found.cfg.lora, str(found.cfg.model.path)
     else:
         assert found.adapter is not None
         adapter = read_adapter(found.adapter)
-        lora, name = adapter_settings_of(adapter, spec), adapter.config.base or str(base)
+        lora, name = adapter_settings_of(adapter, spec), adapter.config.base
     export_adapter(
         model,
         spec,
         lora,
         out,
-        base=name,
+        base=base_name(name, base),
         base_folder=base,
         source_config=config,
         world=SingleRank(),
@@ -249,7 +251,7 @@ def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: "Decode
         return
     lora, base = adapter_settings_of(held, spec), arguments.base or held.config.base
     template = (adapter / CHAT_TEMPLATE).is_file()
-    given = bool(arguments.base)
+    given = bool(arguments.base) and os.path.abspath(arguments.base) != held.config.base
     print_next(adapter_commands(adapter, base, lora, rank=lora.rank, with_base=given, template=template))
     is_of_run = found.run is not None and adapter.parent == found.run  # where a merged model would be the run's
     if not (is_of_run and (adapter.parent / "model").exists()):

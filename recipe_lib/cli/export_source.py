@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.config.local_files import base_name
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
@@ -49,10 +50,17 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         return ExportSource(folder, cfg, records, path / "adapter", None)
     state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
     if state is None:
-        raise CheckpointError(
-            f"{shown}: holds neither an adapter nor a state; set checkpoint.save_every_n_steps in the run"
-        )
+        raise CheckpointError(f"{shown}: {_what_is_there(path)}")
     return ExportSource(folder, cfg, records, None, state)
+
+
+def _what_is_there(run: Path) -> str:
+    """Of a run without states, why it cannot be exported, and what to do."""
+    if (run / "model" / "config.json").is_file():
+        return f"has no state to export; {run / 'model'} is its trained model, exported already"
+    if (run / "adapter" / "adapter_config.json").is_file():
+        return "is a run of adapters; --hf is for runs that trained all weights, use --merge"
+    return "holds neither an adapter nor a state; run it again, with checkpoint.save_every_n_steps to have states"
 
 
 def _tell_of_newer_state(states: Path, adapter: Path) -> None:
@@ -103,6 +111,7 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "DecoderSpec", 
     """Arguments of an export: the tokenizer's files, the template and stop tokens that the run used, and the card."""
     if found.cfg is None:
         return _beside_strange_adapter(found, base, spec, is_adapter)
+    from recipe_lib.checkpoint.model_card import public_name
     from recipe_lib.data import trained_template
     from recipe_lib.tokenizers import load_tokenizer
     from recipe_lib.training.card import run_card
@@ -112,7 +121,8 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "DecoderSpec", 
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
     template = trained_template(cfg, tokenizer)
     step = int(found.state.name.split("_")[1].split("-")[0]) if found.state else None
-    commands = _commands(spec, cfg.model.path, cfg.trained_adapters if is_adapter else None, template is not None)
+    shown = public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
+    commands = _commands(spec, shown, cfg.trained_adapters if is_adapter else None, template is not None)
     return {
         "tokenizer_folder": folder,
         "chat_template": template,
@@ -126,15 +136,17 @@ def _beside_strange_adapter(
 ) -> dict[str, Any]:
     """Of an adapter without its run: the tokenizer that lies beside it is the one it was trained with."""
     from recipe_lib.checkpoint.adapter_files import read_adapter
-    from recipe_lib.checkpoint.model_card import model_card
+    from recipe_lib.checkpoint.model_card import model_card, public_name
     from recipe_lib.checkpoint.tokenizer_out import CHAT_TEMPLATE, TOKENIZER_FILES
     from recipe_lib.checkpoint.verify import adapter_settings_of
 
     assert found.adapter is not None
     held = read_adapter(found.adapter)
-    lora, named = adapter_settings_of(held, spec), held.config.base or str(base)
+    assert base is not None
+    lora, named = adapter_settings_of(held, spec), base_name(held.config.base, base)
     own = any((found.adapter / name).is_file() for name in TOKENIZER_FILES)
-    commands = _commands(spec, named, lora if is_adapter else None, (found.adapter / CHAT_TEMPLATE).is_file())
+    shown, template = public_name(named, base), (found.adapter / CHAT_TEMPLATE).is_file()
+    commands = _commands(spec, shown, lora if is_adapter else None, template)
     card = model_card(None, base=named, base_folder=base, lora=lora, is_adapter=is_adapter, commands=commands)
     return {"tokenizer_folder": found.adapter if own else base, "card": card}
 
@@ -153,15 +165,14 @@ def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
     """The folder of an adapter's base: the one that --base, its run or the adapter itself names. CheckpointError."""
     if arguments.base:
         return find_base(arguments.base)
+    from recipe_lib.checkpoint.adapter_config import read_adapter_config
     from recipe_lib.checkpoint.huggingface import find_adapter_base
 
-    if found.cfg is not None:
+    # The adapter's own name of it is found from any folder, the config's may be a path from where the run was started.
+    name = "" if found.adapter is None else read_adapter_config(found.adapter).base
+    if found.cfg is not None and not name:
         model = found.cfg.model
         return find_adapter_base(arguments.checkpoint, model.path or str(model.preset), is_preset=not model.path)
-    from recipe_lib.checkpoint.adapter_config import read_adapter_config
-
-    assert found.adapter is not None
-    name = read_adapter_config(found.adapter).base
     if not name:
         raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
     return find_adapter_base(arguments.checkpoint, name)

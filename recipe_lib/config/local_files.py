@@ -122,6 +122,16 @@ def downloaded_model(hub_id: str) -> Path | None:
     return snapshot if os.path.isdir(snapshot) else None
 
 
+def is_hub_snapshot(folder: str | Path, name: str) -> bool:
+    """Whether a folder is where the hub's cache has the model of that id."""
+    return f"models--{name.replace('/', '--')}" in Path(folder).parts
+
+
+def base_name(name: str, folder: str | Path) -> str:
+    """What finds a model from any folder: its hub id, or the full path of where it is."""
+    return name if is_hub_snapshot(folder, name) else os.path.abspath(folder)
+
+
 def hub_cache() -> Path:
     """Where huggingface_hub keeps what it has fetched."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):

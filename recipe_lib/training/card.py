@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.checkpoint.model_card import model_card
+from recipe_lib.config.local_files import base_name
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.training.records.metrics import METRICS_FILE, read_metrics
 
@@ -24,7 +25,7 @@ def run_card(
     lines = [line for line in (read_metrics(path) if path.is_file() else []) if step is None or line["step"] <= step]
     return model_card(
         cfg,
-        base=cfg.model.path or cfg.model.preset or "",
+        base=base_name(cfg.model.path, base_folder) if cfg.model.path and base_folder else cfg.model.preset or "",
         base_folder=base_folder,
         lora=cfg.trained_adapters,
         is_adapter=is_adapter,

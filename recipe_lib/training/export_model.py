@@ -8,6 +8,7 @@ from torch import nn
 from recipe_lib.checkpoint.adapter_out import export_adapter, file_rank
 from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.merged import merge_adapter
+from recipe_lib.checkpoint.model_card import public_name
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -67,10 +68,11 @@ def export_trained_adapter(
     """
     folder = Path(cfg.output_dir) / ADAPTER_FOLDER
     beside, usable = _trained_with(cfg, data), source.folder is not None and _can_generate(model, source)
+    shown = public_name(source.name, source.folder)
 
-    def commands(adapter: Path) -> list[str]:
+    def commands(adapter: Path, base: str) -> list[str]:
         rank, has_template = file_rank(source.spec, cfg.lora), beside["chat_template"] is not None
-        return adapter_commands(adapter, source.name, cfg.lora, rank=rank, template=has_template)
+        return adapter_commands(adapter, base, cfg.lora, rank=rank, template=has_template)
 
     export_adapter(
         model,
@@ -84,7 +86,7 @@ def export_trained_adapter(
         tokenizer_folder=data.tokenizer_path,
         **beside,
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(cfg, source, world, commands(ANYWHERE) if usable else [], is_adapter=True),
+        card=_card(cfg, source, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True),
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
@@ -107,7 +109,7 @@ def export_trained_adapter(
         merge = [merge_command(Path(cfg.output_dir), recipe=own_recipe(cfg))]
         stays = merged.exists() and not cfg.overwrite_output_dir  # of a run that is gone on with
         then = model_commands(merged) if cfg.lora.merge_on_save else [] if stays else merge
-        tell_next([*commands(folder), *then])
+        tell_next([*commands(folder, source.name), *then])
 
 
 def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
-from recipe_lib.config.local_files import downloaded_model
+from recipe_lib.config.local_files import base_name, downloaded_model
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.models import build_meta, preset_config, read_config, read_spec, spec_from_config
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
@@ -17,7 +17,8 @@ from recipe_lib.parallel.tensor_sizes import check_tensor
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """name: as the user gave it. folder: the checkpoint's; None: random weights. config: what config.json holds."""
+    """name: of a preset, a hub id, or the full path of a folder. folder: the checkpoint's; None: random weights.
+    config: what config.json holds."""
 
     name: str
     folder: Path | None
@@ -36,7 +37,7 @@ def resolve_model(cfg: ModelConfig) -> ResolvedModel:
     spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
         check_weights(spec, folder)
-    return ResolvedModel(name, folder, config, spec)
+    return ResolvedModel(base_name(name, folder) if folder else name, folder, config, spec)
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:

@@ -123,8 +123,8 @@ def test_a_base_that_has_moved(realdata: Path, tmp_path: Path, capsys: pytest.Ca
     for which in ("run", "run/adapter"):
         code, out, err = call(capsys, tmp_path / which, "--adapter")
         assert code == 2
-        assert err.startswith(f"error: {base}: no such folder") and err.endswith(
-            ", or say where the base is with --base\n"
+        assert err.startswith(f"error: {tmp_path / which}: its base is {base}: no such folder") and err.endswith(
+            ", or say where it is with --base\n"
         )
         assert err.count("\n") == 1
     assert call(capsys, tmp_path / "run", "--adapter", "--base", tmp_path / "moved")[0] == 0

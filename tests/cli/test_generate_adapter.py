@@ -89,7 +89,8 @@ def test_a_base_that_has_moved(plain_run: Path, tmp_path: Path, capsys: pytest.C
     gone = tmp_path / "gone"
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(gone)}))
     line = refused(capsys, adapter, *QUESTION)
-    assert line.startswith(f"error: {gone}: no such folder") and line.endswith("say where the base is with --base\n")
+    begin = f"error: {adapter}: its base is {gone}: no such folder"
+    assert line.startswith(begin) and line.endswith("say where it is with --base\n")
     answer, _ = said(capsys, plain_run / "adapter", *QUESTION)
     assert said(capsys, adapter, *QUESTION, "--base", plain_run.parent / "base")[0] == answer
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))

@@ -179,6 +179,42 @@ def test_the_card_of_a_run(realdata: Path, tmp_path: Path, capsys: pytest.Captur
     assert again.code == 0
 
 
+def test_a_base_is_found_from_any_folder_and_not_taken_for_one_of_the_hub(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path of two parts looks like a hub id, in the folder where it is no path."""
+    shutil.copytree(realdata / "stories260K-hf", tmp_path / "mods" / "stories")
+    monkeypatch.chdir(tmp_path)
+    adapter_run(realdata, tmp_path / "run", "model.path=mods/stories", f"tokenizer.path={tmp_path}/mods/stories")
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert main(["generate", "../run", "--prompt", "Hi", "--max-new-tokens", "3"]) == 0
+    for words in (["--merge"], ["--adapter"], ["--adapter", "--base", "../mods/stories"]):
+        assert main(["export", "../run", *words, "--out", f"out{len(words)}{words[0]}"]) == 0, capsys.readouterr().err
+    for folder in (tmp_path / "run" / "adapter", *tmp_path.glob("else/out*")):
+        card = (folder / "README.md").read_text()
+        assert "base_model" not in card and str(tmp_path) not in card and "| `tokenizer.path` | `stories` |" in card
+        if (folder / "adapter_config.json").is_file():
+            config = json.loads((folder / "adapter_config.json").read_text())
+            assert config["base_model_name_or_path"] == str(tmp_path / "mods" / "stories")
+            assert "from_pretrained('BASE')" in card
+
+
+def test_a_preset_is_no_base_on_the_hub(tmp_path: Path) -> None:
+    assert main(["run", "demo/full", "max_steps=1", "data.max_samples=64", "~validation.source",
+                 f"output_dir={tmp_path}/run"]) == 0  # fmt: skip
+    card = ModelCard.load(tmp_path / "run" / "model" / "README.md")
+    assert card.data.base_model is None and "random weights of the architecture `demo/0.5M`" in card.content
+
+
+def test_the_card_names_a_base_of_the_hub(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "1234"
+    card = model_card(None, base="owner/name", base_folder=snapshot, lora=LoraConfig(), is_adapter=True)
+    assert "base_model: owner/name" in card and "from_pretrained('owner/name')" in card
+    here = model_card(None, base="owner/name", base_folder=tmp_path / "owner" / "name", lora=None, is_adapter=False)
+    assert "base_model" not in here and "`name`" in here
+
+
 @pytest.mark.parametrize("trainable", ["adapters", "all"])
 def test_the_card_of_preferences(trainable: str, realdata: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
