@@ -46,9 +46,9 @@ def run(words: list[str]) -> int:
     for name in filter(None, (arguments.checkpoint, arguments.base)):
         check_model_there(name)  # before torch is imported
 
-    from recipe_lib.report.phases import phase
+    from recipe_lib.report.phases import importing
 
-    with phase("importing torch", leaves_line=False):
+    with importing("torch"):
         from recipe_lib.generation.source import find_source
         from recipe_lib.tokenizers import load_tokenizer
 

@@ -25,7 +25,7 @@ from recipe_lib.config.paths import (
 )
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, exit_code_of
-from recipe_lib.report.phases import phase
+from recipe_lib.report.phases import importing
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
 # What torchtune has recipes for, and here is something else.
@@ -136,7 +136,7 @@ def load_module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
-        with phase("importing torch" if "torch" not in sys.modules else f"importing {path.name}", leaves_line=False):
+        with importing("torch" if "torch" not in sys.modules else path.name):
             spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]

@@ -8,13 +8,18 @@ a terminal one that goes on for long writes a line now and then. Phases may stan
 shown. Ranks other than the first show nothing, and nobody does with `--quiet`.
 """
 
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from rich.text import Text
 
+from recipe_lib.errors import end_process
 from recipe_lib.logs import get_logger, is_quiet, is_verbose
 from recipe_lib.report import screen
 from recipe_lib.report.terminal import SOFT
@@ -104,6 +109,27 @@ def phase(what: str, total: int | None = None, unit: str = "", *, leaves_line: b
     seconds = time.monotonic() - going.began
     if live and leaves_line and (seconds >= SAID_SECONDS or is_verbose()):
         get_logger().info("%s: %s", what, format_seconds(seconds), extra={"style": SOFT})
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """A phase for the import of a large library, in which Ctrl-C ends the process at once: in the midst of an import
+    the exception of an interrupt may be swallowed by the library, and nothing is lost yet."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.stderr.write(f"{screen.ERASE if screen.can_draw() else ''}interrupted\n")
+        end_process(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    catches = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # nobody else handles it
+    if catches:
+        signal.signal(signal.SIGINT, end)
+    try:
+        with phase(f"importing {what}", leaves_line=False):
+            yield
+    finally:
+        if catches:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _say_now_and_then(going: Phase, end: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 import sys
 import time
 
@@ -11,6 +12,7 @@ from rich.text import Text
 from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, set_verbosity
 from recipe_lib.report import phases, screen
 from recipe_lib.report.phases import phase
+from tests.house.files import ROOT
 from tests.report.terminal_screen import Terminal, lines_on
 
 
@@ -168,3 +170,14 @@ def test_verbosity(monkeypatch: pytest.MonkeyPatch) -> None:
     with phase("a moment"):
         pass
     assert lines_on(terminal.getvalue())[1].startswith("a moment: 0.0")
+
+
+def test_an_interrupt_ends_an_import_that_swallows_it() -> None:
+    program = (
+        "import os, signal, time\nfrom recipe_lib.report.phases import importing\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with importing('torch'):\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(5)\n"
+        "    except BaseException:\n        pass\nprint('went on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
