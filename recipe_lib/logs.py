@@ -51,6 +51,11 @@ def wrapped(text: str, columns: int) -> str:
     )
 
 
+def say(text: str) -> None:
+    """A line on standard output; on a terminal it is broken between words."""
+    print(wrapped(text, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else text)
+
+
 class _Formatter(logging.Formatter):
     """Without secrets; on a terminal in the color of the level, or of the record's `style`, and broken between words.
 

@@ -9,6 +9,7 @@ from recipe_lib.config.local_files import base_name
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
+from recipe_lib.logs import say
 
 if TYPE_CHECKING:
     from recipe_lib.models import DecoderSpec
@@ -67,7 +68,7 @@ def _tell_of_newer_state(states: Path, adapter: Path) -> None:
     """Of a run that had ended, was gone on with and has not ended again, the adapter is older than the states."""
     saved = {path.stat().st_mtime: path.parent for path in states.glob("step_*/manifest.json")}
     if saved and max(saved) > adapter.stat().st_mtime:
-        print(f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it")
+        say(f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it")
 
 
 def _owner(folder: Path) -> Path:
@@ -77,7 +78,7 @@ def _owner(folder: Path) -> Path:
     record = read_record(folder)
     if record is None or "adapter" not in record.earlier or not record.kept:
         return folder
-    print(f"note: {folder / 'adapter'} is of the run before the one in {folder}; see {folder / record.kept[0]}")
+    say(f"note: {folder / 'adapter'} is of the run before the one in {folder}; see {folder / record.kept[0]}")
     return folder / record.kept[0]
 
 

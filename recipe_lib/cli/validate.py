@@ -9,6 +9,7 @@ from recipe_lib.config.load import load
 from recipe_lib.config.paths import list_recipes
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.errors import DONE
+from recipe_lib.logs import say
 
 
 def parser(words: Sequence[str] = ()) -> Parser:
@@ -33,7 +34,7 @@ def run(words: list[str]) -> int:
     loaded = load(configs, arguments.overrides, recipe.schema())
     notes = check_start(loaded.cfg)
     check_shape(loaded.cfg)
-    print(f"{', '.join(configs)}: a valid config of {recipe.name}")
+    say(f"{', '.join(configs)}: a valid config of {recipe.name}")
     for note in (*loaded.idle, *notes):
-        print(f"note: {note}")
+        say(f"note: {note}")
     return DONE

@@ -1,5 +1,6 @@
 """Rows on a terminal that leave what others print alone, lines elsewhere, silence where it is asked for."""
 
+import io
 import logging
 import os
 import subprocess
@@ -9,7 +10,7 @@ import time
 import pytest
 from rich.text import Text
 
-from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, set_verbosity
+from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, say, set_verbosity
 from recipe_lib.report import phases, screen
 from recipe_lib.report.phases import phase
 from tests.house.files import ROOT
@@ -181,3 +182,13 @@ def test_an_interrupt_ends_an_import_that_swallows_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_line_on_standard_output_is_broken_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "check: 35 adapted modules are merged, every tensor of the model is there, and so is the tokenizer"
+    for stream, lines in ((Terminal(), 2), (io.StringIO(), 1)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setenv("COLUMNS", "60")
+        say(text)
+        said = stream.getvalue().splitlines()
+        assert len(said) == lines and " ".join(line.strip() for line in said) == text
