@@ -51,7 +51,7 @@ def wrapped(text: str, columns: int) -> str:
     )
 
 
-def say(text: str) -> None:
+def print_wrapped(text: str) -> None:
     """A line on standard output; on a terminal it is broken between words."""
     print(wrapped(text, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else text)
 

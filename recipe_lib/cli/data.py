@@ -18,7 +18,7 @@ from recipe_lib.config.local_files import downloaded_model, model_folder
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
-from recipe_lib.logs import say
+from recipe_lib.logs import print_wrapped
 from recipe_lib.units import counted
 
 if TYPE_CHECKING:
@@ -236,9 +236,9 @@ def report(found: Any, lines: list[str]) -> None:
     """The counts in words, and the histogram as bars."""
     numbers = found.numbers
     for line in lines:
-        say(visible(line))
+        print_wrapped(visible(line))
     if numbers["sequences"]:
-        say(
+        print_wrapped(
             f"lengths: {numbers['shortest_sequence']} to {numbers['longest_sequence']} tokens, median "
             f"{numbers['median_sequence']}; packed into {counted(numbers['packs'], 'sequence')} of "
             f"{numbers['pack_length']} they fill {numbers['packing_efficiency']:.1%} of them"
@@ -247,9 +247,9 @@ def report(found: Any, lines: list[str]) -> None:
     for low, high, count in found.histogram:
         print(f"  {low:>7} - {high:<7} {count:>9}  {'#' * round(40 * count / most)}")
     if numbers["sequences"] and numbers.get("untrained_tokens") == []:
-        say("special tokens: every one that the samples use has a trained embedding")
+        print_wrapped("special tokens: every one that the samples use has a trained embedding")
     if "validation" in numbers:
         trained, held_out = numbers["overlapping_sequences"], numbers["validation"]
         count = counted(held_out["pairs"], "pair") if held_out["pairs"] else counted(held_out["sequences"], "sequence")
-        say(f"validation: {count}, {trained} of them also trained on")
-    say(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")
+        print_wrapped(f"validation: {count}, {trained} of them also trained on")
+    print_wrapped(f"faults: {', '.join(dict.fromkeys(finding.name for finding in found.findings)) or 'none'}")

@@ -10,7 +10,7 @@ from recipe_lib.cli.export_source import ExportSource, base_of, beside_weights, 
 from recipe_lib.config.local_files import base_name
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError
-from recipe_lib.logs import say
+from recipe_lib.logs import print_wrapped
 
 if TYPE_CHECKING:
     import torch
@@ -231,12 +231,12 @@ def _check_adapter(
 
     model, filled = model_of_adapter(adapter, spec, base, dtype, device)
     held = read_adapter(adapter)
-    say(f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is left over")
+    print_wrapped(f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is left over")
     if written:
         check_names(adapter, spec, base)
-        say("check: names are those of the base's modules, as PEFT and vLLM look for them")
+        print_wrapped("check: names are those of the base's modules, as PEFT and vLLM look for them")
     if held.config.dora:
-        say("note: vLLM does not load DoRA adapters; serve the merged model there (tune export --merge)")
+        print_wrapped("note: vLLM does not load DoRA adapters; serve the merged model there (tune export --merge)")
     tell(f"adapter: {adapter}", compare(trained[0], prompt_logits(model), trained[1]), dtype, adapter)
 
 
@@ -290,17 +290,19 @@ def _check_merged(
         **beside_weights(found, base, spec_from_config(read_config(base), where=str(base)), is_adapter=False),
     )
     spec = spec_from_config(read_config(out), where=str(out))
-    say(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
+    print_wrapped(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
     comparison = compare(trained[0], prompt_logits(plain_model(spec, out, wanted, device)), trained[1])
     tell(f"model: {out}", comparison, min(dtype, wanted, key=lambda kind: kind.itemsize), out)
     if comparison.change and comparison.difference > comparison.change / 2:
-        say("note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and adapter apart")
+        print_wrapped(
+            "note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and adapter apart"
+        )
     print_next(model_commands(out))
 
 
 def tell(written: str, comparison: "Comparison", dtype: "torch.dtype", out: Path) -> None:
     """Prints what was written and how it compares; CheckpointError if it differs by more than rounding."""
-    say(written)
+    print_wrapped(written)
     if not comparison.agrees(dtype):
         raise CheckpointError(f"{out}: does not compute what was trained: {comparison}; do not use it, and report this")
-    say(f"check: {comparison}")
+    print_wrapped(f"check: {comparison}")

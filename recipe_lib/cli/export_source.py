@@ -9,7 +9,7 @@ from recipe_lib.config.local_files import base_name
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.logs import say
+from recipe_lib.logs import print_wrapped
 
 if TYPE_CHECKING:
     from recipe_lib.models import DecoderSpec
@@ -68,7 +68,9 @@ def _tell_of_newer_state(states: Path, adapter: Path) -> None:
     """Of a run that had ended, was gone on with and has not ended again, the adapter is older than the states."""
     saved = {path.stat().st_mtime: path.parent for path in states.glob("step_*/manifest.json")}
     if saved and max(saved) > adapter.stat().st_mtime:
-        say(f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it")
+        print_wrapped(
+            f"note: {saved[max(saved)]} is newer than {adapter.parent}, which is taken; name the state to export it"
+        )
 
 
 def _owner(folder: Path) -> Path:
@@ -78,7 +80,7 @@ def _owner(folder: Path) -> Path:
     record = read_record(folder)
     if record is None or "adapter" not in record.earlier or not record.kept:
         return folder
-    say(f"note: {folder / 'adapter'} is of the run before the one in {folder}; see {folder / record.kept[0]}")
+    print_wrapped(f"note: {folder / 'adapter'} is of the run before the one in {folder}; see {folder / record.kept[0]}")
     return folder / record.kept[0]
 
 

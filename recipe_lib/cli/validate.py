@@ -9,7 +9,7 @@ from recipe_lib.config.load import load
 from recipe_lib.config.paths import list_recipes
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.errors import DONE
-from recipe_lib.logs import say
+from recipe_lib.logs import print_wrapped
 
 
 def parser(words: Sequence[str] = ()) -> Parser:
@@ -34,7 +34,7 @@ def run(words: list[str]) -> int:
     loaded = load(configs, arguments.overrides, recipe.schema())
     notes = check_start(loaded.cfg)
     check_shape(loaded.cfg)
-    say(f"{', '.join(configs)}: a valid config of {recipe.name}")
+    print_wrapped(f"{', '.join(configs)}: a valid config of {recipe.name}")
     for note in (*loaded.idle, *notes):
-        say(f"note: {note}")
+        print_wrapped(f"note: {note}")
     return DONE

@@ -10,7 +10,7 @@ import time
 import pytest
 from rich.text import Text
 
-from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, say, set_verbosity
+from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, print_wrapped, set_verbosity
 from recipe_lib.report import phases, screen
 from recipe_lib.report.phases import phase
 from tests.house.files import ROOT
@@ -189,6 +189,6 @@ def test_a_line_on_standard_output_is_broken_between_words_on_a_terminal(monkeyp
     for stream, lines in ((Terminal(), 2), (io.StringIO(), 1)):
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setenv("COLUMNS", "60")
-        say(text)
+        print_wrapped(text)
         said = stream.getvalue().splitlines()
         assert len(said) == lines and " ".join(line.strip() for line in said) == text
