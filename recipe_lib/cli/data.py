@@ -173,7 +173,11 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    class Printer(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process with 1
+
+    console = Printer(highlight=False, soft_wrap=True)
     tokens, trained = sum(document.tokens for document in documents), sum(document.trained for document in documents)
     what = "pack" if packed else "sequence"
     held = f" in {len(documents)} documents" if len(documents) > 1 else ""
