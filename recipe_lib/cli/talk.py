@@ -28,7 +28,7 @@ def is_terminal() -> bool:
 def talk(chat: "Chat", name: str) -> None:
     """Answers line by line until the lines end. name: of the model, for a terminal's first line.
 
-    A line that cannot be answered is told at a terminal; in a pipe it ends the conversation, as ConfigError or DataError.
+    A line that cannot be answered is told at a terminal; in a pipe it ends the conversation (ConfigError, DataError).
     """
     if is_terminal():
         tell(f"{name}; {HELP}")
