@@ -18,6 +18,7 @@ from recipe_lib.config.local_files import downloaded_model, model_folder
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
+from recipe_lib.logs import is_quiet
 from recipe_lib.units import counted
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     sys.stdout.write(found if checks else "")
     tokenizer = load_tokenizer_of(cfg, source)
     dataset, validation = build_datasets(cfg, tokenizer, may_be_empty=checks)
-    sys.stderr.write("" if checks else found)
+    sys.stderr.write("" if checks or is_quiet() else found)
     return tokenizer, dataset, validation, source
 
 

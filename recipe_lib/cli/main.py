@@ -91,7 +91,8 @@ def _run_verb(words: list[str]) -> int:
         set_verbosity(VERBOSITY[words[0]])
         words = words[1:]
     if words and words[0] == "help":
-        words = [*words[1:2], "--help"]
+        asked = [word for word in words[1:] if word not in (*VERBOSITY, "help")]
+        words = [*asked[:1], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return DONE

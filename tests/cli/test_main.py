@@ -85,6 +85,14 @@ def test_help_names_every_verb(words: list[str], capsys: pytest.CaptureFixture):
     assert printed.err == ""
 
 
+def test_help_for_help_and_beside_an_option_of_all_verbs(capsys: pytest.CaptureFixture):
+    assert main(["help", "help"]) == main(["help", "-q"]) == main(["help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == 3 * printed[: len(printed) // 3] and printed.startswith("usage: tune VERB")
+    assert main(["help", "-q", "run"]) == 0
+    assert capsys.readouterr().out.startswith("usage: tune run ")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
     assert main([verb, "--help"]) == 0
