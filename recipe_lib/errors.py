@@ -5,8 +5,10 @@ A user error is one line: the place (file, line or key), what was found, what wa
 """
 
 import atexit
+import contextlib
 import errno
 import hashlib
+import io
 import logging
 import os
 import re
@@ -15,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from recipe_lib.redaction import redact
 
@@ -193,5 +195,23 @@ def _say_once(lines: str) -> None:
             return
         except OSError:
             pass  # a full disk must not swallow the lines
-    sys.stderr.write(lines)  # in one piece: ranks share the terminal
-    sys.stderr.flush()
+    say(lines)
+
+
+def say(text: str) -> None:
+    """Writes to standard error; the exit code is not to change where that is closed or on a full disk."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)  # in one piece: ranks share the terminal
+        sys.stderr.flush()
+    except OSError:
+        send_nowhere(sys.stderr)
+
+
+def send_nowhere(stream: TextIO) -> None:
+    """Lets Python's flush at exit succeed: the stream takes no more."""
+    with contextlib.suppress(io.UnsupportedOperation):  # a stream in memory has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -1,6 +1,7 @@
 """An argparse parser whose mistakes are one line with the nearest right spelling, and whose help is plain."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -61,6 +62,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(
             f"{self.prog}: unknown option {show(name)}{did_you_mean(name, self.options()) or self.hint()}"
         )
+
+    def print_help(self, file: Any = None) -> None:
+        """Writes the help; unlike argparse, not as if it were written where the disk is full."""
+        (file or sys.stdout).write(self.format_help())
 
     def options(self) -> list[str]:
         """The long options of the verb."""

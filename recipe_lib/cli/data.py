@@ -18,7 +18,7 @@ from recipe_lib.config.local_files import downloaded_model, model_folder
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
-from recipe_lib.logs import print_wrapped
+from recipe_lib.logs import is_quiet, print_wrapped
 from recipe_lib.units import counted
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     sys.stdout.write(found if checks else "")
     tokenizer = load_tokenizer_of(cfg, source)
     dataset, validation = build_datasets(cfg, tokenizer, may_be_empty=checks)
-    sys.stderr.write("" if checks else found)
+    sys.stderr.write("" if checks or is_quiet() else found)
     return tokenizer, dataset, validation, source
 
 
@@ -174,7 +174,11 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    class Printer(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process with 1
+
+    console = Printer(highlight=False, soft_wrap=True)
     tokens, trained = sum(document.tokens for document in documents), sum(document.trained for document in documents)
     what = "pack" if packed else "sequence"
     held = f" in {len(documents)} documents" if len(documents) > 1 else ""

@@ -6,13 +6,14 @@ imports torch before it needs it. What it does meanwhile is shown on a terminal;
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from recipe_lib.errors import DONE, ConfigError, StorageError, exit_code_of
+from recipe_lib.errors import DONE, ConfigError, StorageError, exit_code_of, say, send_nowhere
 from recipe_lib.logs import VERBOSITY, set_verbosity
 
 VERBS = {
@@ -45,22 +46,44 @@ WAITS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs `tune` with `argv` (default: the process's own); returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
+    _prepare_output()
     try:
-        return exit_code_of(lambda: _run_verb(words))
-    except SystemExit as done:  # argparse leaves this way after --help
-        return done.code if isinstance(done.code, int) else 1
+        return exit_code_of(lambda: _run_to_the_end(words))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted\n")
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader of our output is gone (`tune ls | head`). Nothing more can be said on that pipe.
-        _close_output()
+        send_nowhere(sys.stdout)
         return 128 + signal.SIGPIPE
+    finally:
+        say("")  # what could not be written to standard error must not become the exit code
 
 
-def _close_output() -> None:
-    """Lets Python's flush at exit go nowhere: standard output takes no more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _prepare_output() -> None:
+    """Standard output and error that are closed lead nowhere; a letter that they have no code for is written out."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _run_to_the_end(words: list[str]) -> int:
+    """The exit code, after all output is written."""
+    try:
+        try:
+            code = _run_verb(words)
+        except SystemExit as done:  # argparse leaves this way after --help
+            code = done.code if isinstance(done.code, int) else 1
+        sys.stdout.flush()  # here, where a closed pipe can still be answered
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        send_nowhere(sys.stdout)  # a descriptor has no name: it is our output, redirected to a full disk
+        raise StorageError("standard output: No space left on device; free some space") from error
+    return code
 
 
 def _run_verb(words: list[str]) -> int:
@@ -68,7 +91,8 @@ def _run_verb(words: list[str]) -> int:
         set_verbosity(VERBOSITY[words[0]])
         words = words[1:]
     if words and words[0] == "help":
-        words = [*words[1:2], "--help"]
+        asked = [word for word in words[1:] if word not in (*VERBOSITY, "help")]
+        words = [*asked[:1], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return DONE
@@ -83,16 +107,8 @@ def _run_verb(words: list[str]) -> int:
         known = [*VERBOSITY, "--version", "--help"] if what == "option" else VERBS
         hint = did_you_mean(verb, known) or f"; one of: {', '.join(known)}"
         raise ConfigError(f"tune: unknown {what} {show(verb)!r}{hint}")
-    try:
-        with _shown(verb):
-            code = importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").run(rest)
-            sys.stdout.flush()  # here, where a closed pipe can still be answered
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        _close_output()  # a descriptor has no name: it is our output, redirected to a full disk
-        raise StorageError("standard output: No space left on device; free some space") from error
-    return code
+    with _shown(verb):
+        return importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").run(rest)
 
 
 def _shown(verb: str) -> AbstractContextManager[Any]:

@@ -26,10 +26,13 @@ def is_terminal() -> bool:
 
 
 def talk(chat: "Chat", name: str) -> None:
-    """Answers line by line until the lines end. name: of the model, for a terminal's first line."""
+    """Answers line by line until the lines end. name: of the model, for a terminal's first line.
+
+    A line that cannot be answered is told at a terminal; in a pipe it ends the conversation (ConfigError, DataError).
+    """
     if is_terminal():
         tell(f"{name}; {HELP}")
-    for line in lines():
+    for number, line in enumerate(lines(), start=1):
         question = line.strip()
         if question == "/exit":
             return
@@ -38,8 +41,10 @@ def talk(chat: "Chat", name: str) -> None:
             tell("the conversation begins anew")
         elif question == "/help":
             tell(HELP)
+        elif _is_broken(question):  # at a terminal
+            tell("note: this line is not UTF-8 and was left out; check the terminal's encoding")
         elif question and not _is_misspelled(question):
-            _answer(chat, line)
+            _answer(chat, line, number)
 
 
 def _is_misspelled(question: str) -> bool:
@@ -52,8 +57,9 @@ def _is_misspelled(question: str) -> bool:
     return bool(hint)
 
 
-def _answer(chat: "Chat", question: str) -> None:
-    """Prints an answer as it is made; what goes wrong with one question is told, and the next one may be asked."""
+def _answer(chat: "Chat", question: str, number: int) -> None:
+    """Prints an answer as it is made. At a terminal what goes wrong with one question is told, and the next one may be
+    asked; who reads the answers to a pipe would take the next one for this. number: of the line."""
     begun = False
     try:
         with contextlib.closing(chat.answer(question)) as pieces:
@@ -64,6 +70,9 @@ def _answer(chat: "Chat", question: str) -> None:
     except (ConfigError, DataError) as error:
         if begun:
             raise
+        if not is_terminal():
+            again = "; a line /reset before it begins anew" if chat.messages else ""
+            raise type(error)(*(f"standard input: line {number}: {fault}{again}" for fault in error.faults)) from error
         tell(f"note: {error}; this line was left out, /reset begins anew")
         return
     except KeyboardInterrupt:
@@ -77,14 +86,21 @@ def _answer(chat: "Chat", question: str) -> None:
         tell(f"note: {chat.why_ended}")
 
 
+def _is_broken(line: str) -> bool:
+    """Whether it had bytes that are not UTF-8, as `surrogateescape` keeps them."""
+    return any("\ud800" <= letter <= "\udfff" for letter in line)
+
+
 def lines() -> Iterator[str]:
-    """The lines that are typed or piped in, without their ends. ConfigError for one that is not UTF-8."""
+    """The lines that are typed or piped in, without their ends. ConfigError for a piped one that is not UTF-8."""
     return _typed() if is_terminal() else _piped()
 
 
 def _typed() -> Iterator[str]:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then has its keys and its history)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # input() would fail, or not, by the locale
     while True:
         try:
             if sys.stdout.isatty():
@@ -103,7 +119,7 @@ def _piped() -> Iterator[str]:
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(sys.stdin or (), start=1):
-        if any("\ud800" <= letter <= "\udfff" for letter in line):
+        if _is_broken(line):
             raise ConfigError(f"standard input: line {number} is not UTF-8; give it in UTF-8 text")
         yield line.rstrip("\r\n")
 

@@ -90,6 +90,7 @@ def read_sizes(text: str) -> tuple[int, ...]:
 
 def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this machine."""
+    from recipe_lib.config.local_files import is_hub_id
     from recipe_lib.config.paths import list_presets
     from recipe_lib.models.spec import preset_config, read_config
     from recipe_lib.plan.world.shape_only_model import in_hub_cache
@@ -104,6 +105,11 @@ def config_of(name: str) -> dict[str, Any]:
     if cached is not None:
         return read_config(Path(cached))
     near = nearest(name, presets)
+    if not near and not is_hub_id(name):
+        raise ConfigError(
+            f"tune tp-plan: {show(name)}: no such folder; expected a model folder, a preset, or a hub id such as "
+            "OWNER/NAME"
+        )
     hint = f"did you mean {near}?" if near else f"fetch it with `tune download {show(name)}`, or name a preset"
     raise ConfigError(f"tune tp-plan: {show(name)}: found no folder, no preset and nothing in the hub cache; {hint}")
 

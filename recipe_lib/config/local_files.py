@@ -106,9 +106,14 @@ def model_folder(path_or_hub_id: str | Path) -> Path | None:
     if os.path.exists(path):
         raise CheckpointError(f"{path}: is a file; expected the folder of a model (config.json and safetensors files)")
     name = str(path_or_hub_id)
-    if not _HUB_ID.fullmatch(name) or ".." in name:
+    if not is_hub_id(name):
         raise CheckpointError(f"{name}: no such folder; expected a model folder, or a hub id such as OWNER/NAME")
     return None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model on the hub can have that name: OWNER/NAME."""
+    return _HUB_ID.fullmatch(name) is not None and ".." not in name
 
 
 def downloaded_model(hub_id: str) -> Path | None:

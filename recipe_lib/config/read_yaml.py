@@ -111,6 +111,9 @@ def parse(text: str) -> YamlDocument:
 def _plainly(error: Any, text: str) -> YamlError:
     """A parser's error in plain words, at the line a user has to look at."""
     said = f"{error.context or ''} {error.problem or ''}"
+    if "flow node" in said and (opened := _open_bracket(text)):
+        what = "a list `[...]`" if isinstance(opened, yaml.FlowSequenceStartToken) else "a mapping `{...}`"
+        return YamlError(opened.start_mark.line + 1, f"not valid YAML: {what} is not closed, or lacks a comma")
     unclosed = any(sign in said for sign in ("quoted scalar", "flow ", "simple key"))
     mark = (error.context_mark if unclosed else None) or error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
@@ -124,6 +127,20 @@ def _plainly(error: Any, text: str) -> YamlError:
         if sign in said:
             return YamlError(line, f"not valid YAML: {words}")
     return YamlError(line, f"not valid YAML: {show(str(error.problem))}")
+
+
+def _open_bracket(text: str) -> Any:
+    """The token of the innermost bracket that is still open where the text ends; None if there is none."""
+    opened: list[Any] = []
+    try:
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            if isinstance(token, yaml.FlowSequenceStartToken | yaml.FlowMappingStartToken):
+                opened.append(token)
+            elif isinstance(token, yaml.FlowSequenceEndToken | yaml.FlowMappingEndToken) and opened:
+                opened.pop()
+    except yaml.YAMLError:
+        return None
+    return opened[-1] if opened else None
 
 
 class _Builder:

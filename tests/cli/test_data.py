@@ -40,10 +40,14 @@ def between(text: str) -> list[str]:
     return [part.partition("»")[0] for part in text.split("«")[1:]]
 
 
-def test_show_marks_what_is_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_show_marks_what_is_trained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     rows = write(tmp_path / "rows.jsonl", ROWS)
     code, out, err = tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--limit", "2")
     assert (code, err) == (0, f"data: format alpaca, found by the columns of {rows}\n")
+    monkeypatch.setenv("TUNE_VERBOSITY", "")  # restored after the test
+    assert tune(capsys, "show", *arguments(rows, "data.shuffle=false"), "--limit", "2", "-q") == (0, out, "")
     assert "".join(between(out.split("── sequence 2")[0])).startswith("five")
     assert "".join(between(out.split("── sequence 2")[1])).startswith("six")
     assert f"{rows}:1" in out and f"{rows}:2" in out and f"{rows}:3" not in out

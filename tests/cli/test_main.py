@@ -1,12 +1,14 @@
 """The entry point: help, mistakes, and how little a verb costs that needs no torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from recipe_lib.__main__ import start
 from recipe_lib.cli.main import VERBS, main
 from recipe_lib.config.paths import list_configs
 from tests.cli.commands import ROOT, TUNE, environment, tune
@@ -83,6 +85,14 @@ def test_help_names_every_verb(words: list[str], capsys: pytest.CaptureFixture):
     assert printed.err == ""
 
 
+def test_help_for_help_and_beside_an_option_of_all_verbs(capsys: pytest.CaptureFixture):
+    assert main(["help", "help"]) == main(["help", "-q"]) == main(["help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == 3 * printed[: len(printed) // 3] and printed.startswith("usage: tune VERB")
+    assert main(["help", "-q", "run"]) == 0
+    assert capsys.readouterr().out.startswith("usage: tune run ")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
     assert main([verb, "--help"]) == 0
@@ -135,12 +145,25 @@ def test_a_closed_pipe_is_no_traceback():
         assert result.stdout == "141\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_pipe_that_is_closed_while_rich_prints_ends_as_any_other(monkeypatch: pytest.MonkeyPatch):
+    """rich would end the process with 1 by itself."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(["data", "show", "demo/full", "--limit", "1"]) == 141
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+
+
+@needs_full
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_to_a_full_disk_is_one_line(unbuffered: str):
+@pytest.mark.parametrize("words", [["cat", CONFIG], ["--help"], ["-V"], ["help", "ls"]], ids=" ".join)
+def test_output_to_a_full_disk_is_one_line(words: list[str], unbuffered: str):
     with open("/dev/full", "w") as full:
         result = subprocess.run(
-            [*TUNE, "cat", CONFIG],
+            [*TUNE, *words],
             cwd=ROOT,
             env=environment(PYTHONUNBUFFERED=unbuffered),
             stdout=full,
@@ -149,6 +172,53 @@ def test_output_to_a_full_disk_is_one_line(unbuffered: str):
         )
     assert result.stderr == "error: standard output: No space left on device; free some space\n"
     assert result.returncode == 6
+
+
+@needs_full
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("ls nosuch 2>/dev/full", 2),
+        ("ls nosuch 2>&-", 2),
+        ("ls >&-", 0),
+        ("help run >&-", 0),
+        ("ls nosuch >&- 2>&-", 2),
+    ],
+)
+def test_a_stream_that_takes_nothing_changes_no_exit_code(line: str, code: int):
+    for module in ("recipe_lib.cli.main", "recipe_lib"):
+        result = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m {module} {line}"],
+            cwd=ROOT,
+            env=environment(PYTHONUNBUFFERED=None),
+            capture_output=True,
+            text=True,
+        )
+        assert (result.returncode, result.stderr) == (code, "")
+
+
+def test_a_letter_without_a_code_in_the_output_is_written_out():
+    result = tune("data", "show", "demo/full", "--limit", "1", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0, result.stderr
+    assert "\\xab" in result.stdout and result.stdout.isascii()
+
+
+def test_an_interrupted_import_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """As Ctrl-C while modules are imported; the entry point itself has imported none of ours."""
+
+    def interrupt(name: str, *more: object) -> None:
+        raise KeyboardInterrupt
+
+    probe = "import recipe_lib.__main__, sys; print([name for name in sys.modules if name.startswith('recipe_lib')])"
+    imported = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert imported.stdout == "['recipe_lib', 'recipe_lib.__main__']\n"
+    monkeypatch.setattr("builtins.__import__", interrupt)
+    code = start()
+    monkeypatch.undo()
+    assert code == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_it_runs_as_a_process():

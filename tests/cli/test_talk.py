@@ -77,18 +77,22 @@ def test_commands_of_a_pipe(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert piped(monkeypatch, capsys, "", run)[0] == ""
 
 
-def test_a_line_that_is_too_long_is_left_out(
+def test_a_line_that_is_too_long_ends_a_pipe(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    """Whoever pairs answers with lines would take the next answer for this one's."""
     answer = piped(monkeypatch, capsys, "Hi\n", run, *LONG)[0]
-    out, err = piped(monkeypatch, capsys, f"{'cat ' * 600}\nHi\n", run, *LONG)
-    assert out == answer
-    (line,) = told(err)
-    assert re.fullmatch(
-        r"note: the conversation: \d+ tokens; the model takes 512, completion included; this line was left out, "
-        r"/reset begins anew",
-        line,
-    )
+    for before, again in (("Hi\n\n", "; a line /reset before it begins anew"), ("Hi\n/reset\n", "")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{before}{'cat ' * 600}\nHi\n"))
+        assert main(["generate", str(run), *LONG]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == answer
+        line = told(printed.err)[-1]
+        assert re.fullmatch(
+            r"error: standard input: line 3: the conversation: \d+ tokens; the model takes 512, completion included"
+            + re.escape(again),
+            line,
+        )
 
 
 def test_a_line_that_is_not_utf8(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -139,7 +143,7 @@ class Terminal:
                 return new
             if select.select([self.side], [], [], 0.1)[0]:
                 try:
-                    self.text += os.read(self.side, 65536).decode()
+                    self.text += os.read(self.side, 65536).decode(errors="replace")
                 except OSError:
                     return self.text[begun:]
         raise AssertionError(f"{self.text!r} does not end with {end!r}")
@@ -157,6 +161,11 @@ def test_at_a_terminal(run: Path) -> None:
     assert before[-1] == ">" and not any("importing" in line or "reading" in line for line in before)
     terminal.type("/rest\n")
     assert "/rest: no such command; did you mean /reset?" in terminal.until("\n> ")
+    terminal.type(f"{'cat ' * 600}\n")
+    long = " ".join(terminal.until("\n> ").split())
+    assert "the model takes 512, completion included; this line was left out, /reset begins anew" in long
+    os.write(terminal.side, b"caf\xff\n")  # readline itself drops a letter that is begun, as \xe9
+    assert "note: this line is not UTF-8 and was left out; check the terminal's encoding" in terminal.until("\n> ")
     terminal.type("Once upon a time\n")
     said = terminal.until("", more=40)
     terminal.type("\x03")

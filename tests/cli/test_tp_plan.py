@@ -181,6 +181,10 @@ NOTHING = "found no folder, no preset and nothing in the hub cache; "
     ("words", "line"),
     [
         (["nowhere/model"], f"tune tp-plan: nowhere/model: {NOTHING}fetch it with `tune download nowhere/model`"),
+        (
+            ["/nope"],
+            "tune tp-plan: /nope: no such folder; expected a model folder, a preset, or a hub id such as OWNER/",
+        ),
         (["llama3/8b"], f"tune tp-plan: llama3/8b: {NOTHING}did you mean llama3/8B?"),
         (["llama3/8B", "--tensor", "two"], "--tensor: found 'two', expected numbers above 1, commas between them"),
         (["llama3/8B", "--tensor", "1"], "--tensor: found '1', expected numbers above 1"),

@@ -21,6 +21,8 @@ SYNTAX = [
     ("resume: @latest\n", 1, "a value that begins with a special letter; put it in quotes"),
     ("resume: `x`\n", 1, "a value that begins with a special letter; put it in quotes"),
     ("seed: 3\nepochs\n", 2, "a key without `: ` after it, or a quote or bracket that is not closed"),
+    ("a: [1,\n b: {", 2, "a mapping `{...}` is not closed, or lacks a comma"),
+    ("seed: 3\na: [{b: 1}, [2],\n\n", 2, "a list `[...]` is not closed, or lacks a comma"),
     ("data: {source: ???}\n", 1, "a list or mapping with an empty place; put the value in quotes"),
     ("seed: 3\n...\nfoo\n", 3, "the indentation does not fit the lines above, or text follows a closed value"),
     ("seed: 3\nresume: a\x07b\n", 2, "found the control character 0x07; remove it"),

@@ -1,6 +1,10 @@
 """The warning of a type that the CPU is slow in."""
 
 import logging
+import os
+import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +14,7 @@ import torch
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.training import slow_dtype
+from tests.cli.commands import environment
 
 LINE = (
     "warning: dtype=bf16 on this CPU, which has no instructions for it: matrices are multiplied at 200.0 MFLOP/s, in "
@@ -44,8 +49,47 @@ def test_who_is_warned(
     assert [(record.levelno, record.getMessage()) for record in said] == [(logging.WARNING, LINE)] * warned
 
 
-def test_the_speed_is_that_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two products, by a clock that goes on by 4 and by 2 seconds, the faster counts."""
-    clock = iter([0.0, 4.0, 10.0, 12.0])
-    monkeypatch.setattr(slow_dtype.time, "perf_counter", lambda: next(clock))
-    assert slow_dtype.product_speed(torch.float32) == 2 * slow_dtype.SIZE**3 / 2.0
+@pytest.mark.parametrize(("times", "best"), [([3, 2, 4, 5, 6, 7], 2), ([40, 2, 2, 2, 2, 2], 40)])
+def test_the_speed_is_that_of_the_best_product(times: list[int], best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In thousandths of CPU seconds of the one thread that works; where the first ones take long, these are enough."""
+    clock, threads = [0.0], torch.get_num_threads()
+    left = iter([*times, 0])
+
+    class Matrix:
+        def __matmul__(self, other: object) -> None:
+            assert torch.get_num_threads() == 1
+            clock[0] += next(left) / 1000
+
+    monkeypatch.setattr(slow_dtype.torch, "ones", lambda *size, dtype: Matrix())
+    monkeypatch.setattr(slow_dtype.time, "thread_time", lambda: clock[0])
+    assert slow_dtype.product_speed(torch.float32) == pytest.approx(2 * slow_dtype.SIZE**3 / (best / 1000))
+    assert torch.get_num_threads() == threads
+
+
+PROBE = """
+import sys, time
+import torch
+from recipe_lib.training.slow_dtype import product_speed
+began = time.process_time()
+missed = sum(product_speed(torch.bfloat16) * 5 >= product_speed(torch.float32) for _ in range(10))
+print(missed, (time.process_time() - began) / 10)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variables are those of x86")
+def test_a_busy_machine_hides_nothing() -> None:
+    """A CPU without the instructions, whose cores all have something else to do."""
+    variables = environment(
+        ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2", OMP_NUM_THREADS=None, MKL_NUM_THREADS=None
+    )
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        said = subprocess.run([sys.executable, "-c", PROBE], env=variables, capture_output=True, text=True)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert said.returncode == 0, said.stderr
+    missed, seconds = said.stdout.split()
+    assert int(missed) == 0
+    assert float(seconds) < 0.2
