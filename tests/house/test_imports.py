@@ -68,6 +68,7 @@ def test_imports_are_declared():
 
 # (file, package) of imports inside functions that are no package of an extra -> why they wait.
 LATE = {
+    ("recipe_lib/__main__.py", "recipe_lib"): "Ctrl-C during the import is answered, too",
     ("recipe_lib/config/interpolation.py", "omegaconf"): "0.1 s of CPU in every verb; few configs name other keys",
     ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
     ("recipe_lib/training/records/trackers.py", "torch"): "torch.utils.tensorboard needs the extra tensorboard",
