@@ -5,7 +5,7 @@ before torch is imported. Whether a model fits the ranks that share it, its shap
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from recipe_lib.config.local_files import (
     not_downloaded,
 )
 from recipe_lib.config.mesh import mesh_shape
-from recipe_lib.config.schema_data import resolved_sources
+from recipe_lib.config.schema_data import is_hub, sources_by_section
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, UserError
 
 
@@ -63,13 +63,12 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
         check(lambda name=name: check_tracker(name))  # type: ignore[misc]
     if ranks is not None:
         check(lambda: _check_ranks(cfg, ranks))
-    sources = [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]
     if plans:
-        notes.extend(_missing_on_this_machine(cfg, [source for source in sources if source]))
+        notes.extend(_missing_on_this_machine(cfg))
     else:
         check(lambda: _check_text(cfg))
-        for source in sources:
-            check(lambda source=source: check_source(source) if source else None)  # type: ignore[misc]
+        for key, source in _sources(cfg).items():
+            check(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
         check(lambda: _check_kernel(cfg))
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
@@ -80,9 +79,9 @@ def check_data(cfg: Any) -> None:
     """What looking at samples needs: the samples, and a tokenizer. Raises ConfigError with all faults, a line each."""
     faults: list[str] = []
     name, needs_model = cfg.model.path, cfg.tokenizer.path is None
-    for source in [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]:
+    for key, source in _sources(cfg).items():
         try:
-            faults += [note] if source and (note := check_source(source)) else []
+            faults += [note] if (note := check_source(source, key)) else []
         except UserError as error:
             faults.extend(error.faults)
     try:
@@ -106,10 +105,21 @@ def _note_earlier_run(cfg: Any) -> str | None:
     return None
 
 
-def _missing_on_this_machine(cfg: Any, sources: Sequence[str]) -> Iterator[str]:
+def _sources(cfg: Any) -> dict[str, str]:
+    """The sources of samples by the keys that name them; a dataset of the hub once."""
+    found: dict[str, str] = {}
+    named = {f"{section}.source": one.source for section, one in sources_by_section(cfg.data).items()}
+    for key, source in (named | {"validation.source": cfg.validation.source}).items():
+        if source and not (is_hub(source) and source in found.values()):
+            found[key] = source
+    return found
+
+
+def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
     """Why a run would not start here, in the notes of a plan; the plan does without samples and tokenizer."""
     looks: list[Callable[[], Any]] = [lambda: _check_text(cfg)]
-    looks += [lambda source=source: check_source(source) for source in sources]  # type: ignore[misc]
+    for key, source in _sources(cfg).items():
+        looks.append(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
     for look in looks:
         try:
             look()

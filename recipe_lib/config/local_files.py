@@ -175,22 +175,19 @@ def is_data(path: Path) -> bool:
     return name.suffix in DATA_KINDS and not (path.suffix in COMPRESSED and name.suffix == ".parquet")
 
 
-def find_files(source: str) -> list[Path]:
-    """The data files that a local source names, sorted by name. Raises DataError."""
+def find_files(source: str, key: str = "data.source") -> list[Path]:
+    """The data files that a local source names, sorted by name. key: of the config, that named it. Raises DataError."""
     path, kinds = Path(source), f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
     if os.path.isdir(path):
         # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
         shown = (file for file in path.iterdir() if not file.name.startswith("."))
         files = sorted(file for file in shown if is_data(file) and file.is_file())
         if not files:
-            raise DataError(
-                f"{source}: found no file of samples in the folder ({kinds}); set data.source to one with data"
-            )
+            raise DataError(f"{source}: found no file of samples in the folder ({kinds}); set {key} to one with data")
         return files
     if not os.path.exists(path):
         raise DataError(
-            f"{source}: no such file or folder; set data.source to one of yours, "
-            f"or to {HUB}OWNER/NAME for a hub dataset"
+            f"{source}: no such file or folder; set {key} to one of yours, or to {HUB}OWNER/NAME for a hub dataset"
         )
     if not is_data(path):
         found = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix
@@ -206,9 +203,9 @@ def has_package(name: str) -> bool:
         return True
 
 
-def no_datasets(source: str) -> str:
+def no_datasets(source: str, key: str = "data.source") -> str:
     """The line for a hub dataset without the package that reads it."""
-    return f"data.source: {source} needs the package datasets; run `{install_line('datasets')}`"
+    return f"{key}: {source} needs the package datasets; run `{install_line('datasets')}`"
 
 
 def no_pyarrow(path: Path) -> str:
@@ -221,17 +218,19 @@ def no_zstd(path: Path) -> str:
     return f"{path}: Zstandard needs the package zstandard; run `{install_line('zstd')}`"
 
 
-def check_source(source: str) -> str | None:
+def check_source(source: str, key: str = "data.source") -> str | None:
     """A note if the package that reads datasets of the hub is still to be installed. Nothing is asked of the hub.
 
-    Raises DataError if there is no dataset by that name, or no package to read them with.
+    key: of the config, that names the source. Raises DataError if there is no dataset by that name, or no package to
+    read them with.
     """
     if is_hub(source):
-        return None if has_package("datasets") else no_datasets(source)
-    packed = [path for path in find_files(source) if path.suffix == ".parquet"]
+        return None if has_package("datasets") else no_datasets(source, key)
+    files = find_files(source, key)
+    packed = [path for path in files if path.suffix == ".parquet"]
     if packed and not has_package("pyarrow"):
         raise DataError(no_pyarrow(packed[0]))
-    compressed = [path for path in find_files(source) if path.suffix == ".zst"]
+    compressed = [path for path in files if path.suffix == ".zst"]
     if compressed and not has_package("zstandard"):
         raise DataError(no_zstd(compressed[0]))
     return None

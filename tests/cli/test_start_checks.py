@@ -59,10 +59,20 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
         "{folder}/none.jsonl: no such file or folder; set data.source to one of yours, or to hub:OWNER/NAME for a hub "
         "dataset",
     ),
+    "second rows": (
+        ("data.sources=[{{source: examples/demo/train.jsonl}}, {{source: {folder}/none.jsonl}}]", "~data.source"),
+        "{folder}/none.jsonl: no such file or folder; set data.sources[1].source to one of yours, or to "
+        "hub:OWNER/NAME for a hub dataset",
+    ),
+    "no validation rows": (
+        ("validation.source={folder}/none.jsonl",),
+        "{folder}/none.jsonl: no such file or folder; set validation.source to one of yours, or to "
+        "hub:OWNER/NAME for a hub dataset",
+    ),
     "validation rows": (
         ("validation.source={folder}/empty",),
         "{folder}/empty: found no file of samples in the folder (.csv, .json, .jsonl, .parquet, .tsv, .txt, or one "
-        "of them with .gz or .zst); set data.source to one with data",
+        "of them with .gz or .zst); set validation.source to one with data",
     ),
     "tokenizer": (
         ("tokenizer.path={folder}/none",),
