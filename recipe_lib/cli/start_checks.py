@@ -17,20 +17,20 @@ from recipe_lib.config.local_files import (
     check_earlier_run,
     check_folder,
     check_source,
-    check_tokenizer,
+    check_template,
     check_tracker,
     check_transformers,
     downloaded_model,
+    find_tokenizer,
     has_package,
     model_folder,
     no_liger,
-    no_template,
     no_whole_state,
     not_downloaded,
 )
 from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema_data import is_hub, sources_by_section
-from recipe_lib.errors import CheckpointError, ConfigError, DataError, UserError
+from recipe_lib.errors import CheckpointError, ConfigError, UserError
 
 
 def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False) -> list[str]:
@@ -56,7 +56,7 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
     check(lambda: check_folder(folder))
     if not faults:
         check(lambda: _note_earlier_run(cfg) if plans else check_earlier_run(cfg))
-    check(lambda: _check_model(cfg))
+    check(lambda: _check_model(cfg, with_weights=not plans))
     check(lambda: _check_adapter(cfg))
     check(lambda: _check_resume(cfg))
     for name in dict.fromkeys(cfg.log.trackers):
@@ -67,6 +67,7 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
         notes.extend(_missing_on_this_machine(cfg))
     else:
         check(lambda: _check_text(cfg))
+        check(lambda: _check_own_tokenizer(cfg))
         for key, source in _sources(cfg).items():
             check(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
         check(lambda: _check_kernel(cfg))
@@ -127,8 +128,9 @@ def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
             yield from (f"`tune run` refuses to start on this machine: {fault}" for fault in error.faults)
 
 
-def _check_model(cfg: Any) -> str | None:
-    """Its folder and config.json; a native one is of a family that is known."""
+def _check_model(cfg: Any, with_weights: bool) -> str | None:
+    """Its folder and config.json, and the files of its weights; a native one is of a family that is known."""
+    from recipe_lib.checkpoint.weight_files import find_weights
     from recipe_lib.models import preset_config, read_config, spec_from_config
 
     if cfg.model.implementation == "transformers":
@@ -146,7 +148,7 @@ def _check_model(cfg: Any) -> str | None:
     config = read_config(folder)
     if cfg.model.implementation == "native":
         spec_from_config(config, str(folder))
-    return None
+    return _as_note(name, lambda: find_weights(folder)) if with_weights else None
 
 
 def _check_adapter(cfg: Any) -> str | None:
@@ -177,9 +179,38 @@ def _check_ranks(cfg: Any, ranks: int) -> None:
 def _check_text(cfg: Any) -> None:
     """The tokenizer and its template."""
     if cfg.tokenizer.path:
-        check_tokenizer(Path(cfg.tokenizer.path))
-    if cfg.tokenizer.chat_template and not os.path.lexists(cfg.tokenizer.chat_template):
-        raise DataError(no_template(Path(cfg.tokenizer.chat_template)))
+        find_tokenizer(Path(cfg.tokenizer.path))
+    if cfg.tokenizer.chat_template:
+        check_template(Path(cfg.tokenizer.chat_template))
+
+
+def _check_own_tokenizer(cfg: Any) -> str | None:
+    """That of the model's folder, where no other is set; a note for a model of the hub, of which more may come."""
+    name = cfg.model.path
+    if not name or cfg.tokenizer.path or _is_made_by_a_run(name, MODEL_FOLDER):
+        return None
+    folder = _folder_with_config(name)
+    return _as_note(name, lambda: find_tokenizer(folder)) if folder else None
+
+
+def _folder_with_config(name: str) -> Path | None:
+    """The folder of a model on this machine, if it is one; what is wrong with others is told elsewhere."""
+    try:
+        folder = model_folder(name) or downloaded_model(name)
+    except CheckpointError:
+        return None
+    return folder if folder and os.path.isfile(folder / "config.json") else None
+
+
+def _as_note(name: str, look: Callable[[], Any]) -> str | None:
+    """What `look` finds to be missing of a model: a fault of a folder; of a model of the hub a note."""
+    try:
+        look()
+    except UserError as error:
+        if model_folder(name) is not None:
+            raise
+        return str(error)
+    return None
 
 
 def _check_kernel(cfg: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
+from recipe_lib.reading import check_regular
 
 DISTRIBUTION = "tune-recipes"
 
@@ -149,15 +150,40 @@ def not_downloaded(name: str) -> str:
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
 
 
-def check_tokenizer(path: Path) -> None:
-    """DataError if nothing has that name."""
+def find_tokenizer(path: Path) -> Path:
+    """The file of a tokenizer: itself, or the one of its folder. DataError for none, or several."""
+    if os.path.isfile(path):
+        return path
     if not os.path.exists(path):
         raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (path / name).is_file():
+            return path / name
+    versions = sorted(path.glob("*.model.v*"))
+    if len(versions) == 1:
+        return versions[0]
+    if versions:
+        names = ", ".join(file.name for file in versions)
+        raise DataError(f"{path}: found several tokenizers ({names}); set tokenizer.path to one of the files")
+    found = sorted(file.name for file in path.iterdir() if file.is_file()) if os.path.isdir(path) else []
+    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
+    raise DataError(
+        f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; set tokenizer.path to a folder with one"
+    )
 
 
-def no_template(path: Path) -> str:
-    """The line for a chat template that is not there."""
-    return f"{path}: no such file; set tokenizer.chat_template to a Jinja file"
+def check_template(path: Path) -> None:
+    """DataError for a chat template that is no file."""
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise DataError(template_fault(path, error)) from None
+
+
+def template_fault(path: Path, error: OSError) -> str:
+    """The line for a chat template that cannot be read."""
+    found = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    return f"{path}: {found}; set tokenizer.chat_template to a Jinja file"
 
 
 def check_adapter(folder: Path) -> None:

@@ -5,11 +5,10 @@ Order: `tokenizer.model` (sentencepiece or tiktoken, which its content says), `t
 and because conversions to tokenizer.json differ from it on leading and double spaces.
 """
 
-import os
 import re
 from pathlib import Path
 
-from recipe_lib.config.local_files import check_tokenizer
+from recipe_lib.config.local_files import find_tokenizer
 from recipe_lib.errors import DataError
 from recipe_lib.reading import read_bytes
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
@@ -25,32 +24,12 @@ def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) ->
 
     chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError.
     """
-    file = _find_file(Path(path))
+    file = find_tokenizer(Path(path))
     settings = read_settings(file.parent)
     if chat_template is not None:
         settings.chat_template = read_template(Path(chat_template))
         settings.chat_template_place = str(chat_template)
     return Tokenizer(_read_vocabulary(file, settings), settings, str(file))
-
-
-def _find_file(path: Path) -> Path:
-    if os.path.isfile(path):
-        return path
-    check_tokenizer(path)
-    for name in ("tokenizer.model", "tokenizer.json"):
-        if (path / name).is_file():
-            return path / name
-    versions = sorted(path.glob("*.model.v*"))
-    if len(versions) == 1:
-        return versions[0]
-    if versions:
-        names = ", ".join(file.name for file in versions)
-        raise DataError(f"{path}: found several tokenizers ({names}); set tokenizer.path to one of the files")
-    found = sorted(file.name for file in path.iterdir() if file.is_file())
-    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
-    raise DataError(
-        f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; set tokenizer.path to a folder with one"
-    )
 
 
 def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:

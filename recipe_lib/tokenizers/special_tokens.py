@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib import reading
-from recipe_lib.config.local_files import no_template
+from recipe_lib.config.local_files import template_fault
 from recipe_lib.errors import DataError
 
 MAX_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
@@ -145,11 +145,7 @@ def read_template(path: Path) -> str:
     """The text of a Jinja file. Raises DataError."""
     try:
         return reading.read_bytes(path, TEMPLATE_LIMIT).decode("utf-8")
-    except FileNotFoundError:
-        raise DataError(no_template(path)) from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); set tokenizer.chat_template to a Jinja file"
-        ) from None
+        raise DataError(template_fault(path, error)) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}, expected a Jinja text") from None
