@@ -59,17 +59,20 @@ def _resolved(module: ast.Module, name: str, depth: int) -> type | None:
                 said += [_CONFIGS.get(one) if source.startswith("recipe_lib.config") else None for one in found]
             case ast.Assign(targets=targets, value=value):
                 if any(isinstance(one, ast.Name) and one.id == name for one in targets):
-                    said.append(_resolved(module, value.id, depth + 1) if _is_other(value, name, depth) else None)
+                    said.append(_of_other(module, value, name, depth))
             case ast.ClassDef(name=own, bases=[base], keywords=[]) if own == name:
-                parent = _resolved(module, base.id, depth + 1) if _is_other(base, name, depth) else None
+                parent = _of_other(module, base, name, depth)
                 said.append(parent if parent and _adds_only(line, parent) else None)
             case ast.ClassDef(name=own) | ast.FunctionDef(name=own) if own == name:
                 said.append(None)
     return said[0] if len(said) == 1 else None
 
 
-def _is_other(value: ast.expr, name: str, depth: int) -> bool:
-    return isinstance(value, ast.Name) and value.id != name and depth < 8
+def _of_other(module: ast.Module, value: ast.expr, name: str, depth: int) -> type | None:
+    """What another name stands for, through a few at most."""
+    if not isinstance(value, ast.Name) or value.id == name or depth == 8:
+        return None
+    return _resolved(module, value.id, depth + 1)
 
 
 def _adds_only(body: ast.ClassDef, parent: type) -> bool:

@@ -150,8 +150,16 @@ def not_downloaded(name: str) -> str:
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
 
 
-def find_tokenizer(path: Path) -> Path:
-    """The file of a tokenizer: itself, or the one of its folder. DataError for none, or several."""
+# What to do about a chat template that is of no use.
+OTHER_TEMPLATE = "set tokenizer.chat_template to another file"
+TEMPLATE_IN_FOLDER = "put another one into the folder as chat_template.jinja"  # for a verb that takes no such key
+
+
+def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
+    """The file of a tokenizer: itself, or the one of its folder. DataError for none, or several.
+
+    by_key: `tokenizer.path` can name another one; else the folder itself has to be put right.
+    """
     if os.path.isfile(path):
         return path
     if not os.path.exists(path):
@@ -164,12 +172,12 @@ def find_tokenizer(path: Path) -> Path:
         return versions[0]
     if versions:
         names = ", ".join(file.name for file in versions)
-        raise DataError(f"{path}: found several tokenizers ({names}); set tokenizer.path to one of the files")
+        remedy = "set tokenizer.path to one of the files" if by_key else "leave one of them in the folder"
+        raise DataError(f"{path}: found several tokenizers ({names}); {remedy}")
     found = sorted(file.name for file in path.iterdir() if file.is_file()) if os.path.isdir(path) else []
     listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
-    raise DataError(
-        f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; set tokenizer.path to a folder with one"
-    )
+    remedy = "set tokenizer.path to a folder with one" if by_key else "put the tokenizer's files into the folder"
+    raise DataError(f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; {remedy}")
 
 
 def check_template(path: Path) -> None:
@@ -180,10 +188,10 @@ def check_template(path: Path) -> None:
         raise DataError(template_fault(path, error)) from None
 
 
-def template_fault(path: Path, error: OSError) -> str:
+def template_fault(path: Path, error: OSError, remedy: str = "set tokenizer.chat_template to a Jinja file") -> str:
     """The line for a chat template that cannot be read."""
     found = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-    return f"{path}: {found}; set tokenizer.chat_template to a Jinja file"
+    return f"{path}: {found}; {remedy}"
 
 
 def check_adapter(folder: Path) -> None:

@@ -8,7 +8,7 @@ and because conversions to tokenizer.json differ from it on leading and double s
 import re
 from pathlib import Path
 
-from recipe_lib.config.local_files import find_tokenizer
+from recipe_lib.config.local_files import OTHER_TEMPLATE, TEMPLATE_IN_FOLDER, find_tokenizer
 from recipe_lib.errors import DataError
 from recipe_lib.reading import read_bytes
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
@@ -19,13 +19,14 @@ LLAMA3_SIZE = 128_000
 MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
 
 
-def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) -> Tokenizer:
+def load_tokenizer(path: Path | str, chat_template: Path | str | None = None, *, by_key: bool = True) -> Tokenizer:
     """The tokenizer in a folder, or a tokenizer file with the files next to it.
 
-    chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError.
+    chat_template: a Jinja file that replaces the tokenizer's own template. by_key: what is wrong can be put right by
+    the keys `tokenizer.path` and `tokenizer.chat_template`; else in the folder. Raises DataError.
     """
-    file = find_tokenizer(Path(path))
-    settings = read_settings(file.parent)
+    file = find_tokenizer(Path(path), by_key=by_key)
+    settings = read_settings(file.parent, OTHER_TEMPLATE if by_key else TEMPLATE_IN_FOLDER)
     if chat_template is not None:
         settings.chat_template = read_template(Path(chat_template))
         settings.chat_template_place = str(chat_template)
