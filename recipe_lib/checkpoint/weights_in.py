@@ -1,6 +1,5 @@
 """A checkpoint folder's weights: what is wrong with them, from their headers; then each rank's own slices of them."""
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.converted import load_converted, made_for
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
-from recipe_lib.config.suggest import show
+from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
 from recipe_lib.models.meta_init import persistent_buffers, stored_weights
-from recipe_lib.models.other_formats import other_weights
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import (
     OTHER_PARTS,
@@ -31,15 +29,11 @@ from recipe_lib.models.weight_names import (
     weight_map,
 )
 from recipe_lib.ops.device import holds_values
-from recipe_lib.reading import read_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, format_bytes
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
-MAX_INDEX_BYTES = 64 * MIB
 _CHECKED = 2**24  # numbers that are looked at together
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
@@ -158,14 +152,12 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     """Every tensor of the folder's safetensors files, by its name in the file. Raises CheckpointError."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
-    if (folder / SINGLE).is_file():
-        header = read_header(_plain_file(folder, SINGLE, SINGLE))
+    index = find_weights(folder)
+    if not index:
+        header = read_header(folder / SINGLE)
         extras = extra_names(header)
         return {name: FileTensor(folder / SINGLE, entry, name in extras) for name, entry in header.tensors.items()}
-    if not (folder / INDEX).is_file():
-        raise CheckpointError(_no_weights(folder))
-    index = _read_index(folder / INDEX)
-    headers = {name: read_header(_plain_file(folder, name, INDEX)) for name in sorted(set(index.values()))}
+    headers = {name: read_header(folder / name) for name in sorted(set(index.values()))}
     lost = [name for name, file_name in index.items() if name not in headers[file_name].tensors]
     if lost:
         fault = f"names {min(lost)} in {index[min(lost)]}, which does not hold it"
@@ -180,38 +172,6 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
 def extra_names(header: Header) -> set[str]:
     """The tensors of a file that its metadata names as extra parameters."""
     return set(header.metadata.get(EXTRA, "").split())
-
-
-def _no_weights(folder: Path) -> str:
-    nothing = f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
-    return other_weights(folder, SINGLE) or nothing
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        index: Any = read_json(path, MAX_INDEX_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download it again") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
-        raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
-    return weights
-
-
-def _plain_file(folder: Path, name: str, named_by: str) -> Path:
-    """The file, if its name is a plain one: an index may not name files elsewhere. Links are the user's own."""
-    if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
-        raise CheckpointError(
-            f"{folder / named_by}: names the file {show(name)!r}; expected plain names of .safetensors files in its "
-            "own folder; take the checkpoint from a source you trust"
-        )
-    if not os.path.exists(folder / name):
-        raise CheckpointError(
-            f"{folder / named_by}: names {show(name)}, which is missing; download it with `tune download`"
-        )
-    return folder / name
 
 
 @torch.no_grad()

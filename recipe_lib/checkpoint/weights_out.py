@@ -16,7 +16,8 @@ from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
-from recipe_lib.checkpoint.weights_in import EXTRA, INDEX, SINGLE, file_shapes
+from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
+from recipe_lib.checkpoint.weights_in import EXTRA, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order

@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
     source = find_source(arguments.checkpoint, arguments.base)
     if source.adapter is None and arguments.quantize_base != "auto":
         raise ConfigError("--quantize-base: the base of an adapter can be quantized; this is a model, leave it out")
-    tokenizer = load_tokenizer(source.tokenizer)
+    tokenizer = load_tokenizer(source.tokenizer, by_key=False)
     if arguments.system is not None:
         check_system(tokenizer, arguments.system)
     if arguments.prompt is None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from recipe_lib.cli.own_recipe import shipped_config_of
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
-from recipe_lib.config.load import refuse_repeated
+from recipe_lib.config.load import known_part, refuse_repeated
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     RECIPE_CONFIGS,
@@ -162,14 +163,16 @@ def _call_main(path: Path, argv: list[str]) -> int | None:
 def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
     """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
 
-    Its config; None for a recipe of the user's own, which reads its arguments itself, and may take others than ours.
+    Its config; of a copy of ours, whose class may add keys, as far as ours knows it. None where that is in doubt, and
+    for another recipe of the user's own, which reads its arguments itself, and may take others than ours.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
             raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
     refuse_repeated(words)
-    if not recipe.shipped:
+    schema = recipe.schema() if recipe.shipped else shipped_config_of(recipe.path)
+    if schema is None:
         return None
     if not any(word == "--config" or word.startswith("--config=") for word in words):
         for word in words:
@@ -179,5 +182,6 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
                     raise ConfigError(f"tune run: unknown option {show(word)}{hint}")
             if is_config(word):
                 raise ConfigError(f"tune run: unexpected argument {show(word)}; did you mean --config {show(word)}?")
-        raise ConfigError(f"tune run: no config; expected: tune run {recipe.name} --config CONFIG (see `tune ls`)")
-    return parse_arguments(list(words), recipe.schema(), quiet=True)
+        name = recipe.name if recipe.shipped else show(str(recipe.path))
+        raise ConfigError(f"tune run: no config; expected: tune run {name} --config CONFIG (see `tune ls`)")
+    return parse_arguments(list(words), schema, quiet=True) if recipe.shipped else known_part(list(words), schema)

@@ -70,7 +70,7 @@ def run(words: list[str]) -> int:
     cfg = check_arguments(recipe, rest)
     if cfg is not None:
         check_start(cfg, ranks=ranks_of(flags), starts=True)
-        if flags:
+        if flags and recipe.shipped:
             check_shape(cfg)  # once, and not by every rank
     rest = with_strategy(flags, recipe, rest)
     if not with_plan or is_quiet():

@@ -5,7 +5,7 @@ before torch is imported. Whether a model fits the ranks that share it, its shap
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,20 @@ from recipe_lib.config.local_files import (
     check_earlier_run,
     check_folder,
     check_source,
-    check_tokenizer,
+    check_template,
     check_tracker,
     check_transformers,
     downloaded_model,
+    find_tokenizer,
     has_package,
     model_folder,
     no_liger,
-    no_template,
     no_whole_state,
     not_downloaded,
 )
 from recipe_lib.config.mesh import mesh_shape
-from recipe_lib.config.schema_data import resolved_sources
-from recipe_lib.errors import CheckpointError, ConfigError, DataError, UserError
+from recipe_lib.config.schema_data import is_hub, sources_by_section
+from recipe_lib.errors import CheckpointError, ConfigError, UserError
 
 
 def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False) -> list[str]:
@@ -56,20 +56,20 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
     check(lambda: check_folder(folder))
     if not faults:
         check(lambda: _note_earlier_run(cfg) if plans else check_earlier_run(cfg))
-    check(lambda: _check_model(cfg))
+    check(lambda: _check_model(cfg, with_weights=not plans))
     check(lambda: _check_adapter(cfg))
     check(lambda: _check_resume(cfg))
     for name in dict.fromkeys(cfg.log.trackers):
         check(lambda name=name: check_tracker(name))  # type: ignore[misc]
     if ranks is not None:
         check(lambda: _check_ranks(cfg, ranks))
-    sources = [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]
     if plans:
-        notes.extend(_missing_on_this_machine(cfg, [source for source in sources if source]))
+        notes.extend(_missing_on_this_machine(cfg))
     else:
         check(lambda: _check_text(cfg))
-        for source in sources:
-            check(lambda source=source: check_source(source) if source else None)  # type: ignore[misc]
+        check(lambda: _check_own_tokenizer(cfg))
+        for key, source in _sources(cfg).items():
+            check(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
         check(lambda: _check_kernel(cfg))
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
@@ -80,9 +80,9 @@ def check_data(cfg: Any) -> None:
     """What looking at samples needs: the samples, and a tokenizer. Raises ConfigError with all faults, a line each."""
     faults: list[str] = []
     name, needs_model = cfg.model.path, cfg.tokenizer.path is None
-    for source in [*(one.source for one in resolved_sources(cfg.data)), cfg.validation.source]:
+    for key, source in _sources(cfg).items():
         try:
-            faults += [note] if source and (note := check_source(source)) else []
+            faults += [note] if (note := check_source(source, key)) else []
         except UserError as error:
             faults.extend(error.faults)
     try:
@@ -106,10 +106,21 @@ def _note_earlier_run(cfg: Any) -> str | None:
     return None
 
 
-def _missing_on_this_machine(cfg: Any, sources: Sequence[str]) -> Iterator[str]:
+def _sources(cfg: Any) -> dict[str, str]:
+    """The sources of samples by the keys that name them; a dataset of the hub once."""
+    found: dict[str, str] = {}
+    named = {f"{section}.source": one.source for section, one in sources_by_section(cfg.data).items()}
+    for key, source in (named | {"validation.source": cfg.validation.source}).items():
+        if source and not (is_hub(source) and source in found.values()):
+            found[key] = source
+    return found
+
+
+def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
     """Why a run would not start here, in the notes of a plan; the plan does without samples and tokenizer."""
     looks: list[Callable[[], Any]] = [lambda: _check_text(cfg)]
-    looks += [lambda source=source: check_source(source) for source in sources]  # type: ignore[misc]
+    for key, source in _sources(cfg).items():
+        looks.append(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
     for look in looks:
         try:
             look()
@@ -117,8 +128,9 @@ def _missing_on_this_machine(cfg: Any, sources: Sequence[str]) -> Iterator[str]:
             yield from (f"`tune run` refuses to start on this machine: {fault}" for fault in error.faults)
 
 
-def _check_model(cfg: Any) -> str | None:
-    """Its folder and config.json; a native one is of a family that is known."""
+def _check_model(cfg: Any, with_weights: bool) -> str | None:
+    """Its folder and config.json, and the files of its weights; a native one is of a family that is known."""
+    from recipe_lib.checkpoint.weight_files import find_weights
     from recipe_lib.models import preset_config, read_config, spec_from_config
 
     if cfg.model.implementation == "transformers":
@@ -136,7 +148,7 @@ def _check_model(cfg: Any) -> str | None:
     config = read_config(folder)
     if cfg.model.implementation == "native":
         spec_from_config(config, str(folder))
-    return None
+    return _as_note(name, lambda: find_weights(folder)) if with_weights else None
 
 
 def _check_adapter(cfg: Any) -> str | None:
@@ -167,9 +179,38 @@ def _check_ranks(cfg: Any, ranks: int) -> None:
 def _check_text(cfg: Any) -> None:
     """The tokenizer and its template."""
     if cfg.tokenizer.path:
-        check_tokenizer(Path(cfg.tokenizer.path))
-    if cfg.tokenizer.chat_template and not os.path.lexists(cfg.tokenizer.chat_template):
-        raise DataError(no_template(Path(cfg.tokenizer.chat_template)))
+        find_tokenizer(Path(cfg.tokenizer.path))
+    if cfg.tokenizer.chat_template:
+        check_template(Path(cfg.tokenizer.chat_template))
+
+
+def _check_own_tokenizer(cfg: Any) -> str | None:
+    """That of the model's folder, where no other is set; a note for a model of the hub, of which more may come."""
+    name = cfg.model.path
+    if not name or cfg.tokenizer.path or _is_made_by_a_run(name, MODEL_FOLDER):
+        return None
+    folder = _folder_with_config(name)
+    return _as_note(name, lambda: find_tokenizer(folder)) if folder else None
+
+
+def _folder_with_config(name: str) -> Path | None:
+    """The folder of a model on this machine, if it is one; what is wrong with others is told elsewhere."""
+    try:
+        folder = model_folder(name) or downloaded_model(name)
+    except CheckpointError:
+        return None
+    return folder if folder and os.path.isfile(folder / "config.json") else None
+
+
+def _as_note(name: str, look: Callable[[], Any]) -> str | None:
+    """What `look` finds to be missing of a model: a fault of a folder; of a model of the hub a note."""
+    try:
+        look()
+    except UserError as error:
+        if model_folder(name) is not None:
+            raise
+        return str(error)
+    return None
 
 
 def _check_kernel(cfg: Any) -> None:

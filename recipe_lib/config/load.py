@@ -59,14 +59,7 @@ def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig, *
     """
     if argv is None:
         refuse_repeated(sys.argv[1:])
-    parser = _Parser(allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key.")
-    parser.register("action", None, StoreOnce)
-    parser.add_argument(
-        "--config", action="append", required=True, metavar="NAME_OR_PATH", help="`tune ls` lists the names"
-    )
-    parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="a .py file that registers names")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     for plugin in arguments.plugin:
         load_plugin(plugin)
     loaded = load(arguments.config, arguments.overrides, schema)
@@ -74,6 +67,37 @@ def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig, *
         for line in loaded.idle:
             get_logger().info(line)
     return loaded.cfg
+
+
+def known_part(argv: list[str], schema: type) -> Any | None:
+    """The config of a command line as far as one of our classes knows it, before the user's own that adds keys to it.
+
+    Keys that the class does not know are left out, and plugins are not imported. None where anything that it knows is
+    in doubt: the own class tells what is wrong. Raises ConfigError for a command line or configs that are none.
+    """
+    arguments = _parser().parse_intermixed_args(argv)
+    checked, files = _read(arguments.config, arguments.overrides, schema)
+    _take_later(checked, [*files, COMMAND_LINE])
+    missing = any(key.required and name not in checked.settings for name, key in checked.schema.keys.items())
+    if checked.doubtful or missing or checked.full:
+        return None
+    try:
+        cfg = _build(checked, files[-1])
+    except ConfigError:
+        return None
+    disable_idle(cfg, checked.schema.keys.values(), checked.judged())
+    return None if broken_rules(cfg, checked.judged()) else cfg
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key.")
+    parser.register("action", None, StoreOnce)
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="NAME_OR_PATH", help="`tune ls` lists the names"
+    )
+    parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="a .py file that registers names")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,7 +111,25 @@ class _Parser(argparse.ArgumentParser):
 
 def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
-    checked, shown, files = Checked(read_schema(schema)), "", list[str]()
+    checked, files = _read(sources, overrides, schema)
+    shown = files[-1] if files else ""
+    _check_recipe(checked)
+    replaced = _take_later(checked, [*files, COMMAND_LINE])
+    check_required(checked, shown)
+    cfg = _build(checked, shown)
+    idle = [f"{name} has no effect: {why}" for name, (_, why) in replaced.items()]
+    idle += disable_idle(cfg, checked.schema.keys.values(), checked.judged())
+    for rule in broken_rules(cfg, checked.judged()):
+        checked.fault(checked.place_of(rule.keys, shown), "", rule.line(cfg), doubt=False)
+    if checked.faults:
+        raise ConfigError(*checked.all_faults())
+    checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
+    return Loaded(cfg, _rows(checked, cfg, idle), idle)
+
+
+def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Checked, list[str]]:
+    """What files and overrides set, with their faults, and the files' names in errors. ConfigError for no such file."""
+    checked, files = Checked(read_schema(schema)), list[str]()
     for source in [sources] if isinstance(sources, (str, Path)) else sources:
         path, start = find_config(source), len(checked.faults)
         shown = _shown(source, path)
@@ -101,18 +143,7 @@ def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFin
     fill_pending(checked)
     _find_examples(checked)
     refuse_secrets(checked)
-    _check_recipe(checked)
-    replaced = _take_later(checked, [*files, COMMAND_LINE])
-    check_required(checked, shown)
-    cfg = _build(checked, shown)
-    idle = [f"{name} has no effect: {why}" for name, (_, why) in replaced.items()]
-    idle += disable_idle(cfg, checked.schema.keys.values(), checked.judged())
-    for rule in broken_rules(cfg, checked.judged()):
-        checked.fault(checked.place_of(rule.keys, shown), "", rule.line(cfg), doubt=False)
-    if checked.faults:
-        raise ConfigError(*checked.all_faults())
-    checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
-    return Loaded(cfg, _rows(checked, cfg, idle), idle)
+    return checked, files
 
 
 def _take_later(checked: Checked, layers: list[str]) -> dict[str, tuple[Setting, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
+from recipe_lib.reading import check_regular
 
 DISTRIBUTION = "tune-recipes"
 
@@ -164,15 +165,48 @@ def not_downloaded(name: str) -> str:
     return f"{name}: no such folder, and not in the hub cache; fetch it with `tune download {name}`"
 
 
-def check_tokenizer(path: Path) -> None:
-    """DataError if nothing has that name."""
+# What to do about a chat template that is of no use.
+OTHER_TEMPLATE = "set tokenizer.chat_template to another file"
+TEMPLATE_IN_FOLDER = "put another one into the folder as chat_template.jinja"  # for a verb that takes no such key
+
+
+def find_tokenizer(path: Path, *, by_key: bool = True) -> Path:
+    """The file of a tokenizer: itself, or the one of its folder. DataError for none, or several.
+
+    by_key: `tokenizer.path` can name another one; else the folder itself has to be put right.
+    """
+    if os.path.isfile(path):
+        return path
     if not os.path.exists(path):
         raise DataError(f"{path}: no such folder or file; set tokenizer.path to a folder with a tokenizer")
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (path / name).is_file():
+            return path / name
+    versions = sorted(path.glob("*.model.v*"))
+    if len(versions) == 1:
+        return versions[0]
+    if versions:
+        names = ", ".join(file.name for file in versions)
+        remedy = "set tokenizer.path to one of the files" if by_key else "leave one of them in the folder"
+        raise DataError(f"{path}: found several tokenizers ({names}); {remedy}")
+    found = sorted(file.name for file in path.iterdir() if file.is_file()) if os.path.isdir(path) else []
+    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
+    remedy = "set tokenizer.path to a folder with one" if by_key else "put the tokenizer's files into the folder"
+    raise DataError(f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; {remedy}")
 
 
-def no_template(path: Path) -> str:
-    """The line for a chat template that is not there."""
-    return f"{path}: no such file; set tokenizer.chat_template to a Jinja file"
+def check_template(path: Path) -> None:
+    """DataError for a chat template that is no file."""
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise DataError(template_fault(path, error)) from None
+
+
+def template_fault(path: Path, error: OSError, remedy: str = "set tokenizer.chat_template to a Jinja file") -> str:
+    """The line for a chat template that cannot be read."""
+    found = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    return f"{path}: {found}; {remedy}"
 
 
 def check_adapter(folder: Path) -> None:
@@ -190,22 +224,19 @@ def is_data(path: Path) -> bool:
     return name.suffix in DATA_KINDS and not (path.suffix in COMPRESSED and name.suffix == ".parquet")
 
 
-def find_files(source: str) -> list[Path]:
-    """The data files that a local source names, sorted by name. Raises DataError."""
+def find_files(source: str, key: str = "data.source") -> list[Path]:
+    """The data files that a local source names, sorted by name. key: of the config, that named it. Raises DataError."""
     path, kinds = Path(source), f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
     if os.path.isdir(path):
         # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
         shown = (file for file in path.iterdir() if not file.name.startswith("."))
         files = sorted(file for file in shown if is_data(file) and file.is_file())
         if not files:
-            raise DataError(
-                f"{source}: found no file of samples in the folder ({kinds}); set data.source to one with data"
-            )
+            raise DataError(f"{source}: found no file of samples in the folder ({kinds}); set {key} to one with data")
         return files
     if not os.path.exists(path):
         raise DataError(
-            f"{source}: no such file or folder; set data.source to one of yours, "
-            f"or to {HUB}OWNER/NAME for a hub dataset"
+            f"{source}: no such file or folder; set {key} to one of yours, or to {HUB}OWNER/NAME for a hub dataset"
         )
     if not is_data(path):
         found = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix
@@ -221,9 +252,9 @@ def has_package(name: str) -> bool:
         return True
 
 
-def no_datasets(source: str) -> str:
+def no_datasets(source: str, key: str = "data.source") -> str:
     """The line for a hub dataset without the package that reads it."""
-    return f"data.source: {source} needs the package datasets; run `{install_line('datasets')}`"
+    return f"{key}: {source} needs the package datasets; run `{install_line('datasets')}`"
 
 
 def no_pyarrow(path: Path) -> str:
@@ -236,17 +267,19 @@ def no_zstd(path: Path) -> str:
     return f"{path}: Zstandard needs the package zstandard; run `{install_line('zstd')}`"
 
 
-def check_source(source: str) -> str | None:
+def check_source(source: str, key: str = "data.source") -> str | None:
     """A note if the package that reads datasets of the hub is still to be installed. Nothing is asked of the hub.
 
-    Raises DataError if there is no dataset by that name, or no package to read them with.
+    key: of the config, that names the source. Raises DataError if there is no dataset by that name, or no package to
+    read them with.
     """
     if is_hub(source):
-        return None if has_package("datasets") else no_datasets(source)
-    packed = [path for path in find_files(source) if path.suffix == ".parquet"]
+        return None if has_package("datasets") else no_datasets(source, key)
+    files = find_files(source, key)
+    packed = [path for path in files if path.suffix == ".parquet"]
     if packed and not has_package("pyarrow"):
         raise DataError(no_pyarrow(packed[0]))
-    compressed = [path for path in find_files(source) if path.suffix == ".zst"]
+    compressed = [path for path in files if path.suffix == ".zst"]
     if compressed and not has_package("zstandard"):
         raise DataError(no_zstd(compressed[0]))
     return None

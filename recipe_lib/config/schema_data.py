@@ -255,6 +255,15 @@ def resolved_sources(cfg: DataConfig) -> list[SourceConfig]:
     return [] if cfg.source is None else [_filled(SourceConfig(cfg.source), cfg)]
 
 
+def sources_by_section(data: DataConfig) -> dict[str, SourceConfig]:
+    """`resolved_sources` by the section of the config that each is from: `data`, or `data.sources[0]`, ...
+
+    The key that names the source is `SECTION.source`.
+    """
+    sources = resolved_sources(data)
+    return {f"data.sources[{number}]" if data.sources else "data": one for number, one in enumerate(sources)}
+
+
 def _filled(source: SourceConfig, cfg: DataConfig) -> SourceConfig:
     columns = cfg.columns if source.columns is None else source.columns
     return SourceConfig(

@@ -11,7 +11,7 @@ from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.find_format import fitting
-from recipe_lib.data.sample_columns import Renamed, overrides
+from recipe_lib.data.sample_columns import Renamed, columns_section, overrides
 from recipe_lib.data.samples import Completion, Conversation, Document, Preference, Sample, SampleFault, located
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoded, Encoder
@@ -53,11 +53,6 @@ class Chunk:
         self.trained.extend(trained)
         self.sample_of.append(sample)
         self.digests.append(digest_of(ids.tobytes(), bytes(trained)))
-
-
-def columns_section(section: str) -> str:
-    """The section of the config that names the columns of a source of this one: those for validation have no other."""
-    return "data" if section == "validation" else section
 
 
 class SourceEncoder:

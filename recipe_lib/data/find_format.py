@@ -11,7 +11,7 @@ from recipe_lib.config.registry import names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.sample_columns import OTHER_NAMES, called, is_json_list, overrides
+from recipe_lib.data.sample_columns import OTHER_NAMES, called, columns_section, is_json_list, overrides
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError, visible
@@ -65,7 +65,7 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
             used = section.format or data.format
             lines.append(f"data: columns of {source.source} that the format {used} does not use: {', '.join(unused)}")
     if held_out is not None and finds_validation:
-        validation.format = _settled(cfg, held_out, "data")
+        validation.format = _settled(cfg, held_out, "validation")
         if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
             lines.append(f"data: format {validation.format}, found by the columns of {validation.source}")
     return lines
@@ -92,7 +92,9 @@ def _unused(cfg: FullFinetuneConfig, source: SourceConfig, form: str) -> list[st
 
 def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """The format of a source; `auto` where none of its samples can be read."""
-    found = find_format(open_sources(source, cache=cache_root(cfg.data.cache_dir)), source.columns or {}, section)
+    files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
+    section = columns_section(section)
+    found = find_format(files, source.columns or {}, section)
     if (found == PAIRS) > cfg.trains_on_pairs:
         raise ConfigError(
             f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "

@@ -23,15 +23,15 @@ NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")  # and no path, which `da
 class HubSamples(SampleFile):
     """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
 
-    def __init__(self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT) -> None:
+    def __init__(self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT, key: str = "data.source") -> None:
         super().__init__(source, sample_limit)
         self.split = split
         if not NAME.fullmatch(source.removeprefix(HUB)):
-            raise DataError(f"data.source: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET")
+            raise DataError(f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET")
         try:
             import datasets  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(no_datasets(source)) from None
+            raise DataError(no_datasets(source, key)) from None
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -50,6 +50,11 @@ def path_of(sample: RawSample, name: str) -> str:
     return f".{own}" if _WORD.match(own) else f".[{json.dumps(own, ensure_ascii=False)}]"
 
 
+def columns_section(section: str) -> str:
+    """The section of the config that names the columns of a source of this one: those for validation have no other."""
+    return "data" if section == "validation" else section
+
+
 def overrides(section: str, own: Mapping[str, str]) -> list[str]:
     """What names columns on the command line: `data.columns.prompt=question`. section: that of the source."""
     if section == "data":

@@ -25,15 +25,17 @@ _KINDS: dict[str, Callable[[Path, int, str], SampleFile]] = {
 }
 
 
-def open_sources(cfg: SourceConfig, sample_limit: int = SAMPLE_LIMIT, cache: Path | None = None) -> list[SampleFile]:
+def open_sources(
+    cfg: SourceConfig, sample_limit: int = SAMPLE_LIMIT, cache: Path | None = None, section: str = "data"
+) -> list[SampleFile]:
     """The files of one source (`cfg.source`, `cfg.split`), by name, which is the order of its samples.
 
     sample_limit: bytes of a sample; a larger one cannot be used. cache: where compressed files are unpacked; None: the
-    default one. Others are looked up and not read yet. Raises DataError: nothing is there, or a kind that is not
-    read."""
+    default one. Others are looked up and not read yet. section: of the config, with the key `source`. Raises DataError:
+    nothing is there, or a kind that is not read."""
     if is_hub(cfg.source):
-        return [HubSamples(cfg.source, cfg.split or "train", sample_limit)]
-    return [_opened(path, sample_limit, cache) for path in find_files(cfg.source)]
+        return [HubSamples(cfg.source, cfg.split or "train", sample_limit, f"{section}.source")]
+    return [_opened(path, sample_limit, cache) for path in find_files(cfg.source, f"{section}.source")]
 
 
 def _opened(path: Path, sample_limit: int, cache: Path | None) -> SampleFile:

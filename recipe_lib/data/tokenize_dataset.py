@@ -13,12 +13,13 @@ import numpy as np
 
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
-from recipe_lib.config.schema_data import resolved_sources, validation_source
+from recipe_lib.config.schema_data import sources_by_section, validation_source
 from recipe_lib.data.cache import cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
-from recipe_lib.data.encoding import Chunk, SourceEncoder, Task, columns_section
+from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
 from recipe_lib.data.find_format import with_format
+from recipe_lib.data.sample_columns import columns_section
 from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.data.store import ArrayWriter
@@ -125,12 +126,10 @@ def _sources(cfg: DataConfig, validation: SourceConfig | None) -> dict[str, Sour
     Raises DataError."""
     if validation is not None:
         return {"validation": validation}
-    sources = resolved_sources(cfg)
+    sources = sources_by_section(cfg)
     if not sources:
         raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")
-    if not cfg.sources:
-        return {"data": sources[0]}
-    return {f"data.sources[{number}]": filled for number, filled in enumerate(sources)}
+    return sources
 
 
 class _Build:
@@ -147,7 +146,7 @@ class _Build:
         """Looks the files up, and into them only where their format is to be found. Raises DataError."""
         self.cfg, self.tokenizer, self.max_seq_len, self.may_be_empty = cfg, tokenizer, max_seq_len, may_be_empty
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
-        opened = [open_sources(source, limit, cache) for source in sources.values()]
+        opened = [open_sources(source, limit, cache, section) for section, source in sources.items()]
         sources = {
             section: with_format(source, files, columns_section(section))
             for (section, source), files in zip(sources.items(), opened, strict=True)

@@ -83,6 +83,14 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
     if not named:
         raise CheckpointError(f"{show(str(folder))}: adapter_config.json names no base; give it with --base")
     base_folder = find_checkpoint(base) if base else find_adapter_base(folder, named)
+    if not (base_folder / "config.json").is_file() and (base_folder / ADAPTER_CONFIG).is_file():
+        trained_on = "the model that it was trained on"
+        if base:
+            raise CheckpointError(f"--base: {show(base)} is an adapter, not a model; name {trained_on}")
+        raise CheckpointError(
+            f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an adapter; give "
+            f"{trained_on} with --base"
+        )
     config, spec = _checked(base_folder)
     check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)

@@ -24,6 +24,7 @@ from typing import Any
 import jinja2
 import markupsafe
 
+from recipe_lib.config.local_files import OTHER_TEMPLATE
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
 from recipe_lib.tokenizers.template_process import Options, Wanted
@@ -169,14 +170,23 @@ def with_date_of_training(source: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled chat template. source: its Jinja; place: the file it came from, for error lines."""
+    """A compiled chat template. source: its Jinja; place: the file it came from, and remedy: what to do about one that
+    is of no use, for error lines."""
 
-    def __init__(self, source: str, place: str, special_tokens: Mapping[str, str | None]) -> None:
+    def __init__(
+        self, source: str, place: str, special_tokens: Mapping[str, str | None], remedy: str = OTHER_TEMPLATE
+    ) -> None:
         """Raises DataError for what is not Jinja."""
-        self.source, self.place = source, place
+        self.source, self.place, self._remedy = source, place, remedy
         tokens = {role: text for role, text in special_tokens.items() if text is not None}
         name = hashlib.sha256(json.dumps([source, tokens], sort_keys=True).encode()).hexdigest()
-        self._template = {"name": name, "source": source, "tokens": tokens, "seconds": TIMEOUT_SECONDS}
+        self._template = {
+            "name": name,
+            "source": source,
+            "tokens": tokens,
+            "seconds": TIMEOUT_SECONDS,
+            "remedy": remedy,
+        }
         fault = self._ask(None, 0)
         if fault is not None:
             raise DataError(f"{place}: {fault}")
@@ -208,6 +218,4 @@ class ChatTemplate:
         try:
             return _keeper.ask(self._template, request, seconds)
         except _Stopped as stopped:
-            raise DataError(
-                f"{self.place}: the chat template {stopped}; set tokenizer.chat_template to another file"
-            ) from None
+            raise DataError(f"{self.place}: the chat template {stopped}; {self._remedy}") from None

@@ -5,11 +5,10 @@ Order: `tokenizer.model` (sentencepiece or tiktoken, which its content says), `t
 and because conversions to tokenizer.json differ from it on leading and double spaces.
 """
 
-import os
 import re
 from pathlib import Path
 
-from recipe_lib.config.local_files import check_tokenizer
+from recipe_lib.config.local_files import OTHER_TEMPLATE, TEMPLATE_IN_FOLDER, find_tokenizer
 from recipe_lib.errors import DataError
 from recipe_lib.reading import read_bytes
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
@@ -20,37 +19,18 @@ LLAMA3_SIZE = 128_000
 MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
 
 
-def load_tokenizer(path: Path | str, chat_template: Path | str | None = None) -> Tokenizer:
+def load_tokenizer(path: Path | str, chat_template: Path | str | None = None, *, by_key: bool = True) -> Tokenizer:
     """The tokenizer in a folder, or a tokenizer file with the files next to it.
 
-    chat_template: a Jinja file that replaces the tokenizer's own template. Raises DataError.
+    chat_template: a Jinja file that replaces the tokenizer's own template. by_key: what is wrong can be put right by
+    the keys `tokenizer.path` and `tokenizer.chat_template`; else in the folder. Raises DataError.
     """
-    file = _find_file(Path(path))
-    settings = read_settings(file.parent)
+    file = find_tokenizer(Path(path), by_key=by_key)
+    settings = read_settings(file.parent, OTHER_TEMPLATE if by_key else TEMPLATE_IN_FOLDER)
     if chat_template is not None:
         settings.chat_template = read_template(Path(chat_template))
         settings.chat_template_place = str(chat_template)
     return Tokenizer(_read_vocabulary(file, settings), settings, str(file))
-
-
-def _find_file(path: Path) -> Path:
-    if os.path.isfile(path):
-        return path
-    check_tokenizer(path)
-    for name in ("tokenizer.model", "tokenizer.json"):
-        if (path / name).is_file():
-            return path / name
-    versions = sorted(path.glob("*.model.v*"))
-    if len(versions) == 1:
-        return versions[0]
-    if versions:
-        names = ", ".join(file.name for file in versions)
-        raise DataError(f"{path}: found several tokenizers ({names}); set tokenizer.path to one of the files")
-    found = sorted(file.name for file in path.iterdir() if file.is_file())
-    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") if found else "no files"
-    raise DataError(
-        f"{path}: found {listed}, expected tokenizer.json or tokenizer.model; set tokenizer.path to a folder with one"
-    )
 
 
 def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib import reading
-from recipe_lib.config.local_files import no_template
+from recipe_lib.config.local_files import OTHER_TEMPLATE, template_fault
 from recipe_lib.errors import DataError
 
 MAX_VOCABULARY = 2**27  # ids; far above any there is, and what a row of int32 ids can hold
@@ -51,7 +51,7 @@ class Settings:
     """What the JSON files in a tokenizer's folder say.
 
     roles: `bos_token` etc. -> its text; None: said to have none. added: token -> itself; listed: the same from
-    added_tokens.json, which knows no more than ids.
+    added_tokens.json, which knows no more than ids. template_remedy: what to do about a template that is of no use.
     """
 
     roles: dict[str, str | None] = field(default_factory=dict)
@@ -64,6 +64,7 @@ class Settings:
     bos_id: int | None = None
     chat_template: str | None = None
     chat_template_place: str = ""
+    template_remedy: str = OTHER_TEMPLATE
 
 
 def read_json(path: Path) -> Any:
@@ -76,10 +77,10 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path}: {error}; copy the file again") from None
 
 
-def read_settings(folder: Path) -> Settings:
+def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settings:
     """Reads tokenizer_config.json, special_tokens_map.json, added_tokens.json, generation_config.json, config.json and
     chat_template.jinja, as far as they are there."""
-    settings = Settings()
+    settings = Settings(template_remedy=template_remedy)
     config = _read_object(folder / "tokenizer_config.json")
     where = str(folder / "tokenizer_config.json")
     for content, number in _read_object(folder / "added_tokens.json").items():
@@ -130,7 +131,7 @@ def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> 
     """A file chat_template.jinja wins over tokenizer_config.json, where several may be listed by name."""
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):
-        settings.chat_template, settings.chat_template_place = read_template(file), str(file)
+        settings.chat_template, settings.chat_template_place = read_template(file, settings.template_remedy), str(file)
         return
     template = config.get("chat_template")
     if isinstance(template, list):
@@ -141,15 +142,11 @@ def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> 
         settings.chat_template_place = f"{folder / 'tokenizer_config.json'}: chat_template"
 
 
-def read_template(path: Path) -> str:
-    """The text of a Jinja file. Raises DataError."""
+def read_template(path: Path, remedy: str = "set tokenizer.chat_template to a Jinja file") -> str:
+    """The text of a Jinja file. remedy: where there is none that can be read. Raises DataError."""
     try:
         return reading.read_bytes(path, TEMPLATE_LIMIT).decode("utf-8")
-    except FileNotFoundError:
-        raise DataError(no_template(path)) from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); set tokenizer.chat_template to a Jinja file"
-        ) from None
+        raise DataError(template_fault(path, error, remedy)) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}, expected a Jinja text") from None

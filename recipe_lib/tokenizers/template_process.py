@@ -95,8 +95,8 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 class Renderer:
     """A compiled template. tokens: the special tokens by their names, `bos_token` etc."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Raises TemplateFault for a source that is not Jinja."""
+    def __init__(self, source: str, tokens: Mapping[str, str], remedy: str = "") -> None:
+        """remedy: what else than to correct it helps. Raises TemplateFault for a source that is not Jinja."""
         self._tokens, self._length = dict(tokens), len(source)
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
@@ -110,8 +110,7 @@ class Renderer:
         except jinja2.TemplateSyntaxError as error:
             said = " ".join((error.message or "").split())
             raise TemplateFault(
-                f"line {error.lineno}: the chat template is not valid Jinja ({said}); correct it, "
-                "or set tokenizer.chat_template to another file"
+                f"line {error.lineno}: the chat template is not valid Jinja ({said}); correct it, or {remedy}"
             ) from None
         except RecursionError:
             raise TemplateFault("the chat template is nested too deep; use another file") from None
@@ -183,12 +182,13 @@ def _limit_time(seconds: float) -> None:
 
 
 def _answer(request: Any, known: dict[str, Renderer]) -> Any:
-    """Compiles (`source`, `tokens`) or renders (`messages`, `wanted`, `tools`, `options`) with the template `name`."""
+    """Compiles (`source`, `tokens`, `remedy`) or renders (`messages`, `wanted`, `tools`, `options`) with the template
+    `name`."""
     seconds = request["seconds"]
     if "source" in request:
         _limit_time(seconds)
         try:
-            known[request["name"]] = Renderer(request["source"], request["tokens"])
+            known[request["name"]] = Renderer(request["source"], request["tokens"], request["remedy"])
         except TemplateFault as fault:
             return str(fault)
         except MemoryError:

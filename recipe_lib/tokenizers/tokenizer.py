@@ -57,7 +57,9 @@ class Tokenizer:
         if settings.chat_template is not None:
             found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
             tokens = {role: self.token_bytes(i).decode() for role, i in found.items() if i is not None}
-            self._template = ChatTemplate(settings.chat_template, settings.chat_template_place, settings.roles | tokens)
+            self._template = ChatTemplate(
+                settings.chat_template, settings.chat_template_place, settings.roles | tokens, settings.template_remedy
+            )
 
     @property
     def chat_template(self) -> str | None:

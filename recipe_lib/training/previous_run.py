@@ -27,7 +27,7 @@ from recipe_lib.checkpoint.run_files import (
     write_record,
 )
 from recipe_lib.checkpoint.tokenizer_out import SETTINGS_FILES, TOKENIZER_FILES
-from recipe_lib.checkpoint.weights_in import INDEX
+from recipe_lib.checkpoint.weight_files import INDEX
 from recipe_lib.config.local_files import ADAPTER_FOLDER, EARLIER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.logs import get_logger
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE

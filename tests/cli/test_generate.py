@@ -104,6 +104,41 @@ def test_an_empty_raw_prompt_needs_a_bos(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == line
 
 
+def test_what_is_wrong_with_a_tokenizer_is_put_right_in_its_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """There is no config, and so none of its keys."""
+
+    def refused(folder: Path) -> str:
+        capsys.readouterr()
+        assert main(["generate", str(folder), "--prompt", "Once"]) == 2
+        return capsys.readouterr().err
+
+    folder = shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{% for %}"}))
+    another = "put another one into the folder as chat_template.jinja"
+    found, _, remedy = refused(folder).partition("; ")
+    assert found.startswith(f"error: {folder}/tokenizer_config.json: chat_template: line 1: the chat template is not")
+    assert remedy == f"correct it, or {another}\n"
+    (folder / "chat_template.jinja").mkdir()
+    found = "cannot be read (is a folder, expected a regular file)"
+    assert refused(folder) == f"error: {folder}/chat_template.jinja: {found}; {another}\n"
+    (folder / "chat_template.jinja").rmdir()
+    (folder / "chat_template.jinja").write_text("{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}"
+                                                "{% endfor %}")  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipe_lib.tokenizers.chat.TIMEOUT_SECONDS", 0.4)
+        assert refused(folder).endswith(f"the chat template was stopped: it took more than 0.4 s; {another}\n")
+    (folder / "tokenizer.json").rename(folder / "b.model.v1")
+    (folder / "a.model.v2").touch()
+    assert refused(folder).endswith("several tokenizers (a.model.v2, b.model.v1); leave one of them in the folder\n")
+    (folder / "b.model.v1").unlink()
+    (folder / "a.model.v2").unlink()
+    assert refused(folder).endswith("expected tokenizer.json or tokenizer.model; put the tokenizer's files into the "
+                                    "folder\n")  # fmt: skip
+
+
 def test_a_tokenizer_with_more_ids_than_the_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     folder = tmp_path / "other"
     shutil.copytree(model, folder)

@@ -98,6 +98,18 @@ def test_a_base_that_has_moved(plain_run: Path, tmp_path: Path, capsys: pytest.C
     assert line == f"error: {adapter}: adapter_config.json names no base; give it with --base\n"
 
 
+def test_an_adapter_in_the_place_of_a_base(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    adapter = plain_run / "adapter"
+    line = refused(capsys, adapter, *QUESTION, "--base", adapter)
+    assert line == f"error: --base: {adapter} is an adapter, not a model; name the model that it was trained on\n"
+    copy = shutil.copytree(adapter, tmp_path / "adapter")
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(adapter)}))
+    line = refused(capsys, copy, *QUESTION)
+    named = f"adapter_config.json names the base {adapter}"
+    assert line == f"error: {copy}: {named}, which is an adapter; give the model that it was trained on with --base\n"
+
+
 def test_another_base_than_it_was_trained_on(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(plain_run.parent / "base", dtype=torch.float32)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """What would stop a run before its first step is told by `tune validate`, `tune plan` and `tune run`, in one line."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.cli.test_plan import captured
 from tests.plan.apart import apart
 
 RECIPE = "full_finetune_distributed"
+PRESET = ROOT / "recipe_lib/models/presets/llama3/8B.json"
 # Of a fault the overrides, and the line. {folder}: a folder of the test's own.
 FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "model": (
@@ -59,14 +61,54 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
         "{folder}/none.jsonl: no such file or folder; set data.source to one of yours, or to hub:OWNER/NAME for a hub "
         "dataset",
     ),
+    "second rows": (
+        ("data.sources=[{{source: examples/demo/train.jsonl}}, {{source: {folder}/none.jsonl}}]", "~data.source"),
+        "{folder}/none.jsonl: no such file or folder; set data.sources[1].source to one of yours, or to "
+        "hub:OWNER/NAME for a hub dataset",
+    ),
+    "no validation rows": (
+        ("validation.source={folder}/none.jsonl",),
+        "{folder}/none.jsonl: no such file or folder; set validation.source to one of yours, or to "
+        "hub:OWNER/NAME for a hub dataset",
+    ),
     "validation rows": (
         ("validation.source={folder}/empty",),
         "{folder}/empty: found no file of samples in the folder (.csv, .json, .jsonl, .parquet, .tsv, .txt, or one "
-        "of them with .gz or .zst); set data.source to one with data",
+        "of them with .gz or .zst); set validation.source to one with data",
     ),
     "tokenizer": (
         ("tokenizer.path={folder}/none",),
         "{folder}/none: no such folder or file; set tokenizer.path to a folder with a tokenizer",
+    ),
+    "weights": (
+        ("model.path={folder}/bare", "~model.preset"),
+        "{folder}/bare: has neither model.safetensors nor model.safetensors.index.json; download the weights with "
+        "`tune download`",
+    ),
+    "weights of transformers": (
+        ("model.path={folder}/pickled", "~model.preset", "model.implementation=transformers"),
+        "{folder}/pickled: has pytorch_model.bin but no model.safetensors; pickled weights can run code and are not "
+        "read: download the safetensors files, or convert them",
+    ),
+    "shard": (
+        ("model.path={folder}/sharded", "~model.preset"),
+        "{folder}/sharded/model.safetensors.index.json: names model-00002-of-00002.safetensors, which is missing; "
+        "download it with `tune download`",
+    ),
+    "tokenizer's files": (
+        ("tokenizer.path={folder}/empty",),
+        "{folder}/empty: found no files, expected tokenizer.json or tokenizer.model; set tokenizer.path to a folder "
+        "with one",
+    ),
+    "model's tokenizer": (
+        ("model.path={folder}/whole", "~model.preset", "~tokenizer.path"),
+        "{folder}/whole: found config.json, model.safetensors, expected tokenizer.json or tokenizer.model; set "
+        "tokenizer.path to a folder with one",
+    ),
+    "template is a folder": (
+        ("tokenizer.chat_template={folder}/empty",),
+        "{folder}/empty: cannot be read (is a folder, expected a regular file); set tokenizer.chat_template to a Jinja "
+        "file",
     ),
     "template": (
         ("tokenizer.chat_template={folder}/none.jinja",),
@@ -86,7 +128,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "earlier" / "model").mkdir(parents=True)
-    monkeypatch.setattr(local_files, "has_package", lambda name: name in ("wandb", "tensorboard"))
+    weights = {"bare": "", "pickled": "pytorch_model.bin", "whole": "model.safetensors"}
+    weights["sharded"] = "model-00001-of-00002.safetensors"
+    for name, file in weights.items():
+        (tmp_path / name).mkdir()
+        shutil.copy(PRESET, tmp_path / name / "config.json")
+        if file:
+            (tmp_path / name / file).touch()
+    index = {"weight_map": {f"{number}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}}
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    monkeypatch.setattr(local_files, "has_package", lambda name: name in ("wandb", "tensorboard", "transformers"))
     monkeypatch.setattr(start_checks, "has_package", lambda name: False)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "NETRC", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -161,7 +212,12 @@ def test_a_model_that_is_to_come_is_a_note_and_no_fault_before_the_run(
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc", encoding="utf-8")
-    (snapshot / "config.json").write_bytes((ROOT / "recipe_lib/models/presets/llama3/8B.json").read_bytes())
+    shutil.copy(PRESET, snapshot / "config.json")
+    assert tune(["validate", "llama3/8B_full", *words]) == 0
+    assert capsys.readouterr().out.startswith(f"{valid}note: {snapshot}: has neither model.safetensors nor ")
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot.parents[1] / "blobs" / "def").touch()
+    (snapshot / "model.safetensors").symlink_to("../../blobs/def")
     assert tune(["validate", "llama3/8B_full", *words]) == 0
     assert capsys.readouterr().out == valid
 
@@ -215,14 +271,16 @@ def test_nothing_of_it_imports_torch(folder: Path) -> None:
     rows, line = words_of(ROWS["rows"], folder)
     commands = [["validate", "demo/full", f"output_dir={folder}/new"]]
     commands += [["run", *flags, RECIPE, "--config", "demo/full", *rows] for flags in ([], ["--nproc_per_node", "2"])]
+    for name in ("weights", "shard", "tokenizer's files", "model's tokenizer", "template is a folder"):
+        commands.append(["run", RECIPE, "--config", "demo/full", *words_of(ROWS[name], folder)[0]])
     commands += [["generate", str(folder / "none")], ["generate", "owner/none"]]
     program = f"import sys\nfrom recipe_lib.cli.main import main\nprint([main(one) for one in {commands!r}])\n"
     program += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[0, 2, 2, 2, 2]", done.stderr
-    assert done.stderr.startswith(line * 2) and done.stderr.count("\n") == 4
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"[0{', 2' * 9}]", done.stderr
+    assert done.stderr.startswith(line * 2) and done.stderr.count("\n") == 9
 
 
 PACKED = (

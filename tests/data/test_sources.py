@@ -10,8 +10,10 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
+from recipe_lib.config import load_config
 from recipe_lib.config.schema import SourceConfig
 from recipe_lib.data import sample_files
+from recipe_lib.data.find_format import settle_formats
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import open_sources, read_samples
 from recipe_lib.errors import DataError
@@ -186,6 +188,19 @@ def test_folders_are_read_in_order_of_names(tmp_path):
     (tmp_path / "._a.jsonl").write_bytes(b"\0\5\x16\7")
     (tmp_path / "more.json").mkdir()
     assert [row["name"] for _, row in read(tmp_path)] == ["a.jsonl", "b.jsonl", "c.json"]
+
+
+def test_a_source_that_is_not_there_is_told_by_its_key(tmp_path):
+    names = [str(tmp_path / f"{number}.jsonl") for number in range(2)]
+    for source in (names[0], str(tmp_path)):
+        with pytest.raises(DataError, match=r"; set validation\.source to one"):
+            open_sources(SourceConfig(source), section="validation")
+    cfg = load_config("demo/full", ["~data.source", f"data.sources=[{{source: {names[0]}}}, {{source: {names[1]}}}]"])
+    with pytest.raises(DataError, match=r"0.jsonl: no such file or folder; set data\.sources\[0\]\.source to one"):
+        settle_formats(cfg)
+    cfg = load_config("demo/full", ["data.format=alpaca", f"validation.source={names[1]}", "validation.format=auto"])
+    with pytest.raises(DataError, match=r"1.jsonl: no such file or folder; set validation\.source to one"):
+        settle_formats(cfg)
 
 
 def test_sources_that_are_not_there(tmp_path):

@@ -195,7 +195,9 @@ def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
 def _check_validation(cfg: Any, tokenizer: "Tokenizer") -> None:
     """Raises the DataError of a run that finds none of its samples for validation, if these are small local files."""
     source = cfg.validation.source
-    if source and not is_hub(source) and sum(path.stat().st_size for path in find_files(source)) <= MAX_BYTES_READ:
+    if not source or is_hub(source):
+        return
+    if sum(path.stat().st_size for path in find_files(source, "validation.source")) <= MAX_BYTES_READ:
         build_validation_dataset(cfg, tokenizer)
 
 

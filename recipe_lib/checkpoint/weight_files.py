@@ -1,0 +1,61 @@
+"""Which files of a checkpoint folder hold its weights; none of them is opened. No torch."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.other_formats import other_weights
+from recipe_lib.reading import read_json
+from recipe_lib.units import MIB
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_INDEX_BYTES = 64 * MIB
+
+
+def find_weights(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the folder's index, all of them there; empty where `SINGLE` alone has the weights.
+
+    Raises CheckpointError: no weights, or an index that cannot be read or names files that are missing or elsewhere.
+    """
+    if (folder / SINGLE).is_file():
+        return {}
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(_no_weights(folder))
+    index = _read_index(folder / INDEX)
+    for name in sorted(set(index.values())):
+        _check_named(folder, name)
+    return index
+
+
+def _no_weights(folder: Path) -> str:
+    nothing = f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+    return other_weights(folder, SINGLE) or nothing
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index: Any = read_json(path, MAX_INDEX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download it again") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
+        raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
+    return weights
+
+
+def _check_named(folder: Path, name: str) -> None:
+    """The name has to be a plain one: an index may not name files elsewhere. Links are the user's own."""
+    if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+        raise CheckpointError(
+            f"{folder / INDEX}: names the file {show(name)!r}; expected plain names of .safetensors files in its "
+            "own folder; take the checkpoint from a source you trust"
+        )
+    if not os.path.exists(folder / name):
+        raise CheckpointError(
+            f"{folder / INDEX}: names {show(name)}, which is missing; download it with `tune download`"
+        )
