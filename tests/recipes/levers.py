@@ -122,6 +122,7 @@ NOT_LEVERS = {
     "model.implementation": "another model; test_external_runs runs those of transformers on one rank and on two",
     "tokenizer.*": "how rows are read",
     "data.*": "which rows there are",
+    "validation.split": "which rows of the hub there are; tests/data/test_dataset",
     "parallel.tensor_regather_in_backward": "both values with every kind of model; tests/parallel/test_tensor",
     "parallel.tensor_replicate_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
     "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
