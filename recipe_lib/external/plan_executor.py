@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from recipe_lib.external.tensor_plan.calls import tensors_in
-from recipe_lib.external.tensor_plan.exchanges import Exchanges, Total, rewritten
+from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, Total, rewritten, row_length
 from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.ops.gathered import Group, all_reduce
+from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 
 class _RunningForward:
@@ -37,7 +37,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[_RunningForward | None] = []
-        self.entered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.entered: Entered = {}
 
 
 def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module) -> None:
@@ -64,7 +64,12 @@ class _Execution(TorchFunctionMode):
         self.model, self.plan, self.group = model, plan, group
         self.running = _Running()
         self.hooked = False
-        self.exchanges = Exchanges(plan, group.rank, group.size, total_over(group), lambda: self.running.entered)
+        self.length = 0  # of the rows of the model's latest forward
+        self.exchanges = Exchanges(
+            *(plan, group.rank, group.size, collectives_of(group)),
+            entered=lambda: self.running.entered,
+            length=lambda: self.length,
+        )
         self.boundaries = plan.boundaries_by_call()
         self.expected = Counter(module for module, _ in self.boundaries)
 
@@ -79,6 +84,8 @@ class _Execution(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             running, frame = self.running, _RunningForward(path)
             outermost = not running.frames
+            if not path:
+                self.length = row_length(next(tensors_in((args, kwargs)), None), self.plan, self.group.size)
             running.frames.append(frame)
             try:
                 with ExitStack() as stack:
@@ -138,6 +145,15 @@ class _Execution(TorchFunctionMode):
         if next(tensors_in(result), None) is not None:
             frame.calls += 1
         return result
+
+
+def collectives_of(group: Group) -> Collectives:
+    """What a group's ranks do together."""
+    return Collectives(
+        total_over(group),
+        gather=lambda tensor: wait(start_gather(tensor, group)),
+        scatter=lambda tensor: wait(start_scatter(tensor, group)),
+    )
 
 
 def total_over(group: Group) -> Total:

@@ -61,7 +61,8 @@ def plan_of_model(model: Any, size: int) -> TensorPlan:
 
 def _on_meta(model: Any) -> Any:
     """The same model anew, with all that it holds on the meta device, and its class' own forward."""
-    made = _made_anew(model, model.spec, next(model.parameters()).dtype)
+    # In float32, as the small one, whatever its weights are: some of what converts types does nothing then.
+    made = _made_anew(model, model.spec, torch.float32)
     for module in made.modules():
         held = vars(module) | module._buffers
         for name, value in held.items():
@@ -196,7 +197,7 @@ def _parameters(plan: TensorPlan) -> dict[str, set[str]]:
 def _exchanges(plan: TensorPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.boundaries:
-        said = f"{each.kind} {each.call} {each.place} {each.function} {each.bias} {each.taken} {each.dim}"
+        said = f"{each.kind} {each.call} {each.place} {each.function} {each.bias} {each.taken} {each.dim} {each.tokens_first}"
         found.setdefault(pattern_of(each.module), set()).add(said)
     return found
 

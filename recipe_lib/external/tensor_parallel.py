@@ -83,7 +83,7 @@ def _with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, i
     kept = tuple(
         each
         for each in plan.boundaries
-        if each.kind == "lookup" or not each.parameters or not set(each.parameters) <= head
+        if each.kind in ("lookup", "gather", "slice") or not each.parameters or not set(each.parameters) <= head
     )
     size = plan.parameter(axis.parameters[0]).shape[0]
     return replace(plan, boundaries=kept), size

@@ -23,10 +23,11 @@ class Demand:
     courses: list[Course]
 
 
-class _Ranks:
+class LocalSizes:
     """Sizes on one rank: shares says into how many parts each axis is cut."""
 
     def __init__(self, courses: list[Course], size: int = 0):
+        """size: into how many parts; 0: the smallest number that each can be cut into."""
         self.shares = {course: size or smallest_factor(course.axis.size) for course in courses}
         self._of: dict[Traced, list[Course]] = {}
         for course in courses:
@@ -34,12 +35,15 @@ class _Ranks:
                 self._of.setdefault(tensor, []).append(course)
 
     def courses_of(self, tensor: Traced) -> list[Course]:
+        """The axes that a tensor is cut along."""
         return self._of.get(tensor, [])
 
     def of(self, tensor: Traced, node: AxisNode) -> int:
+        """The size of a dimension of a tensor, or of a part of one."""
         return local_size(node, {course.axis: self.shares[course] for course in self.courses_of(tensor)})
 
     def size(self, size: Size) -> int:
+        """What the model reads as the size of a dimension."""
         return self.of(size.tensor, size.tensor.dims[size.dimension])
 
     def offset(self, tensor: Traced, node: AxisNode, start: int) -> int | None:
@@ -61,8 +65,8 @@ class _Ranks:
 
 def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attribute, set[Course]], dict[Course, str]]:
     """Attributes that have to be divided, with the axes that ask for it; and axes that cannot be, with the reason."""
-    ranks = _Ranks(courses)
-    demands = [demand for call in trace.calls for demand in _demands(call, ranks)]
+    ranks = LocalSizes(courses)
+    demands = [demand for call in trace.calls for demand in demands_of(call, ranks)]
     divisors: dict[Attribute, int] = {}
     wanted: dict[Attribute, set[Course]] = {}
     kept = {
@@ -103,17 +107,17 @@ def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attri
 
 def goes_the_same_way(trace: ForwardTrace, courses: list[Course], wanted: Iterable[Attribute], size: int) -> bool:
     """True if comparisons of sizes in the forward come out on each of `size` ranks as they do on the whole."""
-    ranks = _Ranks([course for course in courses if not course.vocabulary], size)
+    ranks = LocalSizes([course for course in courses if not course.vocabulary], size)
     divisors = dict.fromkeys(wanted, size)
     return all(decided_alike(decision, ranks.size, divisors) for decision in trace.decisions)
 
 
-def _right(demand: Demand, ranks: _Ranks, divisors: dict[Attribute, int]) -> bool:
+def _right(demand: Demand, ranks: LocalSizes, divisors: dict[Attribute, int]) -> bool:
     return evaluate(demand.value, ranks.size, divisors) == demand.expected
 
 
-def _demands(call: FunctionCall, ranks: _Ranks) -> Iterator[Demand]:
-    """What the integers of a call have to be."""
+def demands_of(call: FunctionCall, ranks: LocalSizes) -> Iterator[Demand]:
+    """What the integers of a call have to be, where that is known."""
     if not call.outputs or not call.numbers:
         return
     if call.function == "__getitem__":
@@ -160,7 +164,7 @@ def _dimensions(call: FunctionCall) -> Iterator[tuple[str, int]]:
         yield "groups", 1
 
 
-def _slices(call: FunctionCall, ranks: _Ranks) -> Iterator[Demand]:
+def _slices(call: FunctionCall, ranks: LocalSizes) -> Iterator[Demand]:
     """Starts and stops of slices."""
     if not call.arguments or call.arguments[0][0] != "0":
         return

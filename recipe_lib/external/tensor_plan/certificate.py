@@ -16,7 +16,7 @@ import torch
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, places_in, replaced, tensors_in
-from recipe_lib.external.tensor_plan.exchanges import own_part, rewritten
+from recipe_lib.external.tensor_plan.exchanges import own_part, part_of_tokens, rewritten, row_length
 from recipe_lib.external.tensor_plan.sharding_plan import Boundary, TensorPlan, bounds
 
 # The whole and the sum of its parts differ by rounding, which some models do in float32 whatever their weights are.
@@ -54,11 +54,13 @@ def certify(
             "certificate: found weights on the meta device, expected real ones; build the model on the CPU"
         )
     model.eval()
-    clean = _ProofForward(model, plan, "clean")
+    with torch.no_grad():
+        length = row_length(next(tensors_in(inputs)), plan, size)
+    clean = _ProofForward(model, plan, "clean", length=length)
     whole = _forward(model, clean, {}, inputs)
     failures, checked = list(clean.failures), 0
     for rank in range(size):
-        run = _ProofForward(model, plan, "taint", rank, size, clean)
+        run = _ProofForward(model, plan, "taint", rank, size, clean, length)
         with _told(run):
             output = _forward(model, run, _parts(model, plan, rank, size, _others_lost), inputs)
             run.compare_output(whole, output)
@@ -104,12 +106,21 @@ class _ProofForward(Calls):
     """One forward. kind: `clean` keeps what goes in and out at boundaries, `taint` compares, `part` runs a rank's."""
 
     def __init__(
-        self, model: torch.nn.Module, plan: TensorPlan, kind: str, rank: int = 0, size: int = 1, clean: Any = None
+        self,
+        model: torch.nn.Module,
+        plan: TensorPlan,
+        kind: str,
+        rank: int = 0,
+        size: int = 1,
+        clean: Any = None,
+        length: int = 0,
     ):
         super().__init__(model)
         self.plan, self.kind, self.rank, self.size, self.clean = plan, kind, rank, size, clean
         self.boundaries = plan.boundaries_by_call()
+        self.length = length  # of a row, 0: no tokens are shared out
         self.runs: dict[CallKey, int] = {}
+        self.tokens: dict[tuple[CallKey, str, int], torch.Tensor] = {}  # whole ones, where they are gathered
         self.kept: dict[tuple[CallKey, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.biases: dict[tuple[CallKey, int], torch.Tensor] = {}
         self.reached: set[CallKey] = set()
@@ -125,27 +136,72 @@ class _ProofForward(Calls):
         if getattr(function, "__name__", "") != here[0].function:
             self.fail(here[0], f"is {getattr(function, '__name__', function)}, expected {here[0].function}")
             return function(*args, **kwargs)
-        for boundary in here:
-            if boundary.kind == "cut" and self.kind != "clean":
-                args, kwargs = replaced(args, kwargs, boundary.place, self._cut(boundary, args, kwargs))
+        run = self.runs[key] = self.runs.get(key, -1) + 1
+        for boundary in sorted(here, key=lambda each: each.kind == "cut"):
+            if not boundary.place.startswith("output") and boundary.kind in ("cut", "gather", "slice"):
+                tensor = dict(places_in(args, kwargs))[boundary.place]
+                change = self._cut if boundary.kind == "cut" else self._tokens
+                args, kwargs = replaced(args, kwargs, boundary.place, change(boundary, tensor, (key, run)))
         leaving = [boundary for boundary in here if boundary.kind in ("leave", "lookup")]
-        if not leaving:
-            return function(*args, **kwargs)
-        boundary = leaving[0]
-        place = (key, self.runs.get(key, 0))
-        self.runs[key] = place[1] + 1
+        result = self._leaving(leaving[0], (key, run), function, args, kwargs) if leaving else function(*args, **kwargs)
+        for boundary in here:
+            if boundary.kind in ("gather", "slice") and boundary.place == "output":
+                result = self._tokens(boundary, result, (key, run))
+            elif boundary.kind in ("gather", "slice") and boundary.place.startswith("output"):
+                number = int(boundary.place.split(".")[1])
+                passed = self._tokens(boundary, result[number], (key, run))
+                result = type(result)([passed if at == number else each for at, each in enumerate(result)])
+        return result
+
+    def _tokens(self, boundary: Boundary, tensor: torch.Tensor, where: tuple[CallKey, int]) -> torch.Tensor:
+        """Tokens as a rank gives them away (`gather`), compared with the whole model's, or has them left (`slice`)."""
+        if not self.length:
+            return tensor
+        place = (where[0], boundary.place, where[1])
+        if self.kind == "clean":
+            if boundary.kind == "gather":
+                self.tokens[place] = tensor.clone()
+            return tensor
+
+        def own(each: torch.Tensor) -> torch.Tensor:
+            return part_of_tokens(each, boundary, self.length, self.rank, self.size)
+
+        if boundary.kind == "slice" and self.kind == "part":
+            return own(tensor).contiguous()
+        if boundary.kind == "slice":
+            found = torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else torch.zeros_like(tensor)
+            own(found).copy_(own(tensor))
+            return found
+        if place not in self.clean.tokens:
+            self.fail(boundary, "is reached more often than by the whole model")
+            return tensor
+        whole: torch.Tensor = self.clean.tokens[place]
+        self.checked += 1
+        expected = own(whole)
+        ours = own(tensor) if self.kind == "taint" else tensor
+        if self.kind == "taint" and not torch.equal(ours, expected):
+            wrong = int((ours != expected).sum())
+            self.fail(boundary, f"gets {wrong} of {expected.numel()} elements that depend on other ranks' tokens")
+        elif self.kind == "part" and (ours.shape != expected.shape or not close(ours.double(), expected.double())):
+            shapes = f"{list(ours.shape)} of its own tokens, not its part {list(expected.shape)}"
+            self.fail(boundary, f"gets {shapes} of the whole")
+        return whole.clone()
+
+    def _leaving(self, boundary: Boundary, place: Any, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """A product that sums over ranks, or a look-up."""
         taken = dict(places_in(args, kwargs)).get(boundary.taken) if boundary.taken else None
         if self.kind == "part" and boundary.bias:
             self.biases[place] = dict(places_in(args, kwargs))[boundary.bias].detach()
             args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(self.biases[place]))
-        result = function(*args, **kwargs)
+        result: torch.Tensor = function(*args, **kwargs)
         if self.kind == "clean":
             self.kept[place] = (None if taken is None else taken.clone(), result.clone())
             return result
         return self._leave(boundary, place, taken, result, args, kwargs)
 
-    def _cut(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        whole: torch.Tensor = dict(places_in(args, kwargs))[boundary.place]
+    def _cut(self, boundary: Boundary, whole: torch.Tensor, where: Any) -> torch.Tensor:
+        if self.kind == "clean":
+            return whole
         if self.kind == "part":
             return own_part(whole, boundary.dim, boundary.segments, self.rank, self.size)
         if not whole.is_floating_point():
@@ -222,7 +278,7 @@ def _rehearse(
     checked = 0
     sums: dict[Any, torch.Tensor] = {}
     for rank in range(size):
-        run = _ProofForward(model, plan, "part", rank, size, clean)
+        run = _ProofForward(model, plan, "part", rank, size, clean, clean.length)
         with _told(run), rewritten(model, plan, size):
             values = _parts(model, plan, rank, size, own_part)
             whole = {each.name for each in plan.parameters if each.role == "vocabulary"}

@@ -12,64 +12,105 @@ from recipe_lib.external.tensor_plan.calls import places_in, replaced
 from recipe_lib.external.tensor_plan.sharding_plan import Boundary, TensorPlan, bounds
 
 Total = Callable[[Tensor], Tensor]
+Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What ranks do together. total: a tensor to its sum over ranks. gather: `[n, ...]` of each to `[N, ...]` on all.
+    scatter: the sum of all ranks' `[N, ...]`, to each its `[n, ...]`."""
+
+    total: Total
+    gather: Total
+    scatter: Total
 
 
 @dataclass(frozen=True)
 class Exchanges:
     """Which rank of how many, and how they exchange.
 
-    total: a tensor to its sum over ranks. entered: what has entered so far, by activation and id; one tensor enters
-    once for all calls that share it.
+    entered: what has entered, been gathered or been cut so far, by how, activation and id; one tensor does so once for
+    all calls that share it. length: tokens in each row of the forward that runs; 0: no tokens are shared out.
     """
 
     plan: TensorPlan
     rank: int
     size: int
-    total: Total
-    entered: Callable[[], dict[tuple[int, int], tuple[Tensor, Tensor]]]
+    collectives: Collectives
+    entered: Callable[[], Entered]
+    length: Callable[[], int]
 
     def call(self, here: list[Boundary], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call that has boundaries. Returns what the model is to get."""
+        by_place: dict[str, list[Boundary]] = {}
         for boundary in here:
-            if boundary.kind in ("enter", "cut") and not boundary.place.startswith("output"):
-                tensor = self._enter(dict(places_in(args, kwargs))[boundary.place], boundary.activation)
-                if boundary.kind == "cut":
-                    tensor = own_part(tensor, boundary.dim, boundary.segments, self.rank, self.size)
-                args, kwargs = replaced(args, kwargs, boundary.place, tensor)
+            by_place.setdefault(boundary.place, []).append(boundary)
+        for place, found in by_place.items():
+            if not place.startswith("output"):
+                tensor = self._pass(dict(places_in(args, kwargs))[place], found)
+                args, kwargs = replaced(args, kwargs, place, tensor)
         leaving = next((boundary for boundary in here if boundary.kind in ("leave", "lookup")), None)
-        if leaving is None:
-            result = function(*args, **kwargs)
-        elif leaving.kind == "lookup":
-            result = self._look_up(leaving, function, args, kwargs)
+        if leaving is not None:
+            cut = next((each for each in by_place["output"] if each.kind == "slice"), None)
+            run = self._look_up if leaving.kind == "lookup" else self._leave
+            rest = [each for each in by_place.pop("output") if each.kind == "enter"]
+            result = self._pass(run(leaving, cut if self.length() else None, function, args, kwargs), rest)
         else:
-            result = self._leave(leaving, function, args, kwargs)
-        for boundary in here:
-            if boundary.kind == "enter" and boundary.place == "output":
-                result = self._enter(result, boundary.activation)
-            elif boundary.kind == "enter" and boundary.place.startswith("output."):
-                number = int(boundary.place.split(".")[1])
-                entered = self._enter(result[number], boundary.activation)
-                result = type(result)([entered if at == number else each for at, each in enumerate(result)])
+            result = function(*args, **kwargs)
+        for place, found in by_place.items():
+            if place == "output":
+                result = self._pass(result, found)
+            elif place.startswith("output"):
+                number = int(place.split(".")[1])
+                passed = self._pass(result[number], found)
+                result = type(result)([passed if at == number else each for at, each in enumerate(result)])
         return result
 
-    def _enter(self, tensor: Tensor, activation: int) -> Tensor:
-        """The tensor, whose gradient is summed over ranks."""
-        if not tensor.requires_grad or not torch.is_grad_enabled():
-            return tensor
-        entered, place = self.entered(), (activation, id(tensor))
+    def _pass(self, tensor: Tensor, here: list[Boundary]) -> Tensor:
+        """A tensor through the boundaries of one place."""
+        found = {boundary.kind: boundary for boundary in here}
+        if not self.length():
+            found = {kind: each for kind, each in found.items() if kind not in ("gather", "slice")}
+        if (cut := found.get("slice")) is not None:
+            return self._once("slice", cut, tensor, lambda: take_tokens(tensor, cut, self, summed=False))
+        entering = found.get("enter") or found.get("cut")
+        if (gather := found.get("gather")) is not None:
+            summed = entering is not None and tensor.requires_grad
+            way = "gather and enter" if summed else "gather"
+            tensor = self._once(way, gather, tensor, lambda: gather_tokens(tensor, gather, self, summed))
+        elif entering is not None and tensor.requires_grad and torch.is_grad_enabled():
+            total = self.collectives.total
+            tensor = self._once("enter", entering, tensor, lambda: cast(Tensor, Enter.apply(tensor, total)))
+        if (part := found.get("cut")) is not None:
+            tensor = own_part(tensor, part.dim, part.segments, self.rank, self.size)
+        return tensor
+
+    def _once(self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        entered, place = self.entered(), (way, boundary.activation, id(tensor))
+        if boundary.place.startswith("output"):
+            return make()
         if place not in entered:
-            entered[place] = (tensor, cast(Tensor, Enter.apply(tensor, self.total)))
+            entered[place] = (tensor, make())
         return entered[place][1]
 
-    def _leave(self, boundary: Boundary, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The sum over ranks of what a function gives; its bias is added once."""
+    def _leave(
+        self, boundary: Boundary, cut: Boundary | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The sum over ranks of what a function gives, or a rank's tokens of it; its bias is added once."""
         bias = dict(places_in(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
             args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
-        result = cast(Tensor, Leave.apply(function(*args, **kwargs), self.total))
+        result = self._sum(function(*args, **kwargs), cut)
         return result if bias is None else result + bias
 
-    def _look_up(self, boundary: Boundary, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _sum(self, tensor: Tensor, cut: Boundary | None) -> Tensor:
+        if cut is not None:
+            return take_tokens(tensor, cut, self, summed=True)
+        return cast(Tensor, Leave.apply(tensor, self.collectives.total))
+
+    def _look_up(
+        self, boundary: Boundary, cut: Boundary | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
         """Rows of this rank's own tokens, zeros for others, summed over ranks."""
         segments = self.plan.parameter(boundary.parameters[0]).segments
         ((start, stop),) = bounds(segments, self.rank, self.size)
@@ -81,8 +122,7 @@ class Exchanges:
         if padding is not None:
             inside = start <= padding[1] < stop
             args, kwargs = replaced(args, kwargs, padding[0], padding[1] - start if inside else None)
-        found = function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0)
-        return cast(Tensor, Leave.apply(found, self.total))
+        return self._sum(function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0), cut)
 
 
 class Enter(torch.autograd.Function):
@@ -108,6 +148,81 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+def gather_tokens(tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
+    """A rank's tokens to those of all ranks. summed: its gradient is a part of a sum over ranks, not the whole."""
+    return cast(Tensor, _GatherTokens.apply(tensor, where, ranks, summed))
+
+
+def take_tokens(tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
+    """Of all tokens the rank's. summed: of the sum over ranks."""
+    return cast(Tensor, _TakeTokens.apply(tensor, where, ranks, summed))
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
+        ctx.settings = (where, ranks.length(), ranks, summed)
+        return _all_tokens(tensor, where, ranks.length(), ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_tokens(gradients[0], *ctx.settings), None, None, None
+
+
+class _TakeTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
+        ctx.settings = (where, ranks.length(), ranks)
+        return _own_tokens(tensor, where, ranks.length(), ranks, summed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_tokens(gradients[0], *ctx.settings), None, None, None
+
+
+def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Exchanges) -> Tensor:
+    moved, place = _tokens_in_front(tensor, where, length // ranks.size)
+    return ranks.collectives.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
+
+
+def _own_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Exchanges, summed: bool) -> Tensor:
+    if not summed:
+        return part_of_tokens(tensor, where, length, ranks.rank, ranks.size).contiguous()
+    moved, place = _tokens_in_front(tensor, where, length)
+    return ranks.collectives.scatter(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
+
+
+def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
+    """`[tokens, ...]` with the tokens of a row apart from the rest of their dimension, and where they were."""
+    wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
+    place = where.dim if where.tokens_first else where.dim + 1
+    return wide.movedim(place, 0), place
+
+
+def part_of_tokens(tensor: Tensor, where: Boundary, length: int, rank: int, size: int) -> Tensor:
+    """A rank's tokens of a tensor that has whole rows of `length`; a view where one can be."""
+    wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
+    place = where.dim if where.tokens_first else where.dim + 1
+    part = length // size
+    return wide.narrow(place, rank * part, part).flatten(where.dim, where.dim + 1)
+
+
+def row_length(ids: Any, plan: TensorPlan, size: int) -> int:
+    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0 where the plan shares out none of them.
+
+    Rows that `size` does not divide have their tokens on every rank, which is right without gradients alone: raises
+    ValueError where they are wanted.
+    """
+    if not plan.shared_tokens or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return 0
+    length = ids.shape[1]
+    if length % size == 0:
+        return int(length)
+    if torch.is_grad_enabled():
+        raise ValueError(f"{length} tokens in a row cannot be shared evenly among {size} ranks")
+    return 0
 
 
 def own_part(tensor: Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> Tensor:

@@ -8,13 +8,12 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, tensors_in
-from recipe_lib.external.tensor_plan.exchanges import Exchanges, own_part, rewritten
+from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, own_part, rewritten, row_length
 from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
@@ -37,12 +36,21 @@ class _RankGroup:
         self.barrier.wait()
         return found
 
-    def total(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.exchange(rank, tensor)).sum(0)
+    def collectives(self, rank: int) -> Collectives:
+        def total(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.stack(self.exchange(rank, tensor)).sum(0)
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat(self.exchange(rank, tensor))
+
+        def scatter(tensor: torch.Tensor) -> torch.Tensor:
+            return total(tensor).chunk(self.size)[rank].clone()
+
+        return Collectives(total, gather, scatter)
 
 
-class _GatherTokens(torch.autograd.Function):
-    """Tokens of all ranks, for a loss that each rank has whole."""
+class _GatherVocabulary(torch.autograd.Function):
+    """Logits of all ranks, for a loss that each rank has whole."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: _RankGroup, rank: int) -> torch.Tensor:
@@ -58,11 +66,12 @@ class _GatherTokens(torch.autograd.Function):
 class _Rank(Calls):
     """Runs one rank's part of a plan among the threads of a group."""
 
-    def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _RankGroup, rank: int):
+    def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _RankGroup, rank: int, length: int):
         super().__init__(model)
-        entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        entered: Entered = {}
         self.boundaries = plan.boundaries_by_call()
-        self.exchanges = Exchanges(plan, rank, group.size, partial(group.total, rank), lambda: entered)
+        collectives = group.collectives(rank)
+        self.exchanges = Exchanges(plan, rank, group.size, collectives, lambda: entered, lambda: length)
 
     def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call, with its boundaries."""
@@ -136,11 +145,11 @@ def _of_rank(
     local = {stop - start for start, stop in parts}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = _GatherTokens.apply(tensor, group, rank)
+        gathered: torch.Tensor = _GatherVocabulary.apply(tensor, group, rank)
         return gathered
 
     with rewritten(model, plan, group.size):
-        run = _Rank(model, plan, group, rank)
+        run = _Rank(model, plan, group, rank, row_length(next(tensors_in(inputs)), plan, group.size))
         return _gradients(model, values, inputs, run, lambda each: whole(each) if each.shape[-1] in local else each)
 
 

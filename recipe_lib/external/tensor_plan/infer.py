@@ -12,22 +12,26 @@ from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, layout
 from recipe_lib.external.tensor_plan.propagation import Course, PendingBoundary, Refusal, axes_of, follow
 from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
+from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, share_tokens
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, Record, Traced, trace
 
 
-def infer_plan(model: torch.nn.Module, inputs: dict[str, Any], size: int = 0) -> TensorPlan:
+def infer_plan(model: torch.nn.Module, inputs: dict[str, Any], size: int = 0, tokens: bool = True) -> TensorPlan:
     """The tensor parallel plan of a model.
 
     model: any language model, on the meta device or another one; it is not changed. inputs: keyword arguments of its
-    forward, on the same device, token ids first (external.example_inputs makes those of transformers). size: takes only
-    axes that this many ranks can share; 0 takes all. Raises SetupError where the forward cannot be traced.
+    forward, on the same device, token ids first (external.example_inputs makes those of transformers). size: takes
+    only axes that this many ranks can share; 0 takes all. tokens: shares out tokens, too, where the forward allows it.
+    Raises SetupError where the forward cannot be traced.
     """
     found = trace(model, inputs)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return plan_of(found, shapes, size)
+    return plan_of(found, shapes, size, tokens)
 
 
-def plan_of(found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int = 0) -> TensorPlan:
+def plan_of(
+    found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int = 0, tokens: bool = True
+) -> TensorPlan:
     """The plan that a trace leads to; shapes: of every parameter, by name."""
     courses, reasons = _courses(found, shapes, size)
     courses.sort(key=lambda each: -sum(math.prod(shapes[name]) for name in each.carriers))
@@ -41,7 +45,8 @@ def plan_of(found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int =
     reasons.update({each.axis: "its parameters are cut along a larger axis" for each in courses if each not in chosen})
     order = {name: number for number, name in enumerate(shapes)}
     chosen.sort(key=lambda each: min(order[name] for name in each.carriers))
-    return _assemble(found, shapes, chosen, wanted, reasons)
+    shared = share_tokens(found, chosen, wanted) if tokens and chosen else SharedTokens()
+    return _assemble(found, shapes, chosen, wanted, reasons, shared)
 
 
 def _apart(courses: list[Course]) -> list[Course]:
@@ -105,16 +110,18 @@ def _assemble(
     chosen: list[Course],
     wanted: dict[Attribute, set[Course]],
     reasons: dict[AxisNode, str],
+    shared: SharedTokens,
 ) -> TensorPlan:
     axes = tuple(
         Axis(number, each.axis.size, tuple(filter(each.carriers.__contains__, shapes)), each.vocabulary, each.output)
         for number, each in enumerate(chosen)
     )
-    partial, mixed = _partial(found, chosen)
+    partial, mixed = _partial(found, chosen, shared.uses)
     points = [(number, point) for number, course in enumerate(chosen) for point in course.points]
     points += [
         (number, point) for number, course in enumerate(chosen) for point in course.joins if point.parameters & mixed
     ]
+    points += [(-1, point) for point in _mixed_uses(found, shared.uses, mixed)]
     late = {name for _, point in points for name in point.bias_parameters}
     multiplied = {name for record in found.records for each in record.contractions for name in _names(each[1:])}
     used = {name for call in found.calls for _, tensor, _ in call.arguments for name in tensor.parameters}
@@ -147,17 +154,28 @@ def _assemble(
     other = [size for size in sizes if size not in legal]
     refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in other]
     refused += dict.fromkeys(_refusals(found, reasons, whole))
-    return TensorPlan(axes, tuple(parameters), _boundaries(found, points), rewrites, tuple(refused), legal)
+    boundaries = (*_boundaries(found, points), *_token_boundaries(found, shared))
+    return TensorPlan(axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal, round(shared.share, 4))
 
 
 def _names(tensors: Iterable[Any]) -> set[str]:
     return {name for tensor in tensors for name in tensor.parameters}
 
 
-def _partial(found: ForwardTrace, chosen: list[Course]) -> tuple[set[str], set[str]]:
-    """Whole parameters whose gradients are sums over ranks: everywhere, or (second) at some of their uses only."""
-    joined = {(point.call, point.place) for course in chosen for point in course.joins}
+def _partial(found: ForwardTrace, chosen: list[Course], tokens: set[Place]) -> tuple[set[str], set[str]]:
+    """Whole parameters whose gradients are sums over ranks: everywhere, or (second) at some of their uses only.
+
+    tokens: where they meet a rank's tokens alone.
+    """
+    joined = {(point.call, point.place) for course in chosen for point in course.joins} | tokens
     partial = {name for course in chosen for point in course.joins for name in point.parameters}
+    partial |= {
+        name
+        for number, place in tokens
+        for at, tensor, _ in found.calls[number].arguments
+        for name in tensor.parameters
+        if at == place
+    }
     elsewhere: set[str] = set()
     for number, call in enumerate(found.calls):
         for place, tensor, gradient in call.arguments:
@@ -165,6 +183,37 @@ def _partial(found: ForwardTrace, chosen: list[Course]) -> tuple[set[str], set[s
             if gradient and made and not tensor.activation and (number, place) not in joined:
                 elsewhere |= tensor.parameters
     return partial - elsewhere, partial & elsewhere
+
+
+def _mixed_uses(found: ForwardTrace, tokens: set[Place], mixed: set[str]) -> Iterable[PendingBoundary]:
+    """Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens: it enters there."""
+    for number, place in sorted(tokens):
+        for at, tensor, _ in found.calls[number].arguments:
+            if at == place and tensor.parameters & mixed:
+                yield PendingBoundary("enter", number, place, tensor, tensor.parameters)
+
+
+def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
+    """Where tokens are gathered and cut, in the order of the forward."""
+    numbers: dict[Traced, int] = {}
+    made_of: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
+    places = [("slice", each) for each in shared.slices.items()] + [("gather", each) for each in shared.gathers.items()]
+    for kind, ((number, place), (tensor, layout)) in sorted(places, key=lambda item: item[1][0]):
+        call = found.calls[number]
+        width = math.prod(node.size for node in tensor.dims) // found.tokens
+        made_of.setdefault(
+            (kind, call.key.module, call.key.number, place),
+            Boundary(
+                *(kind, call.key.module, call.key.number, place, ()),
+                activation=numbers.setdefault(tensor, len(numbers)),
+                dim=layout.dim,
+                tokens_first=layout.first,
+                function=call.function,
+                source=call.source,
+                width=width,
+            ),
+        )
+    return tuple(made_of.values())
 
 
 def _boundaries(found: ForwardTrace, points: list[tuple[int, PendingBoundary]]) -> tuple[Boundary, ...]:
@@ -193,7 +242,7 @@ def _boundaries(found: ForwardTrace, points: list[tuple[int, PendingBoundary]]) 
                 held = found.calls[number].outputs
                 place = "output" if len(held) == 1 else f"output.{held.index(tensor)}"
         entry = merged.setdefault((point.kind, number, place), (set(), set(), point))
-        entry[0].add(axis)
+        entry[0].update((axis,) if axis >= 0 else ())
         entry[1].update(names)
     made_of = []
     for (kind, number, place), (axes, parameters, point) in sorted(merged.items(), key=lambda item: item[0][1]):

@@ -34,6 +34,7 @@ class OperatorCall:
         place: str,
         dims: Callable[[torch.Tensor], Dims],
     ):
+        self.function, self.place = function, place
         self.args, self.kwargs, self.outputs, self.dims = args, kwargs, outputs, dims
         self.name = str(function._schema.name).removeprefix("aten::")
         self.reason = f"{self.name} in {place}"

@@ -55,7 +55,9 @@ class Boundary:
 
     kind: `enter` (forward as it is; the gradient is summed over ranks), `leave` (what comes out is summed over ranks; a
     gradient passes as it is), `lookup` (a leave, of rows picked by token: tokens of other ranks give zeros), `cut` (a
-    whole tensor of which the rank takes its part; its gradient is an enter's).
+    whole tensor of which the rank takes its part; its gradient is an enter's), `gather` (a rank's tokens become those of
+    all; its gradient is the rank's part), `slice` (of all tokens the rank's; its gradient is gathered). A gather that
+    enters has its gradient summed and scattered; what leaves and is sliced is summed and scattered.
     module, call: path of a module, and number of the torch function call in one forward of it (calls.Calls counts).
     place: `output` or `output.1` of that call; or the argument, `0`, `1.2` or `weight` (calls.places_in names them).
     axes: numbers. parameters: those of the product, or those that the activation enters.
@@ -66,6 +68,8 @@ class Boundary:
     function, source: the torch function, and the file and line that calls it; for people.
     width: numbers a token of what ranks sum there: leave and lookup in the forward, enter and cut in the backward;
     0 where they sum nothing, or where the traced forward took no token ids.
+    tokens_first: of a gather or a slice: with other things in dimension dim, the tokens of a row are the outermost
+    there, instead of the innermost.
     """
 
     kind: str
@@ -82,6 +86,7 @@ class Boundary:
     function: str = ""
     source: str = ""
     width: int = 0
+    tokens_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +104,11 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlan:
-    """A plan for a whole model. refused: why axes that look possible stay whole. legal_sizes: tensor sizes above 1."""
+    """A plan for a whole model. refused: why axes that look possible stay whole. legal_sizes: tensor sizes above 1.
+
+    shared_tokens: of the elements of activations that no axis cuts, the share of those of which a rank has its own
+    tokens alone; 0: every rank has all tokens, and a plan with more takes rows that the ranks divide.
+    """
 
     axes: tuple[Axis, ...]
     parameters: tuple[ParameterPlan, ...]
@@ -107,6 +116,7 @@ class TensorPlan:
     rewrites: tuple[Rewrite, ...]
     refused: tuple[str, ...]
     legal_sizes: tuple[int, ...]
+    shared_tokens: float = 0.0
 
     def parameter(self, name: str) -> ParameterPlan:
         """The plan of one parameter. Raises ConfigError for a name that the plan does not have."""
@@ -130,7 +140,7 @@ class TensorPlan:
     def hash(self) -> str:
         """16 hexadecimal digits that are the same for equal plans, on any machine; texts for people do not count."""
         held = self.to_dict()
-        del held["refused"]
+        del held["refused"], held["shared_tokens"]
         for item in held["parameters"]:
             del item["reason"]
         for item in held["boundaries"]:

@@ -44,7 +44,7 @@ class Traced:
 class Record:
     """One aten operator; contractions, lookup, uniform, values are its rule's `Step`'s, in terms of the trace.
 
-    added: what a product is added to.
+    added: what a product is added to. step, held: the operator again, and what is known of its tensors by their ids.
     """
 
     operator: str
@@ -56,6 +56,8 @@ class Record:
     uniform: bool = False
     values: bool = False
     added: Traced | None = None
+    step: OperatorCall | None = None
+    held: dict[int, Traced] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,7 +77,8 @@ class FunctionCall:
 class ForwardTrace:
     """What one forward did. unknown: operators without a rule, with the module. assumed: values that were made up.
 
-    decisions: comparisons of sizes that the forward made. tokens: how many ids it got, 0 for none.
+    decisions: comparisons of sizes that the forward made. tokens: how many ids it got, 0 for none. ids: what is known
+    of them.
     """
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)
@@ -86,6 +89,7 @@ class ForwardTrace:
     assumed: list[str] = dataclasses.field(default_factory=list)
     decisions: list[Decision] = dataclasses.field(default_factory=list)
     tokens: int = 0
+    ids: Traced | None = None
 
 
 class _Watch(Calls):
@@ -196,6 +200,8 @@ class _Operators(TorchDispatchMode):
             *(_short(function), self.watch.current, inputs, found, contractions),
             *(step.lookup, step.uniform, step.values),
             self.known(step.added) if step.added is not None else None,
+            step,
+            {id(tensor): self.known(tensor) for tensor in tensors_in((step.args, step.kwargs))},
         )
         self.trace.records.append(record)
         if self.watch.current >= 0:
@@ -219,7 +225,8 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
         first = not number and not tensor.is_floating_point()
         found.tokens = tensor.numel() if first else found.tokens
         sizes = [AxisNode(size) for size in tensor.shape]
-        operators.remember(tensor, Traced(sizes, activation=True, identifiers=first))
+        known = operators.remember(tensor, Traced(sizes, activation=True, identifiers=first))
+        found.ids = known if first and tensor.dim() == 2 else found.ids
     training = model.training
     try:
         for parameter in frozen:
