@@ -16,7 +16,7 @@ import torch
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, places_in, replaced, tensors_in
-from recipe_lib.external.tensor_plan.exchanges import own_part, part_of_tokens, rewritten, row_length
+from recipe_lib.external.tensor_plan.exchanges import others_lost, own_part, part_of_tokens, rewritten, row_length
 from recipe_lib.external.tensor_plan.sharding_plan import Boundary, TensorPlan, bounds
 
 # The whole and the sum of its parts differ by rounding, which some models do in float32 whatever their weights are.
@@ -169,9 +169,7 @@ class _ProofForward(Calls):
         if boundary.kind == "slice" and self.kind == "part":
             return own(tensor).contiguous()
         if boundary.kind == "slice":
-            found = torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else torch.zeros_like(tensor)
-            own(found).copy_(own(tensor))
-            return found
+            return others_lost(tensor, boundary, self.length, self.rank, self.size)
         if place not in self.clean.tokens:
             self.fail(boundary, "is reached more often than by the whole model")
             return tensor

@@ -184,14 +184,16 @@ class _TakeTokens(torch.autograd.Function):
 
 def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Exchanges) -> Tensor:
     moved, place = _tokens_in_front(tensor, where, length // ranks.size)
-    return ranks.collectives.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
+    whole = ranks.collectives.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
+    return whole.contiguous()  # a view of a contiguous one is no copy
 
 
 def _own_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Exchanges, summed: bool) -> Tensor:
     if not summed:
         return part_of_tokens(tensor, where, length, ranks.rank, ranks.size).contiguous()
     moved, place = _tokens_in_front(tensor, where, length)
-    return ranks.collectives.scatter(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
+    own = ranks.collectives.scatter(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
+    return own.contiguous()
 
 
 def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
@@ -202,11 +204,20 @@ def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tens
 
 
 def part_of_tokens(tensor: Tensor, where: Boundary, length: int, rank: int, size: int) -> Tensor:
-    """A rank's tokens of a tensor that has whole rows of `length`; a view where one can be."""
-    wide = tensor.unflatten(where.dim, (length, -1) if where.tokens_first else (-1, length))
-    place = where.dim if where.tokens_first else where.dim + 1
+    """A rank's tokens of a tensor that has whole rows of `length`."""
+    moved, place = _tokens_in_front(tensor, where, length)
     part = length // size
-    return wide.narrow(place, rank * part, part).flatten(where.dim, where.dim + 1)
+    return moved.narrow(0, rank * part, part).movedim(0, place).flatten(where.dim, where.dim + 1)
+
+
+def others_lost(tensor: Tensor, where: Boundary, length: int, rank: int, size: int) -> Tensor:
+    """The tensor with NaN, or 0, for all tokens but the rank's."""
+    lost = torch.nan if tensor.is_floating_point() else 0
+    found = torch.full(tensor.shape, lost, dtype=tensor.dtype)
+    part = length // size
+    here, there = (_tokens_in_front(each, where, length)[0].narrow(0, rank * part, part) for each in (found, tensor))
+    here.copy_(there)
+    return found
 
 
 def row_length(ids: Any, plan: TensorPlan, size: int) -> int:

@@ -71,7 +71,7 @@ def call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWi
 
 def _safe_in_place(record: Record, here: Layouts) -> bool:
     """True where a tensor that is written into is a rank's tokens already, and no view of another one."""
-    return all(each in here and each.base is None for each in record.outputs if each in record.inputs)
+    return all(each in here and each.root.call == each.call for each in record.outputs if each in record.inputs)
 
 
 def _record_on_tokens(record: Record, layouts: Layouts, length: int) -> TokenWise | None:

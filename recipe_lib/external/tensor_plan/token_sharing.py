@@ -104,6 +104,7 @@ class _Search:
         self.slices: dict[Place, tuple[Traced, TokenDim]] = {}
         self.gathers: dict[Place, tuple[Traced, TokenDim]] = {}
         self.early: set[Traced] = set()  # whole from the call on that makes them
+        self.fresh: set[Traced] = set()  # embeddings that no layer has read yet
         self.local: set[int] = set()  # calls that work on a rank's tokens
         for number, call in enumerate(self.trace.calls):
             (self._cut_call if number in self.cut else self._call)(number, call)
@@ -128,6 +129,13 @@ class _Search:
             return
         self.slices[number, _output(call, output)] = (output, layout)
         self.made[output] = layout
+        if number in self.looking:
+            self.fresh.add(output)
+
+    def _is_fresh(self, call: FunctionCall) -> bool:
+        """True where a call makes embeddings of embeddings, without parameters: scaled ones."""
+        given = [tensor for _, tensor, _ in call.arguments]
+        return any(each in self.fresh for each in given) and not any(each.parameters for each in given)
 
     def _gather_arguments(self, number: int, call: FunctionCall) -> None:
         for place, tensor, _ in call.arguments:
@@ -139,9 +147,11 @@ class _Search:
         return tensor in self.made and tensor not in self.early
 
     def _giver(self, tensor: Traced) -> int:
-        """The last call that makes a tensor or hands it on, if nobody uses it before; else the one that makes it."""
-        last = max((number for number in self._handed.get(tensor, ()) if number > tensor.call), default=tensor.call)
-        return last if all(number > last for number, _ in self._uses(tensor)) else tensor.call
+        """The last call that makes a tensor or hands it on, one right after the other."""
+        number = tensor.call
+        while number + 1 in self._handed.get(tensor, ()):
+            number += 1
+        return number
 
     def _call(self, number: int, call: FunctionCall) -> None:
         layouts = {tensor: self.made[tensor] for _, tensor, _ in call.arguments if self._is_local(tensor)}
@@ -167,18 +177,21 @@ class _Search:
             if output in self.early:
                 continue
             self.made[output] = layout
+            if self._is_fresh(call):
+                self.fresh.add(output)
             if output in self.whole and number == self._giver(output):
                 self.gathers[number, _output(call, output)] = (output, layout)
                 self.early.add(output)
-                self.aligned[output] = layout
+                if self._is_fresh(call):
+                    self.aligned[output] = layout
 
     def _note_users(self) -> None:
         self._users: dict[Traced, list[Place]] = {}
-        self._handed: dict[Traced, list[int]] = {}
+        self._handed: dict[Traced, set[int]] = {}
         for number, call in enumerate(self.trace.calls):
             for place, each, _ in call.arguments:
                 if each in call.outputs and _hands_on(call):
-                    self._handed.setdefault(each, []).append(number)
+                    self._handed.setdefault(each, set()).add(number)
                 else:
                     self._users.setdefault(each, []).append((number, place))
 
@@ -245,6 +258,13 @@ class _Search:
         for record in self.trace.records:
             if record.call < 0:  # of no call that could be given other tensors
                 self.whole.update(each for each in (*record.inputs, *record.outputs) if self._is_local(each))
+        for (number, _), (tensor, _) in [*self.slices.items(), *self.gathers.items()]:
+            call = self.trace.calls[number]
+            if tensor.call != number and any(
+                tensor in record.inputs and tensor in record.outputs for record in call.records
+            ):  # it is written into, which a copy would not show
+                self.whole.add(tensor)
+                self.stopped.add(number)
         for number, call in enumerate(self.trace.calls):
             sizes.at = number
             for value in call.numbers.values():
