@@ -94,15 +94,16 @@ def example_inputs(
     return inputs
 
 
-def plan_for_config(config: Any, size: int = 0) -> TensorPlan:
+def plan_for_config(config: Any, size: int = 0, tokens: bool = True) -> TensorPlan:
     """The tensor parallel plan of a transformers causal language model, from its config alone.
 
-    size: takes only axes that this many ranks can share; 0 takes all. Raises SetupError where no forward can be traced.
+    size: takes only axes that this many ranks can share; 0 takes all. tokens: shares out tokens, too. Raises SetupError
+    where no forward can be traced.
     """
-    return plan_and_mask(config, size)[0]
+    return plan_and_mask(config, size, tokens)[0]
 
 
-def plan_and_mask(config: Any, size: int = 0) -> tuple[TensorPlan, str]:
+def plan_and_mask(config: Any, size: int = 0, tokens: bool = True) -> tuple[TensorPlan, str]:
     """The plan, and the form of the attention mask with which the forward could be traced."""
     model = transformers_model(config)
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -111,7 +112,8 @@ def plan_and_mask(config: Any, size: int = 0) -> tuple[TensorPlan, str]:
         model = model if device == "meta" else transformers_model(config, device)
         for mask in MASKS:
             try:
-                return infer_plan(model, example_inputs(config, device=device, mask=mask), size), mask
+                inputs = example_inputs(config, device=device, mask=mask)
+                return infer_plan(model, inputs, size, tokens), mask
             except SetupError as error:
                 first = first or error
     assert first is not None
