@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from recipe_lib.external.kept_tensors import KeptTensors
 from recipe_lib.external.tensor_plan.calls import tensors_in
 from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, Total, rewritten, row_length
 from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
@@ -40,13 +41,14 @@ class _Running(threading.local):
         self.entered: Entered = {}
 
 
-def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module) -> None:
+def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module, gathers_again: bool = True) -> None:
     """Makes the forward of an external model's class that of one rank, in place; its parameters are DTensors by then.
 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
-    is. A forward that goes another way than the one that the plan was made of raises RuntimeError.
+    is. gathers_again: of what backward needs only that is kept which the rest cannot be made of (`kept_tensors`), in
+    layers that are not checkpointed. A forward that goes another way than the one that the plan was made of raises RuntimeError.
     """
-    execution = _Execution(model, plan, group)
+    execution = _Execution(model, plan, group, gathers_again)
     layers = set(layer_names(model))
     model.run_class_forward_by(execution.framed(model.class_forward, "", ends_sharing=False))
     for path, module in model.named_modules():
@@ -59,8 +61,9 @@ def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module) -> 
 class _Execution(TorchFunctionMode):
     """The exchanges of one model."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
+    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group, gathers_again: bool) -> None:
         super().__init__()
+        self.gathers_again = gathers_again
         self.model, self.plan, self.group = model, plan, group
         self.running = _Running()
         self.hooked = False
@@ -69,7 +72,9 @@ class _Execution(TorchFunctionMode):
             *(plan, group.rank, group.size, collectives_of(group)),
             entered=lambda: self.running.entered,
             length=lambda: self.length,
+            note=self._note,
         )
+        self.kept = KeptTensors()
         self.boundaries = plan.boundaries_by_call()
         self.expected = Counter(module for module, _ in self.boundaries)
 
@@ -92,6 +97,10 @@ class _Execution(TorchFunctionMode):
                     if outermost:
                         stack.enter_context(rewritten(self.model, self.plan, self.group.size))
                         stack.enter_context(self)
+                    if not path and self.gathers_again:
+                        stack.enter_context(self.kept.around())
+                    if ends_sharing:
+                        stack.enter_context(self.kept.layer())
                     result = forward(*args, **kwargs)
                 if frame.reached != self.expected[path] and not getattr(module, "is_off", False):
                     raise _other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
@@ -102,6 +111,10 @@ class _Execution(TorchFunctionMode):
                     running.entered.clear()
 
         return run
+
+    def _note(self, *call: Any) -> None:
+        if self.kept.recording:
+            self.kept.note(*call)
 
     def add_hooks(self, model: nn.Module, args: Any) -> None:
         """Puts `suspend` and `resume` around every other hook of every module within."""
@@ -129,14 +142,17 @@ class _Execution(TorchFunctionMode):
         frame = self.running.frames[-1] if self.running.frames else None
         if frame is None:
             return function(*args, **kwargs)
-        if any(isinstance(value, DTensor) for value in tensors_in((args, kwargs))):
+        held = [value.to_local() for value in tensors_in((args, kwargs)) if isinstance(value, DTensor)]
+        if held:
             args, kwargs = _local(args), _local(kwargs)
+            self.kept.note_parameters(held)
         name = getattr(function, "__name__", str(function))
         if name in ("__get__", "size"):
             return function(*args, **kwargs)
         here = self.boundaries.get((frame.path, frame.calls))
         if here is None:
             result = function(*args, **kwargs)
+            self._note(function, args, kwargs, result)
         else:
             if name != here[0].function:
                 raise _other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")

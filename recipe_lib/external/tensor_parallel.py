@@ -51,7 +51,7 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     _place_parameters(model, plan, world.mesh["tensor"])
     model.note_runs({each.name: (each.dim, runs) for each in plan.parameters if (runs := _runs(each, group.size))})
     head.forward = partial(_project, head, group, columns)
-    run_by_plan(model, plan, group, head)
+    run_by_plan(model, plan, group, head, parallel.tensor_regather_in_backward != "false")
     return {each.name: each.gradient for each in plan.parameters}
 
 

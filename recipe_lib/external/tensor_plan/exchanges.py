@@ -30,7 +30,8 @@ class Exchanges:
     """Which rank of how many, and how they exchange.
 
     entered: what has entered, been gathered or been cut so far, by how, activation and id; one tensor does so once for
-    all calls that share it. length: tokens in each row of the forward that runs; 0: no tokens are shared out.
+    all calls that share it. length: tokens in each row of the forward that runs; 0: no tokens are shared out. note:
+    gets every call that is made here, and whether what it gives costs little to make again.
     """
 
     plan: TensorPlan
@@ -39,6 +40,7 @@ class Exchanges:
     collectives: Collectives
     entered: Callable[[], Entered]
     length: Callable[[], int]
+    note: Callable[..., None] = lambda *call: None
 
     def call(self, here: list[Boundary], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call that has boundaries. Returns what the model is to get."""
@@ -57,6 +59,7 @@ class Exchanges:
             result = self._pass(run(leaving, cut if self.length() else None, function, args, kwargs), rest)
         else:
             result = function(*args, **kwargs)
+            self.note(function, args, kwargs, result)
         for place, found in by_place.items():
             if place == "output":
                 result = self._pass(result, found)
@@ -72,18 +75,29 @@ class Exchanges:
         if not self.length():
             found = {kind: each for kind, each in found.items() if kind not in ("gather", "slice")}
         if (cut := found.get("slice")) is not None:
-            return self._once("slice", cut, tensor, lambda: take_tokens(tensor, cut, self, summed=False))
+            return self._once("slice", cut, tensor, lambda: self._slice(tensor, cut))
         entering = found.get("enter") or found.get("cut")
         if (gather := found.get("gather")) is not None:
             summed = entering is not None and tensor.requires_grad
             way = "gather and enter" if summed else "gather"
-            tensor = self._once(way, gather, tensor, lambda: gather_tokens(tensor, gather, self, summed))
+            tensor = self._once(way, gather, tensor, lambda: self._gather(tensor, gather, summed))
         elif entering is not None and tensor.requires_grad and torch.is_grad_enabled():
             total = self.collectives.total
             tensor = self._once("enter", entering, tensor, lambda: cast(Tensor, Enter.apply(tensor, total)))
         if (part := found.get("cut")) is not None:
-            tensor = own_part(tensor, part.dim, part.segments, self.rank, self.size)
+            whole, tensor = tensor, own_part(tensor, part.dim, part.segments, self.rank, self.size)
+            self.note(own_part, (whole, part.dim, part.segments, self.rank, self.size), {}, tensor, True)
         return tensor
+
+    def _gather(self, tensor: Tensor, where: Boundary, summed: bool) -> Tensor:
+        result = gather_tokens(tensor, where, self, summed)
+        self.note(_all_tokens, (tensor, where, self.length(), self), {}, result, True)
+        return result
+
+    def _slice(self, tensor: Tensor, where: Boundary) -> Tensor:
+        result = take_tokens(tensor, where, self, summed=False)
+        self.note(_own_tokens, (tensor, where, self.length(), self, False), {}, result, True)
+        return result
 
     def _once(self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
         entered, place = self.entered(), (way, boundary.activation, id(tensor))
@@ -101,7 +115,11 @@ class Exchanges:
         if bias is not None:
             args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
         result = self._sum(function(*args, **kwargs), cut)
-        return result if bias is None else result + bias
+        if bias is None:
+            return result
+        biased = result + bias
+        self.note(torch.add, (result, bias), {}, biased)
+        return biased
 
     def _sum(self, tensor: Tensor, cut: Boundary | None) -> Tensor:
         if cut is not None:

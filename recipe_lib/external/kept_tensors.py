@@ -1,0 +1,292 @@
+"""What a layer keeps for backward, where its forward is run by an inferred plan: no more than what the rest follows from.
+
+autograd keeps what each operator asks for: of a norm the tokens in another type, their scale and the normed ones; of a
+gated MLP four tensors; and every gathered copy of the tokens. Most of that follows from the rest by operators that cost
+little. So while a layer runs, its cheap calls and gathers are noted; when it ends, the fewest bytes are chosen from which
+everything that autograd asked for can be made again (a minimum cut), and the rest is let go. Backward makes it again,
+by the same functions of the same tensors: to the bit what was let go.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipe_lib.external.tensor_plan.calls import tensors_in
+
+# Functions that are cheaper than the memory of what they give: element by element, norms, conversions and copies.
+CHEAP = frozenset(
+    "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat repeat_interleave"
+    " unsqueeze squeeze view transpose permute chunk split unbind getitem cat stack add sub mul div truediv neg pow"
+    " square sqrt rsqrt mean radd rmul rsub rtruediv exp log abs clamp sigmoid tanh silu gelu relu relu6 softplus mish"
+    " leaky_relu elu where masked_fill layer_norm rms_norm".split()
+)
+Function = Callable[..., Any]
+
+
+class _Node:
+    """Some memory of a layer. held: the tensor it belongs to; None where it was let go.
+
+    made_by: the function, its arguments with nodes for tensors, and which of its results this is; None for what cannot
+    be made again. waiting: kept things whose making goes through this one.
+    """
+
+    def __init__(self, held: Tensor, made_by: tuple[Function, Any, Any, int] | None, parents: list["_Node"]) -> None:
+        self.held: Tensor | None = held
+        self.made_by, self.parents = made_by, parents
+        self.version, self.dtype = held._version, held.dtype
+        self.bytes = held.untyped_storage().nbytes()
+        self.waiting = 0
+
+
+class _View:
+    """A tensor by the memory that it lies in."""
+
+    def __init__(self, node: _Node, tensor: Tensor) -> None:
+        self.node = node
+        self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def of(self, made: Tensor) -> Tensor:
+        """The tensor, as it lies in what its node made."""
+        return made.as_strided(*self.geometry)
+
+
+class _Kept:
+    """What stands for a tensor that autograd keeps: the tensor, or how to make it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.view: _View | None = None
+        self.cone: list[_Node] = []
+
+
+class KeptTensors:
+    """Of one thread's forward. `layer` is entered around each layer, `around` around the whole model's forward."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, _Node] = {}
+        self._kept: list[_Kept] = []
+        self._recording = False
+        self._chosen: dict[Any, frozenset[int]] = {}
+        self._free: set[int] = set()
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward of the model."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    @contextlib.contextmanager
+    def layer(self) -> Iterator[None]:
+        """Around the forward of a layer. A layer that is checkpointed keeps nothing by itself, and is left alone."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self._recording or top is None or top[0] != self._pack:
+            yield
+            return
+        self._recording = True
+        try:
+            yield
+            self._choose()
+        finally:
+            self._recording = False
+            self._nodes.clear()
+            self._kept.clear()
+            self._free.clear()
+
+    @property
+    def recording(self) -> bool:
+        """True within a layer."""
+        return self._recording
+
+    def note_parameters(self, parameters: Any) -> None:
+        """Tensors that are there anyway."""
+        for tensor in tensors_in(parameters):
+            self._free.add(tensor.untyped_storage()._cdata)
+
+    def note(self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None) -> None:
+        """A call that was made. cheap: None asks the function's name."""
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            return  # what it wrote into is noticed by its version
+        if not (name.strip("_") in CHEAP if cheap is None else cheap) or "out" in kwargs:
+            return
+        parents: list[_Node] = []
+        given = [each for each in tensors_in((args, kwargs))]
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        for at, tensor in enumerate(tensors_in(result)):
+            storage = tensor.untyped_storage()._cdata
+            if storage in known or storage in self._nodes:
+                continue  # a view
+            if not parents:
+                args, kwargs = self._with_nodes(args, parents), self._with_nodes(kwargs, parents)
+            self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, at), parents)
+
+    def _with_nodes(self, value: Any, parents: list[_Node]) -> Any:
+        if isinstance(value, Tensor):
+            if value.untyped_storage()._cdata in self._free:
+                return value.detach()
+            node = self._node_of(value)
+            parents.append(node)
+            return _View(node, value)
+        if isinstance(value, dict):
+            return {key: self._with_nodes(each, parents) for key, each in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._with_nodes(each, parents) for each in value)
+        return value
+
+    def _node_of(self, tensor: Tensor) -> _Node:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._nodes:
+            self._nodes[storage] = _Node(tensor.detach(), None, [])
+        return self._nodes[storage]
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not self._recording or tensor.untyped_storage()._cdata in self._free:
+            return tensor
+        kept = _Kept(tensor.detach())
+        self._kept.append(kept)
+        return kept
+
+    def _choose(self) -> None:
+        """Lets go of all that can be made again of the fewest bytes."""
+        nodes = list(self._nodes.values())
+        place = {node: at for at, node in enumerate(nodes)}
+        wanted = [(kept, self._nodes[found]) for kept in self._kept if (found := _storage(kept)) in self._nodes]
+        if any(node.held is not None and node.held._version != node.version for node in nodes):
+            return  # something was written into since
+        if any(kept.tensor is not None and kept.tensor.dtype != node.dtype for kept, node in wanted):
+            return  # read as another type
+        edges = tuple(tuple(place[parent] for parent in node.parents) for node in nodes)
+        settings = (tuple(node.bytes for node in nodes), tuple(node.made_by is None for node in nodes), edges)
+        targets = frozenset(place[node] for _, node in wanted)
+        key = (*settings, targets)
+        if key not in self._chosen:
+            self._chosen[key] = minimum_cut(*settings, targets)
+        stays = {nodes[at] for at in self._chosen[key]}
+        for kept, node in wanted:
+            assert kept.tensor is not None
+            if node in stays:
+                continue
+            kept.view = _View(node, kept.tensor)
+            kept.tensor = None
+            kept.cone = _cone(node, stays)
+            for each in kept.cone:
+                each.waiting += 1
+        for node in nodes:
+            if node not in stays:
+                node.held = None
+
+
+def _storage(kept: _Kept) -> int:
+    assert kept.tensor is not None
+    return int(kept.tensor.untyped_storage()._cdata)
+
+
+def _cone(node: _Node, stays: set[_Node]) -> list[_Node]:
+    """All that has to be made again for a node, itself included."""
+    found: dict[_Node, None] = {}
+    queue = [node]
+    while queue:
+        each = queue.pop()
+        if each not in stays and each not in found:
+            found[each] = None
+            queue += each.parents
+    return list(found)
+
+
+def _unpack(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    if kept.view is None:
+        return kept.tensor
+    with torch.no_grad():
+        found = kept.view.of(_made(kept.view.node))
+    for node in kept.cone:
+        node.waiting -= 1
+        if node.waiting <= 0:
+            node.held = None
+    return found
+
+
+def _made(node: _Node) -> Tensor:
+    """What a node was, made again; it is held as long as others wait for it."""
+    if node.held is None:
+        assert node.made_by is not None
+        function, args, kwargs, at = node.made_by
+        result = function(*_filled(args), **_filled(kwargs))
+        node.held = list(tensors_in(result))[at]
+    return node.held
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, _View):
+        return value.of(_made(value.node))
+    if isinstance(value, dict):
+        return {key: _filled(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_filled(each) for each in value)
+    return value
+
+
+def minimum_cut(
+    sizes: tuple[int, ...], roots: tuple[bool, ...], parents: tuple[tuple[int, ...], ...], targets: frozenset[int]
+) -> frozenset[int]:
+    """The nodes of the fewest bytes from which all targets can be made; of equal ones those nearest to the targets.
+
+    roots: nodes that cannot be made of others. parents: what each of the others is made of.
+    """
+    count = len(sizes)
+    source, sink = 2 * count, 2 * count + 1
+    room: dict[int, dict[int, float]] = {at: {} for at in range(2 * count + 2)}
+
+    def connect(start: int, stop: int, size: float) -> None:
+        room[start][stop] = room[start].get(stop, 0) + size
+        room[stop].setdefault(start, 0)
+
+    for at in range(count):
+        connect(at, count + at, sizes[at])  # a node is an edge from where it comes in to where it goes out
+        if roots[at]:
+            connect(source, at, float("inf"))
+        for parent in parents[at]:
+            connect(count + parent, at, float("inf"))
+        if at in targets:
+            connect(count + at, sink, float("inf"))
+    while (path := _path(room, source, sink)) is not None:
+        flow = min(room[start][stop] for start, stop in path)
+        for start, stop in path:
+            room[start][stop] -= flow
+            room[stop][start] += flow
+    reaching = _reaching(room, sink)
+    return frozenset(at for at in range(count) if at not in reaching and count + at in reaching)
+
+
+def _path(room: dict[int, dict[int, float]], source: int, sink: int) -> list[tuple[int, int]] | None:
+    before: dict[int, int] = {source: source}
+    queue = deque([source])
+    while queue:
+        here = queue.popleft()
+        for there, left in room[here].items():
+            if left > 0 and there not in before:
+                before[there] = here
+                queue.append(there)
+    if sink not in before:
+        return None
+    path = []
+    while sink != source:
+        path.append((before[sink], sink))
+        sink = before[sink]
+    return path[::-1]
+
+
+def _reaching(room: dict[int, dict[int, float]], sink: int) -> set[int]:
+    """Places from which there is a way to the sink still."""
+    found = {sink}
+    queue = deque([sink])
+    while queue:
+        here = queue.popleft()
+        for there in room[here]:
+            if room[there].get(here, 0) > 0 and there not in found:
+                found.add(there)
+                queue.append(there)
+    return found
