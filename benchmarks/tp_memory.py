@@ -111,9 +111,13 @@ class Tracker(TorchDispatchMode):
             storage = found.untyped_storage()
             if storage._cdata not in before:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        self.peak = max(self.peak, self.alive())
         return result
+
+    def alive(self) -> int:
+        """Bytes of the storages that are there now."""
+        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
+        return sum(size for _, size in self._alive.values())
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,0 +1,115 @@
+"""What a layer keeps for backward by an inferred plan, in transformers' own class, beside the library's decoder.
+
+    python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md
+
+Models of real widths run forward as rank 0 of t on the simulated device: the code is the same, tensors have sizes and no
+bytes. What is alive when backward would begin is counted, with {more} layers and with {fewer}; the difference, a layer
+each, is what layers keep.
+"""
+
+import argparse
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.tp_memory import OURS, Tracker, formula, layers_of
+from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.external.module_spec import read_spec
+from recipe_lib.models import build_meta, preset_config
+from recipe_lib.ops.head_losses import CrossEntropy
+from recipe_lib.parallel import shard_tensors
+from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.world.simulated_world import simulated_world, tensors_without_bytes
+from recipe_lib.units import MIB
+
+COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
+MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "mistral/7B", "gemma2/2B", "phi3/mini")
+SIZES = (2, 4, 8)
+MORE, FEWER = 4, 2
+TOKENS = 8192
+__doc__ = __doc__.format(more=MORE, fewer=FEWER)
+
+
+def alive(name: str, layers: int, size: int, implementation: str, regather: str = "true", rows: int = 1) -> int:
+    """Bytes that a forward with its loss leaves alive on rank 0, besides parameters."""
+    config = preset_config(name) | {"num_hidden_layers": layers}
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:layers]
+    spec: Any = read_spec(config, name, implementation) if implementation == "transformers" else layers_of(name, layers)
+    parallel = ParallelConfig(tensor=size, tensor_regather_in_backward=regather)
+    with simulated_world(parallel, 0, size) as world, tensors_without_bytes():
+        model: Any = build_meta(spec, torch.bfloat16)
+        shard_tensors(model, parallel, MemoryConfig(activation_checkpointing="none"), world)
+        model.to_empty(device=NAME)
+        tokens = torch.zeros(rows, TOKENS // rows, dtype=torch.int64, device=NAME)
+        tracker = Tracker()
+        with tracker:
+            loss = model(tokens, labels=tokens, head_loss=CrossEntropy(8))
+            gc.collect()
+            found = tracker.alive()
+        del loss
+    return found
+
+
+def kept(name: str, size: int, implementation: str, regather: str = "true") -> int:
+    """Bytes that a layer keeps for backward."""
+    more, fewer = (alive(name, layers, size, implementation, regather) for layers in (MORE, FEWER))
+    return (more - fewer) // (MORE - FEWER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Of one model and size: bytes of a layer by the native plan's formula, the inferred one's, and with all kept."""
+
+    name: str
+    size: int
+    native: int
+    inferred: int
+    whole: int
+
+
+def page(rows: list[Row]) -> str:
+    """The table as Markdown."""
+    lines = [
+        "# What a layer keeps by an inferred tensor-parallel plan",
+        "",
+        f"Made by `{COMMAND}`: transformers' own class of each model, of its real widths, as rank 0 of t on the simulated"
+        f" device; b = 1, s = {TOKENS}, bf16, attention by torch's kernels, no activation checkpointing. Bytes alive when"
+        f" backward would begin, {MORE} layers less {FEWER}. **native** is the library's decoder, by the formula of"
+        " [tp_memory.md](tp_memory.md); **kept whole** is `parallel.tensor_regather_in_backward=false`: what autograd"
+        " asks for, gathered tokens included.",
+        "",
+        "| model | t | native MiB | inferred plan MiB | ratio | kept whole MiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        cells = [row.name, str(row.size), f"{row.native / MIB:.1f}", f"{row.inferred / MIB:.1f}"]
+        cells += [f"{row.inferred / row.native:.3f}", f"{row.whole / MIB:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Writes the page, or prints it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="the page")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="presets")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.models:
+        for size in SIZES:
+            native = formula(layers_of(name, MORE), size, OURS)
+            whole = kept(name, size, "transformers", "false")
+            rows.append(Row(name, size, native, kept(name, size, "transformers"), whole))
+            print(rows[-1], f"{rows[-1].inferred / native:.3f}", flush=True)
+    if arguments.output:
+        arguments.output.write_text(page(rows), encoding="utf-8")
+    else:
+        print(page(rows))
+
+
+if __name__ == "__main__":
+    main()
