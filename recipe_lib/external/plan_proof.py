@@ -7,6 +7,7 @@ A model that is small already is proven as it is. The outcome is kept in the cac
 """
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -41,10 +42,11 @@ _RANK = 4  # of a small model's adapters
 _SMALL = 2**20  # elements of a model that needs no smaller one
 
 
-def plan_of_model(model: Any, size: int) -> TensorPlan:
+def plan_of_model(model: Any, size: int, tokens: bool = True) -> TensorPlan:
     """The plan of an external model as `build_meta` made it, adapters included, for `size` ranks.
 
-    It is traced without memory, and as training calls it: without a mask where the class does without one. Raises
+    It is traced without memory, and as training calls it: without a mask where the class does without one. tokens:
+    shares out tokens, too, but where the calls of a forward depend on whether documents share its rows. Raises
     SetupError.
     """
     first: SetupError | None = None
@@ -52,7 +54,7 @@ def plan_of_model(model: Any, size: int) -> TensorPlan:
         traced = _on_meta(model)
         for inputs in example_inputs(model, "meta"):
             try:
-                return infer_plan(traced, inputs, size)
+                return infer_plan(traced, inputs, size, tokens, [_packed(model, inputs)])
             except SetupError as error:
                 first = first or error
     assert first is not None
@@ -70,6 +72,15 @@ def _on_meta(model: Any) -> Any:
                 setattr(module, name, value.to("meta"))
     made.forward = made.class_forward
     return made
+
+
+def _packed(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs as a forward gets them whose rows hold several documents."""
+    accepted = inspect.signature(model.class_forward).parameters
+    *_, masked = example_inputs(model, "meta")
+    rows = inputs["input_ids"]
+    positions = torch.arange(LENGTH, device=rows.device).expand(rows.shape)
+    return {key: value for key, value in (masked | {"position_ids": positions}).items() if key in accepted}
 
 
 def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Makes a tensor parallel plan of a model from what one forward does; names decide nothing."""
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.attribute_rewrites import goes_the_same_way, rewrites_for
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, layout, leaves
 from recipe_lib.external.tensor_plan.propagation import Course, PendingBoundary, Refusal, axes_of, follow
@@ -16,21 +18,37 @@ from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, s
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, Record, Traced, trace
 
 
-def infer_plan(model: torch.nn.Module, inputs: dict[str, Any], size: int = 0, tokens: bool = True) -> TensorPlan:
+def infer_plan(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    size: int = 0,
+    tokens: bool = True,
+    others: Iterable[dict[str, Any]] = (),
+) -> TensorPlan:
     """The tensor parallel plan of a model.
 
     model: any language model, on the meta device or another one; it is not changed. inputs: keyword arguments of its
     forward, on the same device, token ids first (external.example_inputs makes those of transformers). size: takes
     only axes that this many ranks can share; 0 takes all. tokens: shares out tokens, too, where the forward allows it.
+    others: what the forward may be called with, too, and may make other calls for.
     Raises SetupError where the forward cannot be traced.
     """
     found = trace(model, inputs)
+    unsteady: frozenset[str] = frozenset()
+    if tokens:
+        for each in others:
+            with contextlib.suppress(SetupError):
+                unsteady |= found.differences(trace(model, each))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return plan_of(found, shapes, size, tokens)
+    return plan_of(found, shapes, size, tokens, unsteady)
 
 
 def plan_of(
-    found: ForwardTrace, shapes: dict[str, tuple[int, ...]], size: int = 0, tokens: bool = True
+    found: ForwardTrace,
+    shapes: dict[str, tuple[int, ...]],
+    size: int = 0,
+    tokens: bool = True,
+    unsteady: frozenset[str] = frozenset(),
 ) -> TensorPlan:
     """The plan that a trace leads to; shapes: of every parameter, by name."""
     courses, reasons = _courses(found, shapes, size)
@@ -45,7 +63,7 @@ def plan_of(
     reasons.update({each.axis: "its parameters are cut along a larger axis" for each in courses if each not in chosen})
     order = {name: number for number, name in enumerate(shapes)}
     chosen.sort(key=lambda each: min(order[name] for name in each.carriers))
-    shared = share_tokens(found, chosen, wanted) if tokens and chosen else SharedTokens()
+    shared = share_tokens(found, chosen, wanted, unsteady) if tokens and chosen else SharedTokens()
     return _assemble(found, shapes, chosen, wanted, reasons, shared)
 
 

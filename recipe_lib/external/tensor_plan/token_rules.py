@@ -23,6 +23,7 @@ class TokenDim(NamedTuple):
 
 
 Layouts = dict[Traced, TokenDim]
+OF_ANOTHER_TYPE = frozenset(("type_as", "to"))  # an argument says no more than a type
 
 
 class TokenWise(NamedTuple):
@@ -53,6 +54,9 @@ def call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWi
     here = dict(layouts)
     demands: Layouts = {}
     given = {tensor for _, tensor, _ in call.arguments}
+    read = {each for record in call.records for each in record.inputs} | set(call.outputs)
+    if call.function not in OF_ANOTHER_TYPE and any(each not in read for each in given & layouts.keys()):
+        return None  # its shape is read, within the call
     for record in call.records:
         if not any(each in here for each in (*record.inputs, *record.outputs)):
             continue

@@ -13,6 +13,7 @@ from recipe_lib.external.tensor_plan.axes import AxisNode
 from recipe_lib.external.tensor_plan.propagation import Course
 from recipe_lib.external.tensor_plan.sourced_integers import Arithmetic, Attribute, Size, evaluate
 from recipe_lib.external.tensor_plan.token_rules import (
+    OF_ANOTHER_TYPE,
     Layouts,
     TokenDim,
     TokenWise,
@@ -39,12 +40,18 @@ class SharedTokens:
     share: float = 0.0
 
 
-def share_tokens(trace: ForwardTrace, courses: list[Course], rewrites: dict[Attribute, set[Course]]) -> SharedTokens:
+def share_tokens(
+    trace: ForwardTrace,
+    courses: list[Course],
+    rewrites: dict[Attribute, set[Course]],
+    unsteady: frozenset[str] = frozenset(),
+) -> SharedTokens:
     """The tokens that can be shared out in a forward; nothing where the model takes no ids, or where it would not work.
 
-    courses: the axes that are cut. rewrites: attributes that are divided, with the axes that ask for it.
+    courses: the axes that are cut. rewrites: attributes that are divided, with the axes that ask for it. unsteady: paths
+    of modules whose forwards make other calls for other inputs, so that none of theirs can be told by its number.
     """
-    search = _Search(trace, courses, rewrites)
+    search = _Search(trace, courses, rewrites, unsteady)
     if trace.ids is None:
         return SharedTokens()
     for _ in range(_ROUNDS):
@@ -57,7 +64,13 @@ def share_tokens(trace: ForwardTrace, courses: list[Course], rewrites: dict[Attr
 class _Search:
     """whole: tensors that every rank has to have whole where they are made. stopped: calls that get whole ones."""
 
-    def __init__(self, trace: ForwardTrace, courses: list[Course], rewrites: dict[Attribute, set[Course]]):
+    def __init__(
+        self,
+        trace: ForwardTrace,
+        courses: list[Course],
+        rewrites: dict[Attribute, set[Course]],
+        unsteady: frozenset[str] = frozenset(),
+    ):
         self.trace, self.courses, self.rewrites = trace, courses, rewrites
         self.length = trace.ids.dims[1].size if trace.ids is not None else 0
         self.sharded = set[Traced]().union(*(course.sharded for course in courses))
@@ -68,6 +81,11 @@ class _Search:
         self.whole: set[Traced] = set(trace.outputs)
         self.stopped: set[int] = set()
         self._known: dict[tuple[int, frozenset[tuple[Traced, TokenDim]]], TokenWise | None] = {}
+        for number, call in enumerate(trace.calls):
+            if call.key.module in unsteady:
+                self.stopped.add(number)
+                self.whole.update(tensor for _, tensor, _ in call.arguments if tensor.activation)
+                self.whole.update(call.outputs)
         self._head()
         self._note_users()
 
@@ -190,6 +208,8 @@ class _Search:
         self._handed: dict[Traced, set[int]] = {}
         for number, call in enumerate(self.trace.calls):
             for place, each, _ in call.arguments:
+                if call.function in OF_ANOTHER_TYPE and place != "0":
+                    continue
                 if each in call.outputs and _hands_on(call):
                     self._handed.setdefault(each, set()).add(number)
                 else:

@@ -91,6 +91,17 @@ class ForwardTrace:
     tokens: int = 0
     ids: Traced | None = None
 
+    def differences(self, other: "ForwardTrace") -> frozenset[str]:
+        """Paths of the modules whose forwards make other calls in another trace."""
+        ours, theirs = self._calls_of(), other._calls_of()
+        return frozenset(path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
+
+    def _calls_of(self) -> dict[str, list[tuple[int, str]]]:
+        found: dict[str, list[tuple[int, str]]] = {}
+        for call in self.calls:
+            found.setdefault(call.key.module, []).append((call.key.number, call.function))
+        return found
+
 
 class _Watch(Calls):
     """Remembers the calls; `current` is the number of the one that is running."""
