@@ -122,12 +122,12 @@ def proof(model: Any, plan: TensorPlan, size: int) -> str:
     file = _file_of(model, plan, size)
     if file.is_file():
         return f"proven before ({file})"
-    small = _small_model(model)
-    small_plan = plan_of_model(small, size)
+    small, tokens = _small_model(model), plan.shared_tokens > 0
+    small_plan = plan_of_model(small, size, tokens)
     ranks = size
     if size not in small_plan.legal_sizes:  # it may have fewer heads
         ranks = max((legal for legal in small_plan.legal_sizes if legal <= size), default=0)
-        small_plan = plan_of_model(small, ranks)
+        small_plan = plan_of_model(small, ranks, tokens)
     family = model.spec.family
     other = _differences(plan, small_plan)
     if other or not ranks:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.plan_executor import run_by_plan, total_over
 from recipe_lib.external.plan_proof import plan_of_model, prove
@@ -39,10 +39,7 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     """
     group = world.tensor
     assert group is not None
-    plan = plan_of_model(model, parallel.tensor)
-    check_plan(model, plan, parallel)
-    if holds_values(world.device):
-        get_logger().info("tensor plan of %s: %s", model.spec.family, prove(model, plan, world))
+    plan = proven_plan(model, parallel, world)
     found = embedding_and_head(model)
     assert found is not None  # or it would not have been built
     head = found[1]
@@ -53,6 +50,28 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     head.forward = partial(_project, head, group, columns)
     run_by_plan(model, plan, group, head, parallel.tensor_regather_in_backward != "false")
     return {each.name: each.gradient for each in plan.parameters}
+
+
+def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> TensorPlan:
+    """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A collective.
+
+    Raises as `shard_module` does.
+    """
+    plan = plan_of_model(model, parallel.tensor)
+    check_plan(model, plan, parallel)
+    if not holds_values(world.device):
+        return plan
+    log = get_logger()
+    try:
+        said = prove(model, plan, world)
+    except SetupError as error:
+        if not plan.shared_tokens:
+            raise
+        log.info("tensor plan of %s: every rank has all tokens: %s", model.spec.family, error)
+        plan = plan_of_model(model, parallel.tensor, tokens=False)
+        said = prove(model, plan, world)
+    log.info("tensor plan of %s: %s", model.spec.family, said)
+    return plan
 
 
 def check_plan(model: Any, plan: TensorPlan, parallel: ParallelConfig) -> None:

@@ -66,7 +66,7 @@ def _comparison(sign: str) -> Callable[[Any, Any], Any]:
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
-        if self.decisions is not None and attributes_of(self) + attributes_of(other):
+        if self.decisions is not None and (isinstance(self.source, Size) or attributes_of(self) + attributes_of(other)):
             self.decisions.append(Decision(sign, self, other))
         return _COMPARE[sign](int(self), int(other))
 

@@ -11,7 +11,7 @@ import dataclasses
 from recipe_lib.external.tensor_plan.attribute_rewrites import LocalSizes, demands_of
 from recipe_lib.external.tensor_plan.axes import AxisNode
 from recipe_lib.external.tensor_plan.propagation import Course
-from recipe_lib.external.tensor_plan.sourced_integers import Arithmetic, Attribute, Size, evaluate
+from recipe_lib.external.tensor_plan.sourced_integers import Arithmetic, Attribute, Size, decided_alike, evaluate
 from recipe_lib.external.tensor_plan.token_rules import (
     OF_ANOTHER_TYPE,
     Layouts,
@@ -165,9 +165,10 @@ class _Search:
         return tensor in self.made and tensor not in self.early
 
     def _giver(self, tensor: Traced) -> int:
-        """The last call that makes a tensor or hands it on, one right after the other."""
+        """The last call that makes a tensor or hands it on, one right after the other in one module."""
         number = tensor.call
-        while number + 1 in self._handed.get(tensor, ()):
+        calls = self.trace.calls
+        while number + 1 in self._handed.get(tensor, ()) and calls[number + 1].key.module == calls[number].key.module:
             number += 1
         return number
 
@@ -293,6 +294,10 @@ class _Search:
                 right = evaluate(demand.value, sizes.size, sizes.divisors)
                 if right != demand.expected:
                     self._repair(number, call, demand.value)
+        for decision in self.trace.size_decisions:
+            if not decided_alike(decision, sizes.size, sizes.divisors):
+                sides = _sizes_in(decision.left) + _sizes_in(decision.right)
+                self.whole.update(each.tensor for each in sides if self._seen_cut(each.tensor, each.dimension))
         self._alike()
         return (len(self.whole), len(self.stopped)) != before
 

@@ -77,7 +77,7 @@ class FunctionCall:
 class ForwardTrace:
     """What one forward did. unknown: operators without a rule, with the module. assumed: values that were made up.
 
-    decisions: comparisons of sizes that the forward made. tokens: how many ids it got, 0 for none. ids: what is known
+    decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors. tokens: how many ids it got, 0 for none. ids: what is known
     of them.
     """
 
@@ -88,6 +88,7 @@ class ForwardTrace:
     unknown: dict[str, str] = dataclasses.field(default_factory=dict)
     assumed: list[str] = dataclasses.field(default_factory=list)
     decisions: list[Decision] = dataclasses.field(default_factory=list)
+    size_decisions: list[Decision] = dataclasses.field(default_factory=list)
     tokens: int = 0
     ids: Traced | None = None
 
@@ -130,10 +131,12 @@ class _Watch(Calls):
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
-            return torch.Size([Sourced(size, Size(traced, number)) for number, size in enumerate(value)])
+            noted = self.trace.size_decisions
+            return torch.Size([Sourced(size, Size(traced, number), noted) for number, size in enumerate(value)])
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
-            return Sourced(value, Size(self.known(args[0]), dimension % args[0].dim()))
+            size = Size(self.known(args[0]), dimension % args[0].dim())
+            return Sourced(value, size, self.trace.size_decisions)
         return value
 
 
