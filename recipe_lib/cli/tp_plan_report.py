@@ -34,7 +34,10 @@ from recipe_lib.units import format_bytes, format_count
 
 _SMALL = 2**20  # parameters of a model that is proven as it is
 WIDTH = 160  # columns where there is no terminal to ask
-FORMULA = "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes (ring)"
+FORMULA = (
+    "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes (ring); "
+    "an all-gather or a reduce-scatter: half of that"
+)
 
 
 def plans_for(config: Any, sizes: Sequence[int]) -> tuple[TensorPlan, dict[int, TensorPlan], dict[int, str]]:
@@ -195,7 +198,7 @@ def _whole(console: Console, plan: TensorPlan) -> None:
 def _boundaries(console: Console, plan: TensorPlan) -> None:
     rows = []
     for each, count in boundary_counts(plan).items():
-        cut = f", dim {each.dim}" if each.kind in ("leave", "cut") else ""
+        cut = f", dim {each.dim}" if each.kind in ("leave", "cut", "gather", "slice") else ""
         bias = f", {each.bias} added after" if each.bias else ""
         what = f"{each.function} {each.place}{cut}{bias}"
         rows.append([each.kind, each.module or "the model itself", str(count), what, each.source])
@@ -215,12 +218,13 @@ def _collectives(console: Console, plan: TensorPlan, sizes: list[int], tokens: i
     rows = []
     for each in exchanges(plan):
         where = f"each of {len(each.layers)} {each.place}" if each.layers else "outside the layers"
-        for phase, count, width in zip(
-            ("forward", "backward"), (each.forward, each.backward), each.widths, strict=True
+        for phase, counts, width, halves in zip(
+            ("forward", "backward"), each.counts, each.widths, each.halves, strict=True
         ):
-            if count:
-                sent = [format_bytes(sent_bytes(BYTES * tokens * width, size)) for size in sizes]
-                rows.append([where, phase, f"{count} all-reduce{'s' * (count > 1)}", str(width), *sent])
+            if counts:
+                sent = [format_bytes(sent_bytes(BYTES * tokens * halves, size) // 2) for size in sizes]
+                what = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts)
+                rows.append([where, phase, what, str(width), *sent])
     for what in ("forward", "backward", "loss", "gradients"):
         whole = [step_bytes(plan, size, tokens)[what] for size in sizes]
         if any(whole):

@@ -67,9 +67,12 @@ def test_the_report_says_what_is_cut_and_what_is_sent(tmp_path, capsys):
     assert any(
         line.startswith("leave model.layers.*.self_attn.o_proj 3 linear output, dim 2 modeling_llama") for line in lines
     )
-    assert any(line.startswith("model.norm.weight 1 64 full dimension 0: mean in") for line in lines)
-    # 2 (t - 1) / t x 1024 tokens x 2 sums of 64 numbers x 2 bytes
-    assert "each of 3 model.layers.* forward 2 all-reduces 128 256.00 KiB 384.00 KiB" in lines
+    assert any(line.startswith("model.norm.weight 1 64 partial dimension 0: mean in") for line in lines)
+    assert any(line.startswith("gather model.layers.*.input_layernorm 3 mul output, dim 1 ") for line in lines)
+    # (t - 1) / t x 1024 tokens x 4 exchanges of 64 numbers x 2 bytes
+    forward = "forward 2 all-gathers, 2 reduce-scatters 256 256.00 KiB 384.00 KiB"
+    backward = "backward 4 all-gathers, 2 reduce-scatters 384 384.00 KiB 576.00 KiB"
+    assert f"each of 2 model.layers.* {forward}" in lines and f"each of 2 model.layers.* {backward}" in lines
     assert "legal sizes: 2, 4" in lines
     assert any(
         line.startswith("replicated for 3 ranks: 3 ranks do not divide the 4 units of model.layers") for line in lines
@@ -89,10 +92,12 @@ def test_the_numbers_are_those_of_the_formulas(tmp_path, capsys):
         whole = 2 * tokens * width
         ring = 2 * (size - 1) / size
         assert numbers["sent_bytes"] == {
-            "forward": ring * whole * (2 * layers + 1),  # two products that sum in each layer, and the embedding
-            "backward": ring * whole * (2 * layers + 1),  # two norms' outputs in each layer, and the head's input
+            # Two products that sum in each layer, and tokens that are gathered twice; the embedding, the head's input.
+            "forward": ring * whole * (2 * layers + 1) + ring / 2 * whole,
+            # The same backward, and the gathers once more; the tokens that the first layer took from the embedding.
+            "backward": ring / 2 * whole * (4 * layers + 1 + 2 * layers + 1 + 1),
             "loss": ring * 4 * tokens * 3,
-            "gradients": 0,
+            "gradients": ring * 4 * norms,
         }
     plan = plan_from(found["plans"][found["sizes"]["2"]["plan"]])
     assert plan.hash() == found["sizes"]["2"]["plan"]
@@ -101,7 +106,7 @@ def test_the_numbers_are_those_of_the_formulas(tmp_path, capsys):
 
 def test_partial_gradients_are_summed_once_a_step_and_a_tied_table_is_held_once(tmp_path, capsys):
     found = planned(tmp_path, QWEN3, "--tensor", "2")["sizes"]["2"]
-    assert found["sent_bytes"]["gradients"] == 3 * 2 * 8 * 4  # of two norms over 8 channels a head, in fp32
+    assert found["sent_bytes"]["gradients"] == 4 * (3 * (2 * 8 + 2 * 64) + 64)  # of norms over heads, and of tokens, in fp32
     matrices = 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64) + 160 * 64
     assert found["parameter_bytes"] == 2 * (matrices // 2 + 3 * (2 * 64 + 2 * 8) + 64)
     assert "once a step (fp32 partial gradients)" in capsys.readouterr().out
@@ -112,8 +117,8 @@ def test_unlike_layers_stay_apart(tmp_path, capsys):
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("model.layers.*.mlp.gate_proj.weight 1 ") for line in lines)
     assert any(line.startswith("model.layers.*.mlp.experts.gate_up_proj 2 ") for line in lines)
-    assert any(line.startswith("each of 1 model.layers.* forward 2 all-reduces") for line in lines)
-    assert any(line.startswith("each of 2 model.layers.* forward 2 all-reduces") for line in lines)
+    assert any(line.startswith("each of 1 model.layers.* forward 2 all-gathers, 2 reduce-scatters") for line in lines)
+    assert sum("model.layers.* forward" in line for line in lines) == 2
 
 
 def test_the_certificate_passes_on_a_small_copy(tmp_path, capsys):
@@ -131,7 +136,7 @@ def other_rows(held):
 def full_gradients(held):
     for each in held["parameters"]:
         each["gradient"] = "full" if each["gradient"] == "partial" else each["gradient"]
-    return "the gradient of model.layers.0.self_attn.q_norm.weight is off by"
+    return "the gradient of model.layers.0.input_layernorm.weight is off by"
 
 
 @pytest.mark.parametrize("spoil", [other_rows, full_gradients])
@@ -140,8 +145,8 @@ def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkey
 
     right, lines = transformers_models.plan_and_mask, []
 
-    def wrong(config, size=0):
-        plan, mask = right(config, size)
+    def wrong(*asked):
+        plan, mask = right(*asked)
         held = plan.to_dict()
         lines.append(spoil(held))
         return plan_from(held), mask

@@ -234,6 +234,6 @@ def test_a_wrong_plan_is_not_run(
     assert plan_proof.proof(model, plan, 2).startswith("proven on a model of")
     with pytest.raises(SetupError, match="could not be proven on a small model: .* there"):
         plan_proof.proof(model, mistake(plan), 2)
-    monkeypatch.setattr(plan_proof, "plan_of_model", lambda model, size: mistake(plan_of_model(model, size)))
+    monkeypatch.setattr(plan_proof, "plan_of_model", lambda *asked: mistake(plan_of_model(*asked)))
     with pytest.raises(SetupError, match=said):
         plan_proof.proof(model, mistake(plan), 2)

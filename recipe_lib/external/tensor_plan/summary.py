@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import Any
 
 from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, TensorPlan, bounds
 
@@ -17,17 +18,18 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """All-reduces of one part of the model, in one forward and backward.
+    """What ranks exchange in one part of the model, in one forward and backward.
 
-    place: a layer's pattern, or empty for what is in no layer. layers: their numbers. forward, backward: all-reduces of
-    one such part. widths: numbers a token that they sum together, forward and backward.
+    place: a layer's pattern, or empty for what is in no layer. layers: their numbers. counts: collectives of one such
+    part by name, forward and backward. widths: numbers a token that they have together. halves: the same, those of an
+    all-reduce twice, which sends as much as a reduce-scatter and an all-gather.
     """
 
     place: str
     layers: tuple[int, ...]
-    forward: int
-    backward: int
+    counts: tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]
     widths: tuple[int, int]
+    halves: tuple[int, int]
 
 
 def pattern_of(name: str) -> str:
@@ -71,29 +73,56 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def exchanges(plan: TensorPlan) -> list[Exchange]:
-    """What ranks sum in one forward and backward: layers that sum alike as one entry, the rest before them.
+    """What ranks exchange in one forward and backward: layers that exchange alike as one entry, the rest before them.
 
-    An activation that enters in several places is summed once. A boundary counts as one run of its module.
+    An activation that enters, or is gathered, in several places does so once. A boundary counts as one run of its
+    module.
     """
-    parts: dict[tuple[str, int], list[int]] = {}
-    seen: set[int] = set()
+    parts: dict[tuple[str, int], tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]] = {}
+    seen: set[tuple[str, int]] = set()
+    places: dict[tuple[str, int, str], list[Boundary]] = {}
     for each in plan.boundaries:
-        if not each.width or (each.activation >= 0 and each.activation in seen):
+        places.setdefault((each.module, each.call, each.place), []).append(each)
+    for (module, _, _), here in places.items():
+        first = next((each for each in here if each.kind in ("gather", "slice")), here[0])
+        way = (" ".join(sorted(each.kind for each in here)), first.activation)
+        if not any(each.width for each in here) or (first.activation >= 0 and way in seen):
             continue
-        seen.add(each.activation)
-        number = _NUMBER.search(each.module)
-        place = (f"{each.module[: number.start()]}*", int(number[0])) if number else ("", -1)
-        backward = each.kind in ("enter", "cut")
-        counts = parts.setdefault(place, [0, 0, 0, 0])
-        counts[backward] += 1
-        counts[2 + backward] += each.width
-    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for (pattern, layer), counts in sorted(parts.items(), key=lambda item: item[0][1]):
-        alike.setdefault((pattern, tuple(counts)), []).append(layer)
-    return [
-        Exchange(pattern, tuple(layer for layer in layers if layer >= 0), found[0], found[1], (found[2], found[3]))
-        for (pattern, found), layers in alike.items()
-    ]
+        seen.add(way)
+        number = _NUMBER.search(module)
+        place = (f"{module[: number.start()]}*", int(number[0])) if number else ("", -1)
+        counts = parts.setdefault(place, (Counter(), Counter()))
+        for phase, name in _collectives({each.kind for each in here if each.width}):
+            counts[phase][name, first.width or max(each.width for each in here)] += 1
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for (pattern, layer), found in sorted(parts.items(), key=lambda item: item[0][1]):
+        named = tuple(tuple(sorted(phase.items())) for phase in found)
+        alike.setdefault((pattern, named), []).append(layer)
+    return [_exchange(pattern, layers, phases) for (pattern, phases), layers in alike.items()]
+
+
+def _exchange(pattern: str, layers: list[int], phases: Any) -> Exchange:
+    counts, widths, halves = [], [], []
+    for phase in phases:
+        names: Counter[str] = Counter()
+        for (name, _), count in phase:
+            names[name] += count
+        counts.append(tuple(names.items()))
+        widths.append(sum(width * count for (_, width), count in phase))
+        halves.append(sum(width * count * (1 + (name == "all-reduce")) for (name, width), count in phase))
+    numbers = tuple(layer for layer in layers if layer >= 0)
+    return Exchange(pattern, numbers, (counts[0], counts[1]), (widths[0], widths[1]), (halves[0], halves[1]))
+
+
+def _collectives(kinds: set[str]) -> list[tuple[int, str]]:
+    """What the boundaries of one place exchange: 0 forward, 1 backward; tokens that entered are gathered again there."""
+    summed, entering = bool(kinds & {"leave", "lookup"}), bool(kinds & {"enter", "cut"})
+    if summed:
+        found = [(0, "reduce-scatter"), (1, "all-gather")] if "slice" in kinds else [(0, "all-reduce")]
+        return found + ([(1, "all-reduce")] if entering else [])
+    if "gather" in kinds:
+        return [(0, "all-gather"), *([(1, "reduce-scatter"), (1, "all-gather")] if entering else [])]
+    return [(1, "all-gather")] if "slice" in kinds else [(1, "all-reduce")]
 
 
 def sent_bytes(payload: int, size: int) -> int:
@@ -104,13 +133,13 @@ def sent_bytes(payload: int, size: int) -> int:
 def step_bytes(plan: TensorPlan, size: int, tokens: int) -> dict[str, int]:
     """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss, gradients.
 
-    forward, backward: activations in bf16, without recomputation. loss: its sums, where logits stay cut. gradients: of
+    forward, backward: activations in bf16, without activation checkpointing. loss: its sums, where logits stay cut. gradients: of
     parameters that ranks have whole and use in part, once a step. The last two in fp32.
     """
     found = {"forward": 0, "backward": 0}
     for each in exchanges(plan):
-        for phase, width in zip(found, each.widths, strict=True):
-            found[phase] += max(len(each.layers), 1) * sent_bytes(BYTES * tokens * width, size)
+        for phase, halves in zip(found, each.halves, strict=True):
+            found[phase] += max(len(each.layers), 1) * sent_bytes(BYTES * tokens * halves, size) // 2
     loss = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
     partial = sum(prod(each.shape) for each in plan.parameters if each.gradient == "partial")
     return found | {"loss": sent_bytes(WIDE_BYTES * loss, size), "gradients": sent_bytes(WIDE_BYTES * partial, size)}

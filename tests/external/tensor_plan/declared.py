@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
 
 
 class Declaration(NamedTuple):
@@ -33,14 +33,8 @@ def declared_by(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declara
     return found
 
 
-def differences(plan: TensorPlan, declared: Mapping[str, Declaration], sequence_parallel: bool) -> list[str]:
-    """A line for each parameter that is declared otherwise than the plan has it; empty if there is none.
-
-    A plan is for ranks that have all tokens: there the gradient of a norm over the model's width is `full`, and that of
-    a norm over each head, which works on the rank's heads alone, `partial`. sequence_parallel: ranks that declare so
-    have n of the N tokens between layers. What a whole parameter does there is done for these tokens alone, so that
-    its gradient is `partial` where the plan says `full`; what the plan has `partial` stays that.
-    """
+def differences(plan: TensorPlan, declared: Mapping[str, Declaration]) -> list[str]:
+    """A line for each parameter that is declared otherwise than the plan has it; empty if there is none."""
     found = [f"{name}: declared, but not the model's" for name in declared if name not in _names(plan)]
     for each in plan.parameters:
         if each.name not in declared:
@@ -55,13 +49,9 @@ def differences(plan: TensorPlan, declared: Mapping[str, Declaration], sequence_
             found.append(
                 f"{each.name}: declared one even cut along dim {said.dim}, expected one of each part of {parts}"
             )
-        elif said.gradient != (expected := _gradient(each, sequence_parallel)):
-            found.append(f"{each.name}: declared a {said.gradient} gradient, expected {expected}")
+        elif said.gradient != each.gradient:
+            found.append(f"{each.name}: declared a {said.gradient} gradient, expected {each.gradient}")
     return found
-
-
-def _gradient(each: ParameterPlan, sequence_parallel: bool) -> str:
-    return "partial" if sequence_parallel and each.gradient == "full" else each.gradient
 
 
 def _names(plan: TensorPlan) -> set[str]:

@@ -13,6 +13,9 @@ def plan_from(held: Mapping[str, Any]) -> TensorPlan:
     kinds = {"axes": Axis, "parameters": ParameterPlan, "boundaries": Boundary, "rewrites": Rewrite}
     found: dict[str, Any] = {}
     for field in dataclasses.fields(TensorPlan):
+        if field.name == "shared_tokens":
+            found[field.name] = held.get(field.name, 0.0)
+            continue
         if not isinstance(held.get(field.name), (list, tuple)):
             raise ConfigError(f"tensor plan: found no list {field.name}, expected what to_dict wrote; write it anew")
         if field.name in kinds:

@@ -88,7 +88,7 @@ def test_our_declaration_is_what_the_forward_leads_to(case: str):
     model = real_model(spec)
     plan = infer_plan(model, tokens())
     assert plan.legal_sizes == (2, 4)
-    assert differences(plan, declaration(spec, 4), sequence_parallel=True) == []
+    assert differences(plan, declaration(spec, 4)) == []
     for size in plan.legal_sizes:
         certificate = certify(model, plan, size, tokens())
         assert certificate.passed, certificate.failures
@@ -100,14 +100,14 @@ def test_adapters_are_declared_as_the_forward_leads_to():
     plan = infer_plan(model, tokens())
     declared = declaration(spec, 2, adapted=True)
     assert any("lora_A" in name for name in declared)
-    assert differences(plan, declared, sequence_parallel=True) == []
+    assert differences(plan, declared) == []
     certificate = certify(model, plan, 2, tokens())
     assert certificate.passed, certificate.failures
 
 
-def test_without_sequence_parallel_norms_have_full_gradients_and_head_norms_partial_ones():
+def test_where_every_rank_has_all_tokens_norms_have_full_gradients_and_head_norms_partial_ones():
     spec = spec_of("qwen3, tied")
-    found = differences(infer_plan(real_model(spec), tokens()), declaration(spec, 2), sequence_parallel=False)
+    found = differences(infer_plan(real_model(spec), tokens(), tokens=False), declaration(spec, 2))
     named = {line.partition(":")[0].split(".")[-2] for line in found}
     assert named == {"input_layernorm", "post_attention_layernorm", "norm"}
     assert all(line.endswith("declared a partial gradient, expected full") for line in found)
@@ -135,7 +135,7 @@ def test_a_wrong_declaration_is_told(name: str, wrong: Declaration | None, line:
     assert declared.pop(full) != wrong
     if wrong is not None:
         declared[full] = wrong
-    found = differences(plan, declared, sequence_parallel=True)
+    found = differences(plan, declared)
     assert len(found) == 1 and found[0].startswith(f"{full}: {line}")
 
 
@@ -156,7 +156,7 @@ def test_an_even_cut_of_a_fused_matrix_and_a_parameter_of_no_model_are_told():
     plan = infer_plan(Fused(), tokens() | {"tokens": torch.zeros(2, 8, dtype=torch.long)})
     declared = {each.name: Declaration(each.dim, each.gradient) for each in plan.parameters}
     declared["nobody"] = Declaration(-1, "partial")
-    assert differences(plan, declared, sequence_parallel=False) == [
+    assert differences(plan, declared) == [
         "nobody: declared, but not the model's",
         "both.weight: declared one even cut along dim 0, expected one of each part of 24 + 24",
     ]
