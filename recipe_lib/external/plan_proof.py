@@ -54,7 +54,7 @@ def plan_of_model(model: Any, size: int, tokens: bool = True) -> TensorPlan:
         traced = _on_meta(model)
         for inputs in example_inputs(model, "meta"):
             try:
-                return infer_plan(traced, inputs, size, tokens, [_packed(model, inputs)])
+                return infer_plan(traced, inputs, size, tokens, _others(model, inputs))
             except SetupError as error:
                 first = first or error
     assert first is not None
@@ -74,13 +74,14 @@ def _on_meta(model: Any) -> Any:
     return made
 
 
-def _packed(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs as a forward gets them whose rows hold several documents."""
+def _others(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What else a forward gets: rows that hold several documents, and longer ones."""
     accepted = inspect.signature(model.class_forward).parameters
     *_, masked = example_inputs(model, "meta")
     rows = inputs["input_ids"]
     positions = torch.arange(LENGTH, device=rows.device).expand(rows.shape)
-    return {key: value for key, value in (masked | {"position_ids": positions}).items() if key in accepted}
+    packed = {key: value for key, value in (masked | {"position_ids": positions}).items() if key in accepted}
+    return [packed, *([inputs | {"input_ids": rows.repeat(1, 2)}] if "attention_mask" not in inputs else [])]
 
 
 def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
