@@ -2,9 +2,9 @@
 
     python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md
 
-Models of real widths run forward as rank 0 of t on the simulated device: the code is the same, tensors have sizes and no
-bytes. What is alive when backward would begin is counted, with {more} layers and with {fewer}; the difference, a layer
-each, is what layers keep.
+Models of real widths run forward as rank 0 of t on the simulated device: the code is the same, tensors have sizes and
+no bytes. What is alive when backward would begin is counted, with {more} layers and with {fewer}; the difference, a
+layer each, is what layers keep.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tp_memory import OURS, Tracker, formula, layers_of
+from benchmarks.tp_memory import Tracker, layers_of
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.models import build_meta, preset_config
@@ -26,7 +26,7 @@ from recipe_lib.plan.world.simulated_world import simulated_world, tensors_witho
 from recipe_lib.units import MIB
 
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
-MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "mistral/7B", "gemma2/2B", "phi3/mini")
+MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "mistral/7B_v0.3", "phi3/mini", "gemma2/2B")
 SIZES = (2, 4, 8)
 MORE, FEWER = 4, 2
 TOKENS = 8192
@@ -62,7 +62,7 @@ def kept(name: str, size: int, implementation: str, regather: str = "true") -> i
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Of one model and size: bytes of a layer by the native plan's formula, the inferred one's, and with all kept."""
+    """Of one model and size: bytes of a layer in the decoder, by the inferred plan, and with all kept."""
 
     name: str
     size: int
@@ -76,11 +76,11 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# What a layer keeps by an inferred tensor-parallel plan",
         "",
-        f"Made by `{COMMAND}`: transformers' own class of each model, of its real widths, as rank 0 of t on the simulated"
-        f" device; b = 1, s = {TOKENS}, bf16, attention by torch's kernels, no activation checkpointing. Bytes alive when"
-        f" backward would begin, {MORE} layers less {FEWER}. **native** is the library's decoder, by the formula of"
-        " [tp_memory.md](tp_memory.md); **kept whole** is `parallel.tensor_regather_in_backward=false`: what autograd"
-        " asks for, gathered tokens included.",
+        f"Made by `{COMMAND}`: transformers' own class of each model, of its real widths, as rank 0 of t on the"
+        f" simulated device; b = 1, s = {TOKENS}, bf16, attention by torch's kernels, no activation checkpointing."
+        f" Bytes alive when backward would begin, {MORE} layers less {FEWER}. **native** is the library's decoder,"
+        " counted alike: the bytes of [tp_memory.md](tp_memory.md) without those of random states; **kept whole** is"
+        " `parallel.tensor_regather_in_backward=false`: what autograd asks for, gathered tokens included.",
         "",
         "| model | t | native MiB | inferred plan MiB | ratio | kept whole MiB |",
         "|---|---:|---:|---:|---:|---:|",
@@ -101,7 +101,7 @@ def main() -> None:
     rows = []
     for name in arguments.models:
         for size in SIZES:
-            native = formula(layers_of(name, MORE), size, OURS)
+            native = kept(name, size, "native")
             whole = kept(name, size, "transformers", "false")
             rows.append(Row(name, size, native, kept(name, size, "transformers"), whole))
             print(rows[-1], f"{rows[-1].inferred / native:.3f}", flush=True)

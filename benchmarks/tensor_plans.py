@@ -67,9 +67,8 @@ def main(argv: list[str]) -> None:
     for name in names:
         rows.append(_in_time(name, arguments.seconds))
         row = rows[-1]
-        print(
-            f"{row.name:32} {row.outcome:12} {row.cut:5.0%} {row.tokens:5.0%} {row.agree:8} {row.gradient:6} {row.note[:150]}", flush=True
-        )
+        shares = f"{row.cut:5.0%} {row.tokens:5.0%}"
+        print(f"{row.name:32} {row.outcome:12} {shares} {row.agree:8} {row.gradient:6} {row.note[:150]}", flush=True)
         arguments.output.write_text(page(rows, time.monotonic() - started), encoding="utf-8")
 
 
@@ -223,9 +222,9 @@ def page(rows: list[Row], seconds: float) -> str:
         f" {seconds:.0f} s. {len(rows)} model types; " + ", ".join(f"{n} {o}" for o, n in counts.items()) + ".",
         "",
         f"Every model is a small copy of its own config's class; certified is a plan for {SIZE} ranks, by taint and by"
-        " rehearsal. Cut is the share of the elements of matrices that ranks share. Tokens is the share of the elements of"
-        f" activations that no axis cuts of which a rank has its own tokens alone: above 0 in {shared} of the certified"
-        " plans. Agree: of the column and row"
+        " rehearsal. Cut is the share of the elements of matrices that ranks share. Tokens is the share of the elements"
+        f" of activations that no axis cuts of which a rank has its own tokens alone: above 0 in {shared} of the"
+        " certified plans. Agree: of the column and row"
         f" entries of transformers' own plans, {agreed} of {found} are ours, too."
         " Gradient is the largest relative error of any parameter's gradient, in float64 (float32 where the"
         " forward takes no other).",

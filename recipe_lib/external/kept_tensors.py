@@ -1,10 +1,10 @@
-"""What a layer keeps for backward, where its forward is run by an inferred plan: no more than what the rest follows from.
+"""What a layer keeps for backward, where its forward is run by an inferred plan: what the rest can be made of.
 
 autograd keeps what each operator asks for: of a norm the tokens in another type, their scale and the normed ones; of a
 gated MLP four tensors; and every gathered copy of the tokens. Most of that follows from the rest by operators that cost
-little. So while a layer runs, its cheap calls and gathers are noted; when it ends, the fewest bytes are chosen from which
-everything that autograd asked for can be made again (a minimum cut), and the rest is let go. Backward makes it again,
-by the same functions of the same tensors: to the bit what was let go.
+little. So while a layer runs, its cheap calls and gathers are noted; when it ends, the fewest bytes are chosen from
+which everything that autograd asked for can be made again (a minimum cut), and the rest is let go. Backward makes it
+again, by the same functions of the same tensors: to the bit what was let go.
 """
 
 import contextlib
@@ -112,8 +112,7 @@ class KeptTensors:
         if not (name.strip("_") in CHEAP if cheap is None else cheap) or "out" in kwargs:
             return
         parents: list[_Node] = []
-        given = [each for each in tensors_in((args, kwargs))]
-        known = {tensor.untyped_storage()._cdata for tensor in given}
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         for at, tensor in enumerate(tensors_in(result)):
             storage = tensor.untyped_storage()._cdata
             if storage in known or storage in self._nodes:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -46,7 +46,8 @@ def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module, gat
 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
     is. gathers_again: of what backward needs only that is kept which the rest cannot be made of (`kept_tensors`), in
-    layers that are not checkpointed. A forward that goes another way than the one that the plan was made of raises RuntimeError.
+    layers that are not checkpointed. A forward that goes another way than the one that the plan was made of raises
+    RuntimeError.
     """
     execution = _Execution(model, plan, group, gathers_again)
     layers = set(layer_names(model))

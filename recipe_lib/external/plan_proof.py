@@ -209,7 +209,8 @@ def _parameters(plan: TensorPlan) -> dict[str, set[str]]:
 def _exchanges(plan: TensorPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.boundaries:
-        said = f"{each.kind} {each.call} {each.place} {each.function} {each.bias} {each.taken} {each.dim} {each.tokens_first}"
+        call = f"{each.kind} {each.call} {each.place} {each.function} {each.bias}"
+        said = f"{call} {each.taken} {each.dim} {each.tokens_first}"
         found.setdefault(pattern_of(each.module), set()).add(said)
     return found
 

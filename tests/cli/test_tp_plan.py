@@ -106,7 +106,9 @@ def test_the_numbers_are_those_of_the_formulas(tmp_path, capsys):
 
 def test_partial_gradients_are_summed_once_a_step_and_a_tied_table_is_held_once(tmp_path, capsys):
     found = planned(tmp_path, QWEN3, "--tensor", "2")["sizes"]["2"]
-    assert found["sent_bytes"]["gradients"] == 4 * (3 * (2 * 8 + 2 * 64) + 64)  # of norms over heads, and of tokens, in fp32
+    assert found["sent_bytes"]["gradients"] == 4 * (
+        3 * (2 * 8 + 2 * 64) + 64
+    )  # of norms over heads, and of tokens, in fp32
     matrices = 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64) + 160 * 64
     assert found["parameter_bytes"] == 2 * (matrices // 2 + 3 * (2 * 64 + 2 * 8) + 64)
     assert "once a step (fp32 partial gradients)" in capsys.readouterr().out

@@ -216,7 +216,7 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
     numbers: dict[Traced, int] = {}
     made_of: dict[tuple[str, str, int, str], Boundary] = {}  # of modules that run twice, once
     places = [("slice", each) for each in shared.slices.items()] + [("gather", each) for each in shared.gathers.items()]
-    for kind, ((number, place), (tensor, layout)) in sorted(places, key=lambda item: item[1][0]):
+    for kind, ((number, place), (tensor, where)) in sorted(places, key=lambda item: item[1][0]):
         call = found.calls[number]
         width = math.prod(node.size for node in tensor.dims) // found.tokens
         made_of.setdefault(
@@ -224,8 +224,8 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
             Boundary(
                 *(kind, call.key.module, call.key.number, place, ()),
                 activation=numbers.setdefault(tensor, len(numbers)),
-                dim=layout.dim,
-                tokens_first=layout.first,
+                dim=where.dim,
+                tokens_first=where.first,
                 function=call.function,
                 source=call.source,
                 width=width,

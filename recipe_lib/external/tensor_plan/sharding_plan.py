@@ -55,9 +55,9 @@ class Boundary:
 
     kind: `enter` (forward as it is; the gradient is summed over ranks), `leave` (what comes out is summed over ranks; a
     gradient passes as it is), `lookup` (a leave, of rows picked by token: tokens of other ranks give zeros), `cut` (a
-    whole tensor of which the rank takes its part; its gradient is an enter's), `gather` (a rank's tokens become those of
-    all; its gradient is the rank's part), `slice` (of all tokens the rank's; its gradient is gathered). A gather that
-    enters has its gradient summed and scattered; what leaves and is sliced is summed and scattered.
+    whole tensor of which the rank takes its part; its gradient is an enter's), `gather` (a rank's tokens become those
+    of all; its gradient is the rank's part), `slice` (of all tokens the rank's; its gradient is gathered). A gather
+    that enters has its gradient summed and scattered; what leaves and is sliced is summed and scattered.
     module, call: path of a module, and number of the torch function call in one forward of it (calls.Calls counts).
     place: `output` or `output.1` of that call; or the argument, `0`, `1.2` or `weight` (calls.places_in names them).
     axes: numbers. parameters: those of the product, or those that the activation enters.

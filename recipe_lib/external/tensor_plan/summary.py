@@ -115,7 +115,7 @@ def _exchange(pattern: str, layers: list[int], phases: Any) -> Exchange:
 
 
 def _collectives(kinds: set[str]) -> list[tuple[int, str]]:
-    """What the boundaries of one place exchange: 0 forward, 1 backward; tokens that entered are gathered again there."""
+    """What one place exchanges: 0 forward, 1 backward, where tokens that entered are gathered again."""
     summed, entering = bool(kinds & {"leave", "lookup"}), bool(kinds & {"enter", "cut"})
     if summed:
         found = [(0, "reduce-scatter"), (1, "all-gather")] if "slice" in kinds else [(0, "all-reduce")]
@@ -133,8 +133,8 @@ def sent_bytes(payload: int, size: int) -> int:
 def step_bytes(plan: TensorPlan, size: int, tokens: int) -> dict[str, int]:
     """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss, gradients.
 
-    forward, backward: activations in bf16, without activation checkpointing. loss: its sums, where logits stay cut. gradients: of
-    parameters that ranks have whole and use in part, once a step. The last two in fp32.
+    forward, backward: activations in bf16, without activation checkpointing. loss: its sums, where logits stay cut.
+    gradients: of parameters that ranks have whole and use in part, once a step. The last two in fp32.
     """
     found = {"forward": 0, "backward": 0}
     for each in exchanges(plan):

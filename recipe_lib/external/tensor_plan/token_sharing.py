@@ -1,9 +1,9 @@
 """Which tensors of a forward a rank needs its own tokens of alone (sequence parallel), and where ranks exchange them.
 
-Between the products that are cut, every rank would do the same to all tokens. What works on each token by itself is done
-by each rank for its part of every row: a tensor that is summed over ranks leaves as a rank's tokens, and what needs the
-others' is gathered. Whatever looks at several tokens (attention, scans, sizes of whole rows) has whole rows. Where the
-sizes that a forward computes would not be right, the tensors that they come from stay whole, until all are.
+Between the products that are cut, every rank would do the same to all tokens. What works on each token by itself is
+done by each rank for its part of every row: a tensor that is summed over ranks leaves as a rank's tokens, and what
+needs the others' is gathered. Whatever looks at several tokens (attention, scans, sizes of whole rows) has whole rows.
+Where the sizes that a forward computes would not be right, the tensors that they come from stay whole, until all are.
 """
 
 import dataclasses
@@ -12,20 +12,12 @@ from recipe_lib.external.tensor_plan.attribute_rewrites import LocalSizes, deman
 from recipe_lib.external.tensor_plan.axes import AxisNode
 from recipe_lib.external.tensor_plan.propagation import Course
 from recipe_lib.external.tensor_plan.sourced_integers import Arithmetic, Attribute, Size, decided_alike, evaluate
-from recipe_lib.external.tensor_plan.token_rules import (
-    OF_ANOTHER_TYPE,
-    Layouts,
-    TokenDim,
-    TokenWise,
-    call_on_tokens,
-    candidates,
-    elements,
-)
+from recipe_lib.external.tensor_plan.token_flow import Place, TokenFlow
+from recipe_lib.external.tensor_plan.token_rules import TokenDim, elements
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Traced
 
 _ROUNDS = 40  # in each of which tensors whose sizes come out wrong are made whole; a model needs one or two
 _RANKS = 2  # of which sizes are computed
-Place = tuple[int, str]  # number of a call, and an argument, `output` or `output.1`
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,350 +40,121 @@ def share_tokens(
 ) -> SharedTokens:
     """The tokens that can be shared out in a forward; nothing where the model takes no ids, or where it would not work.
 
-    courses: the axes that are cut. rewrites: attributes that are divided, with the axes that ask for it. unsteady: paths
-    of modules whose forwards make other calls for other inputs, so that none of theirs can be told by its number.
+    courses: the axes that are cut. rewrites: attributes that are divided, with the axes that ask for it. unsteady:
+    paths of modules whose forwards make other calls for other inputs, so that none of theirs can be told by its number.
     """
-    search = _Search(trace, courses, rewrites, unsteady)
+    flow = TokenFlow(trace, courses, rewrites, unsteady)
     if trace.ids is None:
         return SharedTokens()
     for _ in range(_ROUNDS):
-        search.spread()
-        if not search.correct():
-            return search.found()
+        flow.spread()
+        if not _correct(flow):
+            return _found(flow)
     return SharedTokens()
 
 
-class _Search:
-    """whole: tensors that every rank has to have whole where they are made. stopped: calls that get whole ones."""
+def _correct(flow: TokenFlow) -> bool:
+    """Makes whole what sizes come out wrong for. True if there was anything."""
+    before = (len(flow.whole), len(flow.stopped))
+    sizes = _Sizes(flow)
+    for record in flow.trace.records:
+        if record.call < 0:  # of no call that could be given other tensors
+            flow.whole.update(each for each in (*record.inputs, *record.outputs) if flow.is_local(each))
+    for (number, _), (tensor, _) in [*flow.slices.items(), *flow.gathers.items()]:
+        call = flow.trace.calls[number]
+        if tensor.call != number and any(
+            tensor in record.inputs and tensor in record.outputs for record in call.records
+        ):  # it is written into, which a copy would not show
+            flow.whole.add(tensor)
+            flow.stopped.add(number)
+    for number, call in enumerate(flow.trace.calls):
+        sizes.at = number
+        for value in call.numbers.values():
+            _check_unseen(flow, call, value)
+        for demand in demands_of(call, sizes):
+            right = evaluate(demand.value, sizes.size, sizes.divisors)
+            if right != demand.expected:
+                _repair(flow, number, call, demand.value)
+    for decision in flow.trace.size_decisions:
+        if not decided_alike(decision, sizes.size, sizes.divisors):
+            sides = _sizes_in(decision.left) + _sizes_in(decision.right)
+            flow.whole.update(each.tensor for each in sides if flow.is_seen_cut(each.tensor, each.dimension))
+    _alike(flow)
+    return (len(flow.whole), len(flow.stopped)) != before
 
-    def __init__(
-        self,
-        trace: ForwardTrace,
-        courses: list[Course],
-        rewrites: dict[Attribute, set[Course]],
-        unsteady: frozenset[str] = frozenset(),
-    ):
-        self.trace, self.courses, self.rewrites = trace, courses, rewrites
-        self.length = trace.ids.dims[1].size if trace.ids is not None else 0
-        self.sharded = set[Traced]().union(*(course.sharded for course in courses))
-        points = [point for course in courses for point in course.points]
-        self.leaving = {point.call: point for point in points if point.kind == "leave"}
-        self.looking = {point.call: point for point in points if point.kind == "lookup"}
-        self.cut = {number for number, call in enumerate(trace.calls) if self._is_cut(call)} | {p.call for p in points}
-        self.whole: set[Traced] = set(trace.outputs)
-        self.stopped: set[int] = set()
-        self._known: dict[tuple[int, frozenset[tuple[Traced, TokenDim]]], TokenWise | None] = {}
-        for number, call in enumerate(trace.calls):
-            if call.key.module in unsteady:
-                self.stopped.add(number)
-                self.whole.update(tensor for _, tensor, _ in call.arguments if tensor.activation)
-                self.whole.update(call.outputs)
-        self._head()
-        self._note_users()
 
-    def _is_cut(self, call: FunctionCall) -> bool:
-        tensors = [tensor for _, tensor, _ in call.arguments] + call.outputs
-        tensors += [each for record in call.records for each in (*record.inputs, *record.outputs)]
-        return any(each in self.sharded for each in tensors)
+def _check_unseen(flow: TokenFlow, call: FunctionCall, value: object) -> None:
+    """A size of a rank's tokens that goes where nothing says what it has to be."""
+    sources = [each for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)]
+    if sources and call.function not in _CHECKED:
+        flow.whole.update(each.tensor for each in sources)
 
-    def _head(self) -> None:
-        """What the model gives, and all that leads to it from the last product on, is whole."""
-        queue = [each for each in self.trace.outputs if each.call >= 0]
-        seen = set(queue)
-        while queue:
-            call = self.trace.calls[queue.pop().call]
-            product = any(record.contractions for record in call.records)
-            for _, tensor, _ in call.arguments:
-                if tensor.activation and tensor not in seen:
-                    seen.add(tensor)
-                    self.whole.add(tensor)
-                    if not product and tensor.call >= 0:
-                        queue.append(tensor)
 
-    def _on_tokens(self, number: int, layouts: Layouts) -> TokenWise | None:
-        key = (number, frozenset(layouts.items()))
-        if key not in self._known:
-            self._known[key] = call_on_tokens(self.trace.calls[number], layouts, self.length)
-        return self._known[key]
+def _repair(flow: TokenFlow, number: int, call: FunctionCall, value: int) -> None:
+    sources = [each.tensor for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)]
+    fresh = [each for each in sources if each not in flow.whole]
+    if fresh:
+        flow.whole.update(fresh)
+    else:
+        flow.stopped.add(number)
+        flow.whole.update(each for each in call.outputs if each in flow.made)
 
-    def spread(self) -> None:
-        """Follows the tokens through the calls, then back from where whole tensors have to be cut."""
-        assert self.trace.ids is not None
-        self.made: Layouts = {}  # tensors of which the call that makes them gives a rank's tokens
-        self.aligned: Layouts = {self.trace.ids: TokenDim(1)}  # whole ones, of which it is known where the tokens are
-        self.slices: dict[Place, tuple[Traced, TokenDim]] = {}
-        self.gathers: dict[Place, tuple[Traced, TokenDim]] = {}
-        self.early: set[Traced] = set()  # whole from the call on that makes them
-        self.fresh: set[Traced] = set()  # embeddings that no layer has read yet
-        self.local: set[int] = set()  # calls that work on a rank's tokens
-        for number, call in enumerate(self.trace.calls):
-            (self._cut_call if number in self.cut else self._call)(number, call)
-        for number in range(len(self.trace.calls) - 1, -1, -1):
-            for output in self.trace.calls[number].outputs:
-                self._back(number, output)
-        self._late_gathers()
 
-    def _cut_call(self, number: int, call: FunctionCall) -> None:
-        self._gather_arguments(number, call)
-        if number in self.looking:
-            ids = {tensor: self.aligned[tensor] for _, tensor, _ in call.arguments if tensor in self.aligned}
-            found = self._on_tokens(number, ids) if ids else None
-            for output in call.outputs if found is not None else ():
-                if found is not None and output in found.outputs:
-                    self._give(number, call, output, found.outputs[output])
+def _alike(flow: TokenFlow) -> None:
+    """A call that is made more than once has the same exchanges each time."""
+    places: dict[int, set[tuple[str, str, TokenDim]]] = {}
+    for kind, found in (("gather", flow.gathers), ("slice", flow.slices)):
+        for (number, place), (_, layout) in found.items():
+            places.setdefault(number, set()).add((kind, place, layout))
+    runs: dict[object, list[int]] = {}
+    for number, call in enumerate(flow.trace.calls):
+        runs.setdefault(call.key, []).append(number)
+    for numbers in runs.values():
+        first = places.get(numbers[0], set())
+        if any(places.get(number, set()) != first for number in numbers[1:]):
+            for number in numbers:
+                call = flow.trace.calls[number]
+                flow.whole.update(call.outputs)
+                if number in flow.stopped:
+                    flow.whole.update(tensor for _, tensor, _ in call.arguments if tensor in flow.made)
+                flow.stopped.add(number)
 
-    def _give(self, number: int, call: FunctionCall, output: Traced, layout: TokenDim) -> None:
-        """A whole tensor that a call makes becomes a rank's tokens there, unless it has to be whole."""
-        if output in self.whole:
-            self.aligned[output] = layout
-            return
-        self.slices[number, _output(call, output)] = (output, layout)
-        self.made[output] = layout
-        if number in self.looking:
-            self.fresh.add(output)
 
-    def _is_fresh(self, call: FunctionCall) -> bool:
-        """True where a call makes embeddings of embeddings, without parameters: scaled ones."""
-        given = [tensor for _, tensor, _ in call.arguments]
-        return any(each in self.fresh for each in given) and not any(each.parameters for each in given)
-
-    def _gather_arguments(self, number: int, call: FunctionCall) -> None:
-        for place, tensor, _ in call.arguments:
-            if self._is_local(tensor):
-                self.gathers[number, place] = (tensor, self.made[tensor])
-
-    def _is_local(self, tensor: Traced) -> bool:
-        """True for one of which the forward gets a rank's tokens alone."""
-        return tensor in self.made and tensor not in self.early
-
-    def _giver(self, tensor: Traced) -> int:
-        """The last call that makes a tensor or hands it on, one right after the other in one module."""
-        number = tensor.call
-        calls = self.trace.calls
-        while number + 1 in self._handed.get(tensor, ()) and calls[number + 1].key.module == calls[number].key.module:
-            number += 1
-        return number
-
-    def _call(self, number: int, call: FunctionCall) -> None:
-        layouts = {tensor: self.made[tensor] for _, tensor, _ in call.arguments if self._is_local(tensor)}
-        aligned = {tensor: self.aligned[tensor] for _, tensor, _ in call.arguments if tensor in self.aligned}
-        cuts: Layouts = {}
-        if not layouts and not _hands_on(call) and any(grad and tensor in aligned and tensor.activation for _, tensor, grad in call.arguments):
-            layouts = cuts = aligned  # a whole one is cut as early as it can be
-        found = self._on_tokens(number, layouts) if layouts and number not in self.stopped else None
-        if found is not None:
-            self._local(number, call, found, {**cuts, **found.demands})
-            return
-        self._gather_arguments(number, call)
-        whole = self._on_tokens(number, aligned) if aligned else None
-        if whole is not None:
-            self.aligned.update(whole.outputs)
-
-    def _local(self, number: int, call: FunctionCall, found: TokenWise, cuts: Layouts) -> None:
-        self.local.add(number)
-        for place, tensor, _ in call.arguments:
-            if tensor in cuts and not self._is_local(tensor):
-                self.slices[number, place] = (tensor, cuts[tensor])
-        for output, layout in found.outputs.items():
-            if output in self.early:
-                continue
-            self.made[output] = layout
-            if self._is_fresh(call):
-                self.fresh.add(output)
-            if output in self.whole and number == self._giver(output):
-                self.gathers[number, _output(call, output)] = (output, layout)
-                self.early.add(output)
-                if self._is_fresh(call):
-                    self.aligned[output] = layout
-
-    def _note_users(self) -> None:
-        self._users: dict[Traced, list[Place]] = {}
-        self._handed: dict[Traced, set[int]] = {}
-        for number, call in enumerate(self.trace.calls):
-            for place, each, _ in call.arguments:
-                if call.function in OF_ANOTHER_TYPE and place != "0":
-                    continue
-                if each in call.outputs and _hands_on(call):
-                    self._handed.setdefault(each, set()).add(number)
-                else:
-                    self._users.setdefault(each, []).append((number, place))
-
-    def _uses(self, tensor: Traced) -> list[Place]:
-        return self._users.get(tensor, [])
-
-    def _back(self, number: int, output: Traced) -> None:
-        """A whole tensor that is cut wherever it is used is cut where it is made, or made of cut ones."""
-        uses = self._uses(output)
-        if output in self.made or output.call != number or output in self.whole or not uses:
-            return
-        if any(place not in self.slices for place in uses) or len({self.slices[place][1] for place in uses}) > 1:
-            return
-        layout = self.slices[uses[0]][1]
-        call = self.trace.calls[number]
-        if number in self.cut:
-            if number not in self.leaving and number not in self.looking:
-                return
-        elif not self._made_of_tokens(number, call, output, layout):
-            if len(uses) < 2:
-                return
-        else:
-            for place in uses:
-                self.slices.pop(place)
-            return
-        for place in uses:
-            self.slices.pop(place)
-        self._give(number, call, output, layout)
-
-    def _made_of_tokens(self, number: int, call: FunctionCall, output: Traced, layout: TokenDim) -> bool:
-        if number in self.stopped or number in self.local or len(call.outputs) != 1:
-            return False
-        if any(self._is_local(tensor) for _, tensor, _ in call.arguments):
-            return False
-        whole = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
-        for tensor in whole[:1]:
-            for candidate in candidates(tensor, self.length):
-                found = self._on_tokens(number, {tensor: candidate})
-                if found is not None and found.outputs.get(output) == layout:
-                    self._local(number, call, found, {tensor: candidate, **found.demands})
-                    return True
-        return False
-
-    def _late_gathers(self) -> None:
-        """A tensor that is gathered wherever it is used is gathered where it is made."""
-        for tensor, layout in list(self.made.items()):
-            uses = self._uses(tensor)
-            if tensor in self.early or tensor.call < 0 or not uses or any(use not in self.gathers for use in uses):
-                continue
-            for use in uses:
-                self.gathers.pop(use)
-            place = (tensor.call, _output(self.trace.calls[tensor.call], tensor))
-            if self.slices.pop(place, None) is not None:  # it is whole before it would be cut
-                del self.made[tensor]
-            else:
-                giver = self._giver(tensor)
-                self.gathers[giver, _output(self.trace.calls[giver], tensor)] = (tensor, layout)
-                self.early.add(tensor)
-
-    def correct(self) -> bool:
-        """Makes whole what sizes come out wrong for. True if there was anything."""
-        before = (len(self.whole), len(self.stopped))
-        sizes = _Sizes(self)
-        for record in self.trace.records:
-            if record.call < 0:  # of no call that could be given other tensors
-                self.whole.update(each for each in (*record.inputs, *record.outputs) if self._is_local(each))
-        for (number, _), (tensor, _) in [*self.slices.items(), *self.gathers.items()]:
-            call = self.trace.calls[number]
-            if tensor.call != number and any(
-                tensor in record.inputs and tensor in record.outputs for record in call.records
-            ):  # it is written into, which a copy would not show
-                self.whole.add(tensor)
-                self.stopped.add(number)
-        for number, call in enumerate(self.trace.calls):
-            sizes.at = number
-            for value in call.numbers.values():
-                self._check_unseen(call, value)
-            for demand in demands_of(call, sizes):
-                right = evaluate(demand.value, sizes.size, sizes.divisors)
-                if right != demand.expected:
-                    self._repair(number, call, demand.value)
-        for decision in self.trace.size_decisions:
-            if not decided_alike(decision, sizes.size, sizes.divisors):
-                sides = _sizes_in(decision.left) + _sizes_in(decision.right)
-                self.whole.update(each.tensor for each in sides if self._seen_cut(each.tensor, each.dimension))
-        self._alike()
-        return (len(self.whole), len(self.stopped)) != before
-
-    def _check_unseen(self, call: FunctionCall, value: object) -> None:
-        """A size of a rank's tokens that goes where nothing says what it has to be."""
-        sources = [each for each in _sizes_in(value) if self._seen_cut(each.tensor, each.dimension)]
-        if sources and call.function not in _CHECKED:
-            self.whole.update(each.tensor for each in sources)
-
-    def _seen_cut(self, tensor: Traced, dimension: int) -> bool:
-        return self._is_local(tensor) and self.made[tensor].dim == dimension
-
-    def arrives_local(self, number: int, tensor: Traced) -> bool:
-        """True where a call gets, or makes, a rank's tokens of a tensor."""
-        call = self.trace.calls[number]
-        if tensor in call.outputs:
-            return tensor in self.made and (number, _output(call, tensor)) not in self.slices
-        places = [place for place, each, _ in call.arguments if each is tensor]
-        if any((number, place) in self.slices for place in places):
-            return True
-        return self._is_local(tensor) and not any((number, place) in self.gathers for place in places)
-
-    def layout_at(self, number: int, tensor: Traced) -> TokenDim | None:
-        """Where a call's tensor has a rank's tokens; None where it is whole there."""
-        if not self.arrives_local(number, tensor):
-            return None
-        if tensor in self.made:
-            return self.made[tensor]
-        places = [place for place, each, _ in self.trace.calls[number].arguments if each is tensor]
-        return next(self.slices[number, place][1] for place in places if (number, place) in self.slices)
-
-    def _repair(self, number: int, call: FunctionCall, value: int) -> None:
-        sources = [each.tensor for each in _sizes_in(value) if self._seen_cut(each.tensor, each.dimension)]
-        fresh = [each for each in sources if each not in self.whole]
-        if fresh:
-            self.whole.update(fresh)
-        else:
-            self.stopped.add(number)
-            self.whole.update(each for each in call.outputs if each in self.made)
-
-    def _alike(self) -> None:
-        """A call that is made more than once has the same exchanges each time."""
-        places: dict[int, set[tuple[str, str, TokenDim]]] = {}
-        for kind, found in (("gather", self.gathers), ("slice", self.slices)):
-            for (number, place), (_, layout) in found.items():
-                places.setdefault(number, set()).add((kind, place, layout))
-        runs: dict[object, list[int]] = {}
-        for number, call in enumerate(self.trace.calls):
-            runs.setdefault(call.key, []).append(number)
-        for numbers in runs.values():
-            first = places.get(numbers[0], set())
-            if any(places.get(number, set()) != first for number in numbers[1:]):
-                for number in numbers:
-                    call = self.trace.calls[number]
-                    self.whole.update(call.outputs)
-                    if number in self.stopped:
-                        self.whole.update(tensor for _, tensor, _ in call.arguments if tensor in self.made)
-                    self.stopped.add(number)
-
-    def found(self) -> SharedTokens:
-        """The places, once everything is right."""
-        uses = set()
-        for number in self.local:
-            for place, tensor, grad in self.trace.calls[number].arguments:
-                if grad and tensor.parameters and (number, place) not in self.slices:
-                    uses.add((number, place))
-        for number, point in self.leaving.items():
-            if point.bias and (number, "output") in self.slices:
-                uses.add((number, point.bias))
-        outputs = {each for call in self.trace.calls for each in call.outputs if each.activation}
-        plain = [each for each in outputs if each not in self.sharded]
-        shared = sum(elements(each) for each in plain if each in self.made)
-        share = shared / max(sum(map(elements, plain)), 1)
-        return SharedTokens(self.gathers, self.slices, uses, share if self.gathers or self.slices else 0.0)
+def _found(flow: TokenFlow) -> SharedTokens:
+    """The places, once everything is right."""
+    uses = set()
+    for number in flow.local:
+        for place, tensor, grad in flow.trace.calls[number].arguments:
+            if grad and tensor.parameters and (number, place) not in flow.slices:
+                uses.add((number, place))
+    for number, point in flow.leaving.items():
+        if point.bias and (number, "output") in flow.slices:
+            uses.add((number, point.bias))
+    outputs = {each for call in flow.trace.calls for each in call.outputs if each.activation}
+    plain = [each for each in outputs if each not in flow.sharded]
+    shared = sum(elements(each) for each in plain if each in flow.made)
+    share = shared / max(sum(map(elements, plain)), 1)
+    return SharedTokens(flow.gathers, flow.slices, uses, share if flow.gathers or flow.slices else 0.0)
 
 
 class _Sizes(LocalSizes):
-    """Sizes on one rank, where axes and tokens are shared out: what a call makes, and what is read of a tensor later."""
+    """Sizes on one rank, where axes and tokens are shared out: what a call makes, and what is read of it later."""
 
-    def __init__(self, search: _Search):
-        super().__init__(search.courses)
-        self.search, self.at = search, 0
-        self.divisors = {each: self.shares[next(iter(users))] for each, users in search.rewrites.items() if users}
+    def __init__(self, flow: TokenFlow):
+        super().__init__(flow.courses)
+        self.flow, self.at = flow, 0
+        self.divisors = {each: self.shares[next(iter(users))] for each, users in flow.rewrites.items() if users}
 
     def of(self, tensor: Traced, node: AxisNode) -> int:
         """The size of a dimension of a tensor as the call `at` has it."""
         size = super().of(tensor, node)
-        layout = self.search.layout_at(self.at, tensor)
+        layout = self.flow.layout_at(self.at, tensor)
         return size // _RANKS if layout is not None and tensor.dims[layout.dim] is node else size
 
     def size(self, size: Size) -> int:
         """What the model reads as the size of a dimension."""
         found = super().of(size.tensor, size.tensor.dims[size.dimension])
-        return found // _RANKS if self.search._seen_cut(size.tensor, size.dimension) else found
+        return found // _RANKS if self.flow.is_seen_cut(size.tensor, size.dimension) else found
 
 
 # Functions of whose numbers `demands_of` says what they have to be.
@@ -410,12 +173,3 @@ def _sizes_in(value: object) -> list[Size]:
     if isinstance(value, slice):
         return [each for bound in (value.start, value.stop) for each in _sizes_in(bound)]
     return []
-
-
-def _hands_on(call: FunctionCall) -> bool:
-    """True for a call that gives its argument as it is, such as a conversion to the type that it has."""
-    return not call.records and any(tensor in call.outputs for _, tensor, _ in call.arguments)
-
-
-def _output(call: FunctionCall, output: Traced) -> str:
-    return "output" if len(call.outputs) == 1 else f"output.{call.outputs.index(output)}"

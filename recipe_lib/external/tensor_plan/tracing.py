@@ -77,8 +77,8 @@ class FunctionCall:
 class ForwardTrace:
     """What one forward did. unknown: operators without a rule, with the module. assumed: values that were made up.
 
-    decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors. tokens: how many ids it got, 0 for none. ids: what is known
-    of them.
+    decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors. tokens: how many
+    ids it got, 0 for none. ids: what is known of them.
     """
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)

@@ -167,7 +167,10 @@ def test_the_fewest_bytes_are_kept_and_of_equal_ones_those_that_cost_least():
     # queries as they come and turned, of the same size: those that are asked for
     assert minimum_cut((8, 8), (True, False), ((), (0,)), frozenset({1})) == {1}
     # gate and up, both asked for, and what is made of them
-    assert minimum_cut((3, 3, 3, 3), (True, True, False, False), ((), (), (0,), (2, 1)), frozenset({0, 1, 2, 3})) == {0, 1}
+    assert minimum_cut((3, 3, 3, 3), (True, True, False, False), ((), (), (0,), (2, 1)), frozenset({0, 1, 2, 3})) == {
+        0,
+        1,
+    }
 
 
 def layer_of(stream, weights, noted):
