@@ -26,7 +26,7 @@ from recipe_lib.plan.world.simulated_world import simulated_world, tensors_witho
 from recipe_lib.units import MIB
 
 COMMAND = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
-MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "mistral/7B_v0.3", "phi3/mini", "gemma2/2B")
+MODELS = ("llama3/8B", "llama3/70B", "qwen3/8B", "phi3/mini", "gemma2/27B")
 SIZES = (2, 4, 8)
 MORE, FEWER = 4, 2
 TOKENS = 8192

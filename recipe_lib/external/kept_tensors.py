@@ -54,7 +54,7 @@ class _View:
         return made.as_strided(*self.geometry)
 
 
-class _Kept:
+class _SavedTensor:
     """What stands for a tensor that autograd keeps: the tensor, or how to make it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -68,7 +68,7 @@ class KeptTensors:
 
     def __init__(self) -> None:
         self._nodes: dict[int, _Node] = {}
-        self._kept: list[_Kept] = []
+        self._kept: list[_SavedTensor] = []
         self._recording = False
         self._chosen: dict[Any, frozenset[int]] = {}
         self._free: set[int] = set()
@@ -143,7 +143,7 @@ class KeptTensors:
     def _pack(self, tensor: Tensor) -> Any:
         if not self._recording or tensor.untyped_storage()._cdata in self._free:
             return tensor
-        kept = _Kept(tensor.detach())
+        kept = _SavedTensor(tensor.detach())
         self._kept.append(kept)
         return kept
 
@@ -177,7 +177,7 @@ class KeptTensors:
                 node.held = None
 
 
-def _storage(kept: _Kept) -> int:
+def _storage(kept: _SavedTensor) -> int:
     assert kept.tensor is not None
     return int(kept.tensor.untyped_storage()._cdata)
 

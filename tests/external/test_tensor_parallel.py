@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from recipe_lib.config.registry import names as names_of
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
-from recipe_lib.external import plan_proof
+from recipe_lib.external import plan_proof, tensor_parallel
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.plan_proof import plan_of_model
 from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
@@ -245,3 +246,27 @@ def test_a_wrong_plan_is_not_run(
     monkeypatch.setattr(plan_proof, "plan_of_model", lambda *asked: mistake(plan_of_model(*asked)))
     with pytest.raises(SetupError, match=said):
         plan_proof.proof(model, mistake(plan), 2)
+
+
+def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def prove(model: Any, plan: TensorPlan, world: Any) -> str:
+        asked.append(plan.shared_tokens)
+        if plan.shared_tokens:
+            raise SetupError("the plan is wrong")
+        return "proven"
+
+    monkeypatch.setattr(tensor_parallel, "prove", prove)
+    model: Any = build_meta(read_spec(config_of("llama"), "llama"), torch.float32)
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    plan = tensor_parallel.proven_plan(model, ParallelConfig(tensor=2), world)
+    assert not plan.shared_tokens and asked[0] > 0.9 and asked[1:] == [0]
+    assert not any(each.kind in ("gather", "slice") for each in plan.boundaries)
+
+
+def test_no_tokens_are_exchanged_where_a_packed_forward_makes_other_calls() -> None:
+    model: Any = build_meta(read_spec(config_of("gpt2"), "gpt2"), torch.float32)
+    plan = plan_of_model(model, 2)
+    modules = {each.module for each in plan.boundaries if each.kind in ("gather", "slice")}
+    assert "transformer" not in modules and "transformer.h.1" in modules
