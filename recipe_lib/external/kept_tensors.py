@@ -22,7 +22,7 @@ CHEAP = frozenset(
     "to float type type_as half bfloat16 double contiguous clone reshape flatten expand repeat repeat_interleave"
     " unsqueeze squeeze view transpose permute chunk split unbind getitem cat stack add sub mul div truediv neg pow"
     " square sqrt rsqrt mean radd rmul rsub rtruediv exp log abs clamp sigmoid tanh silu gelu relu relu6 softplus mish"
-    " leaky_relu elu where masked_fill layer_norm rms_norm".split()
+    " leaky_relu elu where masked_fill layer_norm rms_norm softmax".split()
 )
 Function = Callable[..., Any]
 

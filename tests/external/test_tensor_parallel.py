@@ -270,3 +270,27 @@ def test_no_tokens_are_exchanged_where_a_packed_forward_makes_other_calls() -> N
     plan = plan_of_model(model, 2)
     modules = {each.module for each in plan.boundaries if each.kind in ("gather", "slice")}
     assert "transformer" not in modules and "transformer.h.1" in modules
+
+
+def bits(kinds: list[str]) -> list[str]:
+    """Kinds of which some gradient has other bits where what backward needs is made again than where it is kept."""
+    faults = []
+    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))
+    with start_world(cfg) as world:
+        for kind in kinds:
+            found = []
+            for regather in ("true", "false"):
+                settings = {"tensor": 2, "tensor_regather_in_backward": regather}
+                model, _ = build(kind, settings, MemoryConfig(), world)
+                fill(model)
+                tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
+                backward(model, tokens, tokens, torch.tensor(1), False)
+                found.append({name: each.grad.to_local() for name, each in model.named_parameters()})
+            faults += [f"{kind}: {name}" for name, each in found[0].items() if not torch.equal(each, found[1][name])]
+    return faults
+
+
+@pytest.mark.slow
+def test_what_is_made_again_in_backward_gives_the_same_bits() -> None:
+    for faults in run_ranks(bits, 2, ["llama", "gemma2", "mixtral", "falcon", "own"]):
+        assert not faults, "\n".join(faults)
