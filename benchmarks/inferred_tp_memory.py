@@ -80,7 +80,8 @@ def page(rows: list[Row]) -> str:
         f" simulated device; b = 1, s = {TOKENS}, bf16, attention by torch's kernels, no activation checkpointing."
         f" Bytes alive when backward would begin, {MORE} layers less {FEWER}. **native** is the library's decoder,"
         " counted alike: the bytes of [tp_memory.md](tp_memory.md) without those of random states; **kept whole** is"
-        " `parallel.tensor_regather_in_backward=false`: what autograd asks for, gathered tokens included.",
+        " `parallel.tensor_regather_in_backward=false`: what autograd asks for, gathered tokens included."
+        " Gemma 2 caps the scores of attention, which transformers computes one by one: they are kept.",
         "",
         "| model | t | native MiB | inferred plan MiB | ratio | kept whole MiB |",
         "|---|---:|---:|---:|---:|---:|",

@@ -40,18 +40,21 @@ FORMULA = (
 )
 
 
-def plans_for(config: Any, sizes: Sequence[int]) -> tuple[TensorPlan, dict[int, TensorPlan], dict[int, str]]:
+def plans_for(
+    config: Any, sizes: Sequence[int], tokens: bool = True
+) -> tuple[TensorPlan, dict[int, TensorPlan], dict[int, str]]:
     """The plan that cuts every axis; size to plan; and size to why there is none.
 
-    A size that cannot share every axis gets a plan of its own, around those that it can share.
+    A size that cannot share every axis gets a plan of its own, around those that it can share. tokens: shares out
+    tokens, too.
 
     Raises ConfigError if no size has a plan.
     """
-    whole = transformers_models.plan_for_config(config)
+    whole = transformers_models.plan_for_config(config, 0, tokens)
     plans: dict[int, TensorPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
-        plan = whole if size in whole.legal_sizes else transformers_models.plan_for_config(config, size)
+        plan = whole if size in whole.legal_sizes else transformers_models.plan_for_config(config, size, tokens)
         if size in plan.legal_sizes:
             plans[size] = plan
         else:
@@ -73,11 +76,13 @@ def certificates(config: Any, plans: dict[int, TensorPlan]) -> list[dict[str, An
     small = config if elements <= _SMALL else shrink(config)
     model = transformers_models.transformers_model(small, "cpu")
     randomize(model)
-    whole, mask = transformers_models.plan_and_mask(small)
+    tokens = any(plan.shared_tokens for plan in plans.values())
+    whole, mask = transformers_models.plan_and_mask(small, 0, tokens)
     inputs = transformers_models.example_inputs(small, device="cpu", mask=mask)
     found: list[dict[str, Any]] = []
     for size, plan in plans.items():
-        copied = transformers_models.plan_and_mask(small, size)[0] if held_differently(plan, whole) else whole
+        unlike = held_differently(plan, whole)
+        copied = transformers_models.plan_and_mask(small, size, tokens)[0] if unlike else whole
         failures = held_differently(plan, copied)
         ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
         if not ranks:

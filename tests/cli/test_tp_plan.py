@@ -159,6 +159,23 @@ def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkey
     assert "certificate, 2 ranks: NOT PASSED" in out and lines[0] in out
 
 
+def test_a_plan_whose_tokens_cannot_be_shared_gives_way_to_one_without(tmp_path, capsys, monkeypatch):
+    from recipe_lib.external.tensor_plan import transformers_models
+
+    right = transformers_models.plan_and_mask
+
+    def wrong(*asked):
+        plan, mask = right(*asked)
+        held = plan.to_dict()
+        held["boundaries"] = [each for each in held["boundaries"] if each["kind"] != "slice"]
+        return plan_from(held), mask
+
+    monkeypatch.setattr(transformers_models, "plan_and_mask", wrong)
+    assert main(["tp-plan", model(tmp_path, QWEN3), "--tensor", "2", "--certify"]) == 0
+    out = capsys.readouterr().out
+    assert "certificate, 2 ranks: passed" in out and " gather " not in out
+
+
 def test_a_size_that_the_small_copy_does_not_allow_is_proven_with_fewer_ranks(tmp_path, capsys):
     config = LLAMA | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "vocab_size": 2**14}
     assert main(["tp-plan", model(tmp_path, config), "--tensor", "4,8", "--certify"]) == 0
