@@ -132,6 +132,13 @@ RULES: tuple[Rule, ...] = (
          lambda cfg: cfg.dtype == "fp64" and cfg.parallel.reduce_dtype is not None,
          "summing in a lower precision would undo what fp64 is for", "remove parallel.reduce_dtype",
          ("dtype=fp64", "parallel.reduce_dtype=fp32")),
+    Rule(("parallel.accumulate_grad_in_fp32", "parallel.reduce_gradients", "parallel.reduce_dtype"),
+         lambda cfg: cfg.parallel.accumulate_grad_in_fp32 and cfg.parallel.reduce_gradients == "step"
+         and cfg.parallel.reduce_dtype == "bf16",
+         "FSDP reduces once a step what it has added up, in the dtype that it has added up in",
+         "remove parallel.reduce_dtype (fp32 is reduced), or parallel.accumulate_grad_in_fp32",
+         ("parallel.accumulate_grad_in_fp32=true", "parallel.reduce_gradients=step", "parallel.reduce_dtype=bf16",
+          "gradient_accumulation_steps=2")),
     Rule(("resume", "overwrite_output_dir"), lambda cfg: cfg.resume is not None and cfg.overwrite_output_dir,
          "one goes on from what output_dir holds, the other replaces it", "remove one of the two",
          ("resume=latest", "overwrite_output_dir=true")),

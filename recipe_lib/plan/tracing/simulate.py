@@ -19,6 +19,7 @@ from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.ops import cross_entropy
 from recipe_lib.parallel import World
+from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
@@ -183,7 +184,8 @@ def _run(
         del batches
         label_models(tracer, models)
         left.append(tracer.alive())
-    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=world.pipeline is not None)
+    unlike = int(reduces_once(cfg.parallel))
+    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=world.pipeline is not None, unlike=unlike)
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", recipe.validate, tracer, notes)
         for model in models.values():
@@ -197,7 +199,7 @@ def _run(
     elif world.pipeline is not None:
         repeat_actions(tracer.trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
     else:
-        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps, traced)
+        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps, traced, unlike)
     names = world.mesh.mesh_dim_names or ()
     mesh = dict(zip(names, world.mesh.shape, strict=True))
     place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
@@ -272,8 +274,11 @@ def classify(trace: Trace) -> None:
             waiting.clear()
 
 
-def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
-    """The operators of a step's last traced micro-batch count for all of its later ones too, `count` in all."""
+def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM, unlike: int = 0) -> None:
+    """The operators of one of a step's traced micro-batches count for all that were not traced too, `count` in all.
+
+    It is the last of them but for those at the end that are `unlike` the others.
+    """
     if count <= traced:
         return
     for phase in {FIRST, STEADY} & set(trace.phases):
@@ -282,10 +287,20 @@ def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
         backwards = [index for index, part in enumerate(parts) if part == "backward"]
         if not backwards:
             continue  # a step of the user's own, that has none
-        begin = next((index for index in range(backwards[0], len(ops)) if parts[index] == "forward"), None)
-        if begin is not None:
-            for op in ops[begin : backwards[-1] + 1]:
+        begins = _begins(parts) + [backwards[-1] + 1]
+        if len(begins) > 1 + unlike:
+            for op in ops[begins[-2 - unlike] : begins[-1 - unlike]]:
                 op.repeats *= count - traced + 1
+
+
+def _begins(parts: list[str]) -> list[int]:
+    """Where a micro-batch after the first begins: at a forward after a backward."""
+    found, behind = [], False
+    for index, part in enumerate(parts):
+        if part == "forward" and behind:
+            found.append(index)
+        behind = part == "backward" or (behind and part != "forward")
+    return found
 
 
 @contextmanager
