@@ -29,6 +29,8 @@ class GradientAccumulation:
 
     Without a pipeline `begin` comes before each micro-batch and `add` after its backward; a pipeline calls
     `hold_all`, `add` after each action that makes gradients, and reduces its stages itself. `finish` ends both.
+
+    once: FSDP reduces gradients once a step. keeps_weights: they stay gathered as long. sums: in fp32, so far.
     """
 
     def __init__(self, model: nn.Module, parallel: ParallelConfig) -> None:
@@ -39,7 +41,7 @@ class GradientAccumulation:
         self._model = model
         self._root: Any = model
         self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once  # else FSDP sums them, in reduce_dtype
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self.sums: dict[nn.Parameter, Tensor] = {}
         self._done = False
 
     def hold_all(self) -> None:
@@ -61,17 +63,17 @@ class GradientAccumulation:
             if parameter.grad is None:
                 continue
             gradient, parameter.grad = _local(parameter.grad), None
-            if parameter in self._sums:
-                self._sums[parameter].add_(gradient)
+            if parameter in self.sums:
+                self.sums[parameter].add_(gradient)
             else:
-                self._sums[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                self.sums[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
 
     @torch.no_grad()
     def finish(self) -> None:
         """After the last backward: sums in fp32 become the parameters' gradients, rounded once to their type."""
         self._done = True
-        while self._sums:
-            parameter, total = self._sums.popitem()
+        while self.sums:
+            parameter, total = self.sums.popitem()
             parameter.grad = _like(parameter, total.to(parameter.dtype))
 
     def check(self) -> None:

@@ -74,7 +74,10 @@ def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
             combinations = [one | {key: value} for one in combinations for value in values(cfg, copies)]
     for one in combinations:
         alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
-        if not alone or one.get("parallel.reshard_after_forward", True):
+        kept = not one.get("parallel.reshard_after_forward", True)
+        # Whole gradients alone save as much as weights kept from forward to backward do, and take as much.
+        halfway = one.get(REDUCE_KEY) == "step" and not kept and "parallel.reshard_after_forward" not in fixed
+        if not (alone and kept) and not halfway:
             yield one
     if free and copies > 1:
         own = "optimizer.implementation"

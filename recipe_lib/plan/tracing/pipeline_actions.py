@@ -22,6 +22,7 @@ from recipe_lib.parallel.pipeline.schedules import (
     with_transfers,
 )
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
+from recipe_lib.plan.tracing.tracer import Tracer
 
 # Without a pipeline the first micro-batch finds no gradients and the second does; all later ones are like the second,
 # but for the last where that reduces the gradients of all.
@@ -36,10 +37,15 @@ _State = tuple[Any, ...]
 
 
 @contextmanager
-def following_actions(trace: Trace) -> Iterator[None]:
+def following_actions(tracer: Tracer) -> Iterator[None]:
     """Inside, the actions of a pipeline's driver are noted in the trace."""
+    trace, previous = tracer.trace, ""
 
     def note(action: Action | None) -> None:
+        nonlocal previous
+        if previous in MAKING_GRADIENTS:
+            tracer.between_actions()
+        previous = action.kind if action is not None else ""
         mark = ActionMark() if action is None else ActionMark(action.stage, action.kind, action.micro_batch)
         trace.actions.append(mark)
         trace.events.append((ACTION, len(trace.actions) - 1))

@@ -30,7 +30,7 @@ from recipe_lib.plan.tracing.pipeline_actions import (
     repeat_actions,
     traced_micro_batches,
 )
-from recipe_lib.plan.tracing.recipe_models import label_models, models_of, module_facts
+from recipe_lib.plan.tracing.recipe_models import label_models, label_sums, models_of, module_facts
 from recipe_lib.plan.tracing.simulated_micro_batches import (
     FEW_MICRO_BATCHES,
     Likeness,
@@ -104,7 +104,7 @@ def simulate(
             with (
                 _quiet_collector(),
                 tracer.running(),
-                following_actions(tracer.trace),
+                following_actions(tracer),
                 tracer.remembering(quantized, "_dequantize"),
                 tracer.remembering(cross_entropy, "_sum_over_chunks"),
                 _scales_without_values(),
@@ -167,7 +167,13 @@ def _run(
         _make_states(recipe)
     stage = world.pipeline.rank if world.pipeline else 0
     traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
-    passes = Passes(lambda: (len(tracer.trace.events), tracer.alive()))
+
+    def now() -> tuple[int, int]:
+        label_sums(tracer, recipe, models)
+        return len(tracer.trace.events), tracer.alive()
+
+    passes = Passes(now)
+    tracer.between_actions = lambda: label_sums(tracer, recipe, models)
     recipe.data = PlannedData(cfg, world, shape, traced, passes)
     left: list[int] = []
     tokens = 0

@@ -57,6 +57,7 @@ class Tracer(TorchDispatchMode):
         self.stream: Callable[[], int] = lambda: 0
         self.vocabulary: set[int] = set()
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
+        self.between_actions: Callable[[], None] = lambda: None  # of a pipeline, where gradients were made
         self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused
         self._batch = self._pinned = False
         self._repeats = Repeats()
