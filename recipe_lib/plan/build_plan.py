@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 import recipe_lib
+from recipe_lib.config.mesh import micro_batches
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
+from recipe_lib.plan.cluster import dimension_plans
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
@@ -94,6 +96,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         wanted = simulated if cfg.parallel.pipeline > 1 else {heaviest.rank: found}
         timings = {rank: schedule(one.trace, STEADY, hardware, settings.calibration) for rank, one in wanted.items()}
     pipeline = staged(cfg, simulated, timings, hardware, settings.calibration)
+    places = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
     plan = Plan(
         recipe=settings.recipe,
         config=settings.config,
@@ -114,6 +117,8 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
         not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
         estimate=estimate,
+        ranks_per_node=hardware.ranks_per_node,
+        dimensions=dimension_plans(found.mesh, dict(sorted(places.items())), STEADY, micro_batches(cfg)[1]),
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
     return plan, found.trace

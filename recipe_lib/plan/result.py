@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.plan.cluster import DimensionPlan
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it. 2: `active` counts whole blocks.
 SCHEMA_VERSION = 3
@@ -181,7 +182,7 @@ class StagePlan:
     of them, without other parallelism. in_flight: the most micro-batches between forward and backward at a time, each
     stage counted; deferred: the most with deferred weight gradients. compute: seconds of a step that it computes.
     idle: share of the pipeline's time that it does not. sends, receives: tensors of a step; sent, received: their
-    bytes."""
+    bytes. ranks: all that have these stages."""
 
     place: int
     rank: int
@@ -197,6 +198,7 @@ class StagePlan:
     receives: int
     sent: int
     received: int
+    ranks: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -260,6 +262,8 @@ class Plan:
     advice: levers, each tried alone. assumptions, not_modeled: one sentence each. versions: program to version.
     estimate: why the figures are not those of all micro-batches and steps; empty where they are. notes: those of the
     assumptions that concern this machine and the start of a run. next_lever: what to change next, in words.
+    ranks_per_node: ranks of one machine, neighbors in their numbers; 0: not known. dimensions: of the mesh, those with
+    more than one rank, and what all ranks communicate along them.
     seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
@@ -286,6 +290,8 @@ class Plan:
     estimate: str = ""
     notes: list[str] = field(default_factory=list)
     next_lever: str = ""
+    ranks_per_node: int = 0
+    dimensions: list[DimensionPlan] = field(default_factory=list)
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property
