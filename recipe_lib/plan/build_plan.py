@@ -13,7 +13,7 @@ from recipe_lib.config.mesh import micro_batches
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
-from recipe_lib.plan.cluster import dimension_plans
+from recipe_lib.plan.cluster_traffic import dimension_plans
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of

@@ -24,8 +24,10 @@ def groups_table(plan: Plan) -> Table | None:
         rows.append([f"{dimension.dim}: {count} group{'s' if count > 1 else ''} of {size}{along}"])
         rows += [[f"  {line}"] for line in _lines(plan, dimension.groups)]
     each = plan.ranks_per_node or plan.ranks
-    notes = (f"n0_g1: machine 0, its GPU 1; rank r is GPU r % {each} of machine r // {each}.",)
-    return Table("groups of ranks", ["members"], rows, ("members",), notes=notes, headed=False, fold=True)
+    note = f"n0_g1: machine 0, its GPU 1; rank r is GPU r % {each} of machine r // {each}."
+    if any(len(dimension.groups) > _MOST_GROUPS for dimension in plan.dimensions):
+        note += " --json has all groups."
+    return Table("groups of ranks", ["members"], rows, ("members",), notes=(note,), headed=False, fold=True)
 
 
 def stage_ranks_table(plan: Plan) -> Table | None:
@@ -64,7 +66,7 @@ def volume_table(plan: Plan) -> Table | None:
         ]
         name = dimension.dim
         for scope, volume in scopes:
-            if volume is not None and (volume.operations or scope == scopes[0][0]):
+            if volume is not None and volume.operations:
                 rows.append([name, scope, *_cells(volume)])
                 name = ""
     steps = [one.cluster_step for one in plan.dimensions]
