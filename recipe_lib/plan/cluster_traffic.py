@@ -4,7 +4,6 @@ Of each place in the pipeline one rank is simulated. Ranks of one place communic
 sizes), so that sums over all ranks are those of the places times their ranks.
 """
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -76,12 +75,12 @@ class _Counted:
 def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
     if collective.dim in mesh:
         return collective.dim, (collective.dim,)
-    inner = list(itertools.accumulate(reversed(mesh.values()), lambda one, other: one * other, initial=1))[-2::-1]
-    places = {
-        name: {rank // step % size for rank in collective.ranks}
-        for (name, size), step in zip(mesh.items(), inner, strict=True)
-    }
-    return collective.dim, tuple(name for name, found in places.items() if len(found) > 1)
+    places: dict[str, set[int]] = {}
+    step = 1  # between neighbors along a dimension
+    for name in reversed(list(mesh)):
+        places[name] = {rank // step % mesh[name] for rank in collective.ranks}
+        step *= mesh[name]
+    return collective.dim, tuple(name for name in mesh if len(places[name]) > 1)
 
 
 def _volume(collective: Collective) -> Volume:

@@ -105,7 +105,10 @@ class RankPlan:
 class LayerRow:
     """One module of the layer table. module: dotted path. type: its class. parameters: elements of the full model.
     trained: those of them that are trained. bytes: of all of its parameters, without parallelism; local_bytes: of this
-    rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward."""
+    rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward,
+    with what is inside; a tensor is of the module whose output it is, or else of the one whose weight alone reads it.
+    weights: its own parameters' names and shapes, as this rank computes with them: gathered where FSDP shards them, its
+    shard of them in tensor parallel."""
 
     module: str
     type: str
@@ -114,6 +117,7 @@ class LayerRow:
     bytes: int
     local_bytes: int
     kept: int = 0
+    weights: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass

@@ -185,20 +185,26 @@ def layer_table(plan: Plan) -> Table | None:
     groups: dict[tuple[Any, ...], list[LayerRow]] = {}
     for row in plan.layers:
         before, number, after = split_number(row.module)
-        alike = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes)  # the first layer keeps more
+        sizes = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes)  # the first layer keeps more
+        alike = (*sizes, _shapes_of(row))
         groups.setdefault((before, number is None, after, alike), []).append(row)
     names = _indented([join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()])
     rows = [
-        [name, alike[0].type, str(len(alike)), *_layer_sums(alike)]
+        [name, _shapes_of(alike[0]), alike[0].type, str(len(alike)), *_layer_sums(alike)]
         for name, alike in zip(names, groups.values(), strict=True)
     ]
-    rows.append(["total", "", "", *_layer_sums(outermost(plan.layers))])
-    header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
-    note = "Kept: activations saved for backward on this rank."
+    rows.append(["total", "", "", "", *_layer_sums(outermost(plan.layers))])
+    header = ["module", "weights", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
+    note = "Weights: as this rank computes with them, gathered. Kept: activations saved for backward on this rank."
     if plan.pipeline:
         note += " With a pipeline, this rank is for each module a rank that has it."
-    return Table("layers: the full model and one rank's share", header, rows, ("module", "type"),
-                 ("type", "modules", "trained", "full model"), (note,))  # fmt: skip
+    return Table("layers: the full model and one rank's share", header, rows, ("module", "weights", "type"),
+                 ("type", "modules", "trained", "full model", "parameters"), (note,))  # fmt: skip
+
+
+def _shapes_of(row: LayerRow) -> str:
+    """`[2048, 4096]`, `[2048, 4096], bias [2048]`."""
+    return ", ".join(f"{'' if name == 'weight' else f'{name} '}{shape}" for name, shape in row.weights.items())
 
 
 def _indented(names: list[str]) -> list[str]:
