@@ -110,7 +110,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         margin=usable - heaviest.reserved - more,
         rank_plans=ranks,
         outside=outside,
-        layers=layers_of_all([_layers(simulated[rank]) for rank in traced]) if pipeline else _layers(found),
+        layers=layers_of_all([layer_rows(simulated[rank]) for rank in traced]) if pipeline else layer_rows(found),
         communication=_communication(found.trace, settings),
         time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
         pipeline=pipeline.plan if pipeline else None,
@@ -154,7 +154,7 @@ def simulate_rank(
     )
 
 
-def _layers(found: Simulated) -> list[LayerRow]:
+def layer_rows(found: Simulated) -> list[LayerRow]:
     """The table of modules; what they keep is what is there when the last backward of the steady step begins."""
     kept: dict[str, int] = defaultdict(int)
     for module, size in _kept_for_backward(found.trace).items():

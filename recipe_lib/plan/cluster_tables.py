@@ -1,9 +1,10 @@
-"""The groups of all ranks, by machine and GPU, and what they communicate, as tables. No torch in here."""
+"""All ranks together as tables: groups by machine and GPU, what they communicate, one rank beside the full model."""
 
 from collections.abc import Sequence
 
 from recipe_lib.plan.cluster import Volume
 from recipe_lib.plan.result import Plan
+from recipe_lib.plan.trace import STORAGE_KINDS
 from recipe_lib.plan.tree import number_ranges
 from recipe_lib.report.terminal import Table
 from recipe_lib.units import format_bytes
@@ -11,6 +12,24 @@ from recipe_lib.units import format_bytes
 # Groups with more members are written as ranges; of more groups than these the first ones and the last are shown.
 _MOST_MEMBERS, _MOST_GROUPS, _FIRST_GROUPS = 8, 16, 4
 _COLUMNS = 74  # of a line of groups, so that it fits into 80
+
+
+def alone_table(plan: Plan) -> Table | None:
+    """Each kind of memory on the heaviest rank, and of the full model on one device; None where that is not planned."""
+    if plan.alone is None:
+        return None
+    rank, alone = plan.heaviest, plan.alone
+    kinds = [kind for kind in STORAGE_KINDS if kind in alone.most or kind in rank.most]
+    sizes = {kind: (alone.most.get(kind, 0), rank.most.get(kind, 0)) for kind in kinds}
+    whole, part = (next(peak.active for peak in one.peaks if peak.phase == "step") for one in (alone, rank))
+    sizes["all at a time"] = (whole, part)
+    rows = [
+        [name, format_bytes(whole), format_bytes(part), f"{part / whole:.1%}" if whole else "-"]
+        for name, (whole, part) in sizes.items()
+    ]
+    title = f"a step of the full model on one device without parallelism, and of rank {rank.rank}"
+    notes = ("The most of each kind at a time, with the same micro-batches; not all kinds are there at the same time.",)
+    return Table(title, ["kind", "full model", f"rank {rank.rank}", "share"], rows, ("kind",), notes=notes)
 
 
 def groups_table(plan: Plan) -> Table | None:

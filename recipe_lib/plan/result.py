@@ -72,13 +72,15 @@ class OutsideTorch:
 @dataclass
 class RankPlan:
     """One rank. rank: its number. coordinates: mesh dimension to place in it. peaks: by phase. alive: at the largest
-    peak of active bytes, largest first. events: allocations and frees that were replayed."""
+    peak of active bytes, largest first. events: allocations and frees that were replayed. most: kind of memory to the
+    most bytes that it takes at a time in a steady step, as they were asked for."""
 
     rank: int
     coordinates: dict[str, int]
     peaks: list[PhasePeak]
     alive: list[Alive]
     events: int = 0
+    most: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> PhasePeak:
@@ -108,7 +110,7 @@ class LayerRow:
     rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward,
     with what is inside; a tensor is of the module whose output it is, or else of the one whose weight alone reads it.
     weights: its own parameters' names and shapes, as this rank computes with them: gathered where FSDP shards them, its
-    shard of them in tensor parallel."""
+    shard of them in tensor parallel. kept_alone: by the full model on one device; None: not planned."""
 
     module: str
     type: str
@@ -118,6 +120,7 @@ class LayerRow:
     local_bytes: int
     kept: int = 0
     weights: dict[str, list[int]] = field(default_factory=dict)
+    kept_alone: int | None = None
 
 
 @dataclass
@@ -267,7 +270,8 @@ class Plan:
     estimate: why the figures are not those of all micro-batches and steps; empty where they are. notes: those of the
     assumptions that concern this machine and the start of a run. next_lever: what to change next, in words.
     ranks_per_node: ranks of one machine, neighbors in their numbers; 0: not known. dimensions: of the mesh, those with
-    more than one rank, and what all ranks communicate along them.
+    more than one rank, and what all ranks communicate along them. alone: the full model on one device, without
+    parallelism, with the same micro-batches; None where it was not planned (without `--full`) or is this very run.
     seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
@@ -296,6 +300,7 @@ class Plan:
     next_lever: str = ""
     ranks_per_node: int = 0
     dimensions: list[DimensionPlan] = field(default_factory=list)
+    alone: RankPlan | None = None
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property

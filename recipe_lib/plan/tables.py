@@ -195,11 +195,19 @@ def layer_table(plan: Plan) -> Table | None:
     ]
     rows.append(["total", "", "", "", *_layer_sums(outermost(plan.layers))])
     header = ["module", "weights", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
-    note = "Weights: as this rank computes with them, gathered. Kept: activations saved for backward on this rank."
+    note = "Kept: activations saved for backward on this rank"
+    if plan.alone is None:
+        rows = [row[:-1] for row in rows]
+    else:
+        header.append("kept alone")
+        note += "; alone: by the full model on one device"
     if plan.pipeline:
-        note += " With a pipeline, this rank is for each module a rank that has it."
-    return Table("layers: the full model and one rank's share", header, rows, ("module", "weights", "type"),
-                 ("type", "modules", "trained", "full model", "parameters"), (note,))  # fmt: skip
+        note += ". With a pipeline, this rank is for each module a rank that has it"
+    if any(row.weights for row in plan.layers):
+        note += ". Weights: as this rank computes with them, gathered"
+    optional = ("type", "modules", "trained", "full model", "parameters")
+    return Table("layers: the full model and one rank's share", header, rows, ("module", "weights", "type"), optional,
+                 (f"{note}.",))  # fmt: skip
 
 
 def _shapes_of(row: LayerRow) -> str:
@@ -234,7 +242,9 @@ def _above(module: str) -> list[str]:
 def _layer_sums(rows: Iterable[LayerRow]) -> list[str]:
     rows = list(rows)
     counts = [format_count(sum(getattr(row, name) for row in rows)) for name in ("parameters", "trained")]
-    return counts + [format_bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")]
+    sizes = [format_bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")]
+    alone = [row.kept_alone for row in rows if row.kept_alone is not None]
+    return [*counts, *sizes, format_bytes(sum(alone)) if alone else "-"]
 
 
 @dataclass

@@ -14,6 +14,7 @@ from tests.plan.plans import hand_made, hand_made_pipeline
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
 
 LAYERS, COUNT, SIZE = 4, 3, 4  # of the model; micro-batches; bytes of a number
+RANDOM = 16  # bytes of the random state that fp32's attention kernel returns
 MATRICES = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP
 ACTIVATIONS = ROWS * TOKENS * WIDTH * SIZE  # of the stream, all tokens of a micro-batch
 CASES = {
@@ -31,6 +32,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
 
 
 def measure(preset: str) -> dict[str, Plan]:
+    from recipe_lib.plan.alone import add_alone
     from recipe_lib.plan.build_plan import make_plan
 
     more = (*TYPED, preset, f"gradient_accumulation_steps={COUNT}")
@@ -38,6 +40,8 @@ def measure(preset: str) -> dict[str, Plan]:
     for name, (ranks, *overrides) in CASES.items():
         recipe_class, cfg, wanted = settings("demo/full", ranks, *more, *overrides)
         found[name] = make_plan(recipe_class, cfg, wanted)[0]
+        if name != "copies":
+            add_alone(found[name], recipe_class, cfg, wanted)
     return found
 
 
@@ -144,6 +148,27 @@ def test_totals_of_copies(plans: dict[str, Plan]):
     ddp = dimension(plans["ddp"], "data_replicate")
     assert ddp.rank_micro_batch == [Volume()] and ddp.layer is None
     assert ddp.cluster_step.bytes == pytest.approx(2 * model, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sixteen", "ddp"])
+def test_the_full_model_alone(plans: dict[str, Plan], name: str):
+    """Parameters, gradients, AdamW's two states and a counter for each tensor; of a layer the stream before each norm
+    and the normed one, queries and keys turned, values, attended tokens, gate and what the activation makes of it, up
+    and the product; fp32: one number for each token of a norm, for each head and token of attention."""
+    plan = plans[name]
+    numbers = LAYERS * (MATRICES + 2 * WIDTH) + 2 * VOCABULARY * WIDTH + WIDTH
+    most = plan.alone.most
+    assert most["parameters"] == most["gradients"] == SIZE * numbers
+    assert most["optimizer"] == 2 * SIZE * numbers + 4 * (9 * LAYERS + 3)
+    assert "gathered" not in most and "communication" not in most
+    tokens, heads = ROWS * TOKENS, SHAPE["num_attention_heads"]
+    layer = tokens * (SIZE * (4 * WIDTH + 4 * WIDTH + 4 * MLP) + 4 * (2 + heads)) + RANDOM
+    rows = {row.module: row for row in plan.layers}
+    assert [rows[f"model.layers.{number}"].kept_alone for number in range(LAYERS)] == [layer] * LAYERS
+    assert most["activations"] >= LAYERS * layer
+    part = plan.heaviest.most["parameters"] / most["parameters"]
+    assert part == (1 if name == "ddp" else pytest.approx(1 / 16, rel=0.1))
+    assert plans["copies"].alone is None
 
 
 def test_report_and_json(plans: dict[str, Plan]):
