@@ -100,12 +100,17 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
             plan.advice = advice_from(plan, *tried)
+            from recipe_lib.plan.smallest import add_fewest_ranks
+
+            add_fewest_ranks(plan, planned, shaped, settings)
         if arguments.full and arguments.diff is None:
             from recipe_lib.plan.alone import add_alone
 
             add_alone(plan, planned, shaped, settings)
     from recipe_lib.plan.next_lever import next_lever
+    from recipe_lib.plan.smallest import smallest_cards
 
+    plan.smallest_cards = smallest_cards(plan, shaped)
     plan.notes = list(dict.fromkeys([*assumed, *arguments.notes]))
     plan.next_lever = next_lever(plan, shaped)
     return plan, trace

@@ -2,6 +2,7 @@
 
 from recipe_lib.plan.cluster_tables import alone_table, groups_table, stage_ranks_table, volume_table
 from recipe_lib.plan.drawings import draw_pipeline, draw_timeline
+from recipe_lib.plan.layer_tables import layer_table
 from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
@@ -10,7 +11,6 @@ from recipe_lib.plan.tables import (
     communication_table,
     host_line,
     hundredths,
-    layer_table,
     outside_rows,
     phase_table,
     rank_name,

@@ -14,9 +14,14 @@ from recipe_lib.units import format_bytes
 RISKY_SHARE = 0.03
 
 
+def has_room(reserved: int, usable: int, hardware: Hardware) -> bool:
+    """Whether more is left of what the allocator may take than a plan's own error."""
+    return reserved <= usable - RISKY_SHARE * hardware.memory
+
+
 def verdict_of(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
     """Fits with room to spare; risky: it needs expandable segments, retries, or the last few percent of the device."""
-    if heaviest.reserved <= usable - RISKY_SHARE * hardware.memory:
+    if has_room(heaviest.reserved, usable, hardware):
         return FITS
     if heaviest.reserved <= usable or heaviest.reserved_expandable <= usable:
         return RISKY

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from recipe_lib.plan.cluster_tables import alone_table, groups_table, stage_ranks_table, volume_table
+from recipe_lib.plan.layer_tables import layer_table
 from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
@@ -13,7 +14,6 @@ from recipe_lib.plan.tables import (
     communication_table,
     host_line,
     hundredths,
-    layer_table,
     outside_rows,
     phase_table,
     planned_in,

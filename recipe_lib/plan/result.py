@@ -272,6 +272,9 @@ class Plan:
     ranks_per_node: ranks of one machine, neighbors in their numbers; 0: not known. dimensions: of the mesh, those with
     more than one rank, and what all ranks communicate along them. alone: the full model on one device, without
     parallelism, with the same micro-batches; None where it was not planned (without `--full`) or is this very run.
+    smallest_cards: known cards of the least memory on which as many ranks fit with room to spare, by this plan's peak;
+    empty: on none. tried_ranks: numbers of ranks that were planned to find the fewest that fit. fewest_ranks: of this
+    device; None: not looked for (without `--advice`), or none of those.
     seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
@@ -301,6 +304,9 @@ class Plan:
     ranks_per_node: int = 0
     dimensions: list[DimensionPlan] = field(default_factory=list)
     alone: RankPlan | None = None
+    smallest_cards: list[str] = field(default_factory=list)
+    tried_ranks: list[int] = field(default_factory=list)
+    fewest_ranks: int | None = None
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property
