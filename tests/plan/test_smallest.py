@@ -78,23 +78,23 @@ def test_the_smallest_mesh():
     assert least_ranks(cfg) == 6
 
 
-def measure() -> tuple[int | None, list[int], list[str]]:
+def measure() -> tuple[int | None, list[int], dict[int, str]]:
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.smallest import add_fewest_ranks
 
-    more = ("model.preset=llama3_2/1B", "device=auto", "max_seq_len=64", "~validation.source", "dtype=fp32")
-    recipe_class, cfg, wanted = settings("demo/full", 4, *more, device="16GB")
-    plan = make_plan(recipe_class, cfg, wanted)[0]
-    verdicts = [plan.verdict]
-    for ranks in (2, 1):
-        recipe_class, cfg, other = settings("demo/full", ranks, *more, device="16GB")
-        verdicts.append(make_plan(recipe_class, cfg, other)[0].verdict)
-    add_fewest_ranks(plan, recipe_class, cfg, wanted)
-    return plan.fewest_ranks, plan.tried_ranks, verdicts
+    more = ("model.preset=smollm2/135M", "device=auto", "max_seq_len=64", "batch_size=1", "dtype=fp32")
+    plans = {}
+    for ranks in (1, 2, 4, 8):
+        recipe_class, cfg, wanted = settings("demo/full", ranks, *more, "~validation.source", device="3GB")
+        plans[ranks] = make_plan(recipe_class, cfg, wanted)[0]
+    add_fewest_ranks(plans[8], recipe_class, cfg, wanted)
+    return plans[8].fewest_ranks, plans[8].tried_ranks, {ranks: plan.verdict for ranks, plan in plans.items()}
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_are_those_of_whole_plans():
-    """1.24 B numbers with gradients and AdamW's states in fp32 are 18.4 GiB: too much for one card of 16 GB."""
+    """135 M numbers with gradients and AdamW's states in fp32 are 2.0 GiB, of 1.4 that a card of 3 GB leaves in a
+    group: on two ranks it is close."""
     found, tried, verdicts = apart(measure)
-    assert verdicts == ["fits", "fits", "does not fit"]
-    assert (found, tried) == (2, [1, 2])
+    assert verdicts == {1: "does not fit", 2: "risky", 4: "fits", 8: "fits"}
+    assert (found, tried) == (4, [2, 4])
