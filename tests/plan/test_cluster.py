@@ -9,6 +9,7 @@ from recipe_lib.plan.cluster import DimensionPlan, Volume, groups_along
 from recipe_lib.plan.cluster_tables import groups_table, stage_ranks_table, volume_table
 from recipe_lib.plan.report import render
 from recipe_lib.plan.result import Plan
+from recipe_lib.units import GIB, format_bytes
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made, hand_made_pipeline
 from tests.plan.test_pipeline import MLP, ROWS, SHAPE, TOKENS, TYPED, VOCABULARY, WIDTH
@@ -171,6 +172,11 @@ def test_the_full_model_alone(plans: dict[str, Plan], name: str):
     assert plans["copies"].alone is None
 
 
+def lines_of(plan: Plan, title: str) -> list[str]:
+    """Of a table of the full report."""
+    return render(plan, full=True, width=120).partition(f"\n{title}")[2].partition("\n\n")[0].splitlines()[1:]
+
+
 def test_report_and_json(plans: dict[str, Plan]):
     plan = dataclasses.replace(plans["sixteen"], ranks_per_node=8)
     text = render(plan, full=True, width=80)
@@ -208,3 +214,22 @@ def test_without_all_places_there_are_no_totals():
     )
     assert [row[:3] for row in volume_table(plan).rows] == [["data_shard", "step, rank 0", "2"]]
     assert volume_table(hand_made()) is groups_table(hand_made()) is stage_ranks_table(hand_made()) is None
+
+
+def test_what_the_full_model_takes_alone_stands_beside_a_rank():
+    plan = hand_made()
+    alone = dataclasses.replace(plan.heaviest, most={"parameters": 8 * GIB, "activations": 3 * GIB})
+    plan.heaviest.most = {"parameters": 2 * GIB, "gathered": GIB}
+    assert "on one device" not in render(plan, full=True)
+    plan.alone = alone
+    for row in plan.layers:
+        row.kept_alone, row.weights = 2**20, {"weight": [8, 4], "bias": [8]}
+    lines = lines_of(plan, "a step of the full model on one device")
+    assert [line.split() for line in lines[1:4]] == [
+        ["parameters", "8.00", "GiB", "2.00", "GiB", "25.0%"],
+        ["gathered", "0", "B", "1.00", "GiB", "-"],
+        ["activations", "3.00", "GiB", "0", "B", "0.0%"],
+    ]
+    layers = "\n".join(lines_of(plan, "layers"))
+    assert "kept alone" in layers and "[8, 4], bias [8]" in layers
+    assert f"{format_bytes(34 * 2**20)}\n  Kept: " in layers

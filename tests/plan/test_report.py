@@ -301,25 +301,6 @@ def test_layers_total_counts_no_module_twice():
     assert "mlp" in named and "model.layers.0" not in named and note.strip().startswith("Kept")
 
 
-def test_what_the_full_model_takes_alone_stands_beside_a_rank():
-    plan = hand_made()
-    alone = dataclasses.replace(plan.heaviest, most={"parameters": 8 * GIB, "activations": 3 * GIB})
-    plan.heaviest.most = {"parameters": 2 * GIB, "gathered": GIB}
-    assert "on one device" not in render(plan, full=True)
-    plan.alone = alone
-    for row in plan.layers:
-        row.kept_alone, row.weights = 2**20, {"weight": [8, 4], "bias": [8]}
-    lines = section(render(plan, full=True, width=120), "a step of the full model on one device")
-    assert [line.split() for line in lines[1:4]] == [
-        ["parameters", "8.00", "GiB", "2.00", "GiB", "25.0%"],
-        ["gathered", "0", "B", "1.00", "GiB", "-"],
-        ["activations", "3.00", "GiB", "0", "B", "0.0%"],
-    ]
-    layers = "\n".join(section(render(plan, full=True, width=120), "layers"))
-    assert "kept alone" in layers and "[8, 4], bias [8]" in layers
-    assert f"{format_bytes((LAYERS + 2) * 2**20)}\n  Kept: " in layers
-
-
 def test_modules_are_named_at_80_columns():
     """A module inside another is shortened and indented below it, so that its name fits; one layer that keeps more for
     backward than the others stands with them."""
