@@ -145,3 +145,9 @@ def test_what_two_children_read_stays_and_nothing_leaves_its_parent():
     assert modules(traced(*ops, storages=[q, k, shared, activation("a"), activation("a")])) == ["a", "a.q", "a.k"]
     other = activation("b")  # made elsewhere, read by q alone
     assert modules(traced(("a", 9, (2, 0), ()), storages=[q, k, other])) == ["b"]
+
+
+def test_an_adapter_reads_for_the_linear_that_it_is_in():
+    storages = [weight("a.o.weight"), weight("a.o.lora_A.weight"), activation("a")]
+    ops = [("a.o", 9, (2, 0), (3,)), ("a.o.lora_A", 9, (2, 1), (4,))]
+    assert modules(traced(*ops, storages=[*storages, activation("b"), activation("b")]))[0] == "a.o"

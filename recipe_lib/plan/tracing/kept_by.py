@@ -16,7 +16,8 @@ def give_to_children(trace: Trace) -> None:
     """Changes `module` of activations that forward and recomputation made.
 
     Output: made from a child's weight, or from what is that child's alone, as queries are turned. Input: read by
-    products with the weights of one module alone. A tensor that several children read, such as gathered tokens, stays.
+    products with one child's weights alone, its adapter's among them. A tensor that several children read, such as
+    gathered tokens, stays.
     """
     owners = {_owner(storage) for storage in trace.storages} - {""}
     made: dict[int, str] = {}
@@ -35,9 +36,9 @@ def give_to_children(trace: Trace) -> None:
     for number, storage in enumerate(trace.storages):
         if storage.kind != "activations" or storage.part not in ("forward", "recompute"):
             continue
-        readers_of = readers.get(number, set())
-        found = made.get(number) or (next(iter(readers_of)) if len(readers_of) == 1 else "")
-        if found.startswith(f"{storage.module}.") and storage.module:
+        read_by = {_below(storage.module, reader) for reader in readers[number]}
+        found = made.get(number) or (read_by.pop() if len(read_by) == 1 else "")
+        if found in owners and _below(storage.module, found):
             storage.module = found
 
 
