@@ -5,11 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from recipe_lib.adapters.quantized import QuantizedLinear
+from recipe_lib.config.mesh import TOKEN_DIMS
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
-from recipe_lib.plan.tracing.tracer import Tracer, plain_parts
+from recipe_lib.plan.tracing.plain_tensors import plain_parts
+from recipe_lib.plan.tracing.tracer import Tracer
 
 
 def models_of(recipe: Any) -> dict[str, nn.Module]:
@@ -103,6 +107,30 @@ def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
                     sum(value.numel() for value in own if value.requires_grad),
                     sum(value.numel() * value.element_size() for value in own),
                     sum(part.nbytes for value in own for part in plain_parts(value)),
+                    weights=_weight_shapes(module),
                 )
             )
     return facts
+
+
+def _weight_shapes(module: nn.Module) -> dict[str, list[int]]:
+    """Name to shape of a module's own parameters, as this rank computes with them; of a quantized linear that of what
+    it dequantizes."""
+    found = {}
+    if quantized := isinstance(module, QuantizedLinear):
+        found["weight"] = [last - first for first, last in (module.rows, module.columns)]
+    for name, value in module.named_parameters(recurse=False):
+        if not (quantized and name.startswith("weight_")):
+            found[name] = _computed_shape(value)
+    return found
+
+
+def _computed_shape(value: torch.Tensor) -> list[int]:
+    """Of a parameter, divided where tensor parallel shards it; FSDP gathers it before it is used."""
+    shape = list(value.shape)
+    if isinstance(value, DTensor):
+        names = value.device_mesh.mesh_dim_names or ()
+        for name, size, placement in zip(names, value.device_mesh.shape, value.placements, strict=True):
+            if name in TOKEN_DIMS and placement.is_shard():
+                shape[placement.dim] //= size
+    return shape

@@ -23,6 +23,7 @@ from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.kept_by import give_to_children
 from recipe_lib.plan.tracing.pipeline_actions import (
     ALIKE_FROM,
     following_actions,
@@ -200,6 +201,7 @@ def _run(
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
     name_parts(tracer.trace)
     classify(tracer.trace)
+    give_to_children(tracer.trace)
     if traced is None or alone:
         pass  # each stands for itself
     elif world.pipeline is not None:
