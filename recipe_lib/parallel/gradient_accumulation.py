@@ -24,6 +24,13 @@ def reduces_once(parallel: ParallelConfig) -> bool:
     return parallel.reduce_gradients == "step" and parallel.strategy != "ddp"
 
 
+def once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
+    """The collectives among data ranks that a step has once, however many micro-batches it has."""
+    if not reduces_once(parallel):
+        return ()
+    return ("reduce_scatter", "all_reduce", *(() if parallel.reshard_after_forward else ("all_gather",)))
+
+
 class GradientAccumulation:
     """What happens to a model's gradients before and after the backward of each micro-batch of a step.
 

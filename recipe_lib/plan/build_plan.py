@@ -11,6 +11,7 @@ import torch
 import recipe_lib
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.errors import ConfigError
+from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.cluster_traffic import dimension_plans
@@ -118,7 +119,9 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
         estimate=estimate,
         ranks_per_node=hardware.ranks_per_node,
-        dimensions=dimension_plans(found.mesh, dict(sorted(places.items())), STEADY, micro_batches(cfg)[1]),
+        dimensions=dimension_plans(
+            found.mesh, dict(sorted(places.items())), STEADY, micro_batches(cfg)[1], once_a_step(cfg.parallel)
+        ),
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
     return plan, found.trace

@@ -6,8 +6,9 @@ sizes), so that sums over all ranks are those of the places times their ranks.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from recipe_lib.config.mesh import DATA_DIMS
 from recipe_lib.plan.cluster import DimensionPlan, Volume, groups_along
 from recipe_lib.plan.timing.cost import wire_bytes
 from recipe_lib.plan.trace import OP, Collective, Trace
@@ -17,11 +18,16 @@ _OF_MICRO_BATCHES = ("forward", "backward", "recompute")  # parts of a step; the
 
 
 def dimension_plans(
-    mesh: Mapping[str, int], traces: Mapping[int, Trace], phase: str, micro_batches: int
+    mesh: Mapping[str, int],
+    traces: Mapping[int, Trace],
+    phase: str,
+    micro_batches: int,
+    once: Collection[str] = (),
 ) -> list[DimensionPlan]:
     """Of every dimension with more than one rank. traces: by place in the pipeline, of one rank each; phase: the step
-    that is counted. micro_batches: of it."""
-    counted = {place: _Counted(trace, phase, mesh) for place, trace in traces.items()}
+    that is counted. micro_batches: of it. once: operations among data ranks that are once a step, not in each of
+    them."""
+    counted = {place: _Counted(trace, phase, mesh, once) for place, trace in traces.items()}
     named = [(name, (name,)) for name, size in mesh.items() if size > 1]
     keys = list(dict.fromkeys([*named, *(key for one in counted.values() for key in one.step)]))
     layers = sum(len(one.layers) for one in counted.values())
@@ -47,7 +53,7 @@ class _Counted:
     """What one rank communicates in a step, by dimension: in all, in micro-batches, in layers for them. layers: their
     paths."""
 
-    def __init__(self, trace: Trace, phase: str, mesh: Mapping[str, int]) -> None:
+    def __init__(self, trace: Trace, phase: str, mesh: Mapping[str, int], once: Collection[str]) -> None:
         self.step: dict[_Key, Volume] = defaultdict(Volume)
         self.inside: dict[_Key, Volume] = defaultdict(Volume)
         self.in_layers: dict[_Key, Counter[tuple[str, int, int]]] = defaultdict(
@@ -65,7 +71,8 @@ class _Counted:
                 continue
             key, volume = _key(op.collective, mesh), _volume(op.collective)
             self.step[key] += volume.times(op.repeats)
-            if op.part in _OF_MICRO_BATCHES:
+            is_once = op.collective.operation in once and op.collective.dim in DATA_DIMS
+            if op.part in _OF_MICRO_BATCHES and not is_once:
                 self.inside[key] += volume.times(op.repeats)
                 if at is not None:
                     alike = (op.collective.operation, op.collective.bytes, int(volume.wire_bytes))

@@ -22,6 +22,8 @@ CASES = {
     "sixteen": (16, "parallel.tensor=2", "parallel.pipeline=2", "parallel.pipeline_schedule=1f1b"),
     "copies": (8, "parallel.tensor=2", "parallel.data_replicate=2", "parallel.fsdp_wrap_policy=layers"),
     "ddp": (2, "parallel.strategy=ddp"),
+    "once": (2, "parallel.reduce_gradients=step", "parallel.fsdp_wrap_policy=layers"),
+    "zero-1": (2, "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"),
 }
 
 
@@ -41,7 +43,7 @@ def measure(preset: str) -> dict[str, Plan]:
     for name, (ranks, *overrides) in CASES.items():
         recipe_class, cfg, wanted = settings("demo/full", ranks, *more, *overrides)
         found[name] = make_plan(recipe_class, cfg, wanted)[0]
-        if name != "copies":
+        if name in ("sixteen", "ddp"):
             add_alone(found[name], recipe_class, cfg, wanted)
     return found
 
@@ -149,6 +151,19 @@ def test_totals_of_copies(plans: dict[str, Plan]):
     ddp = dimension(plans["ddp"], "data_replicate")
     assert ddp.rank_micro_batch == [Volume()] and ddp.layer is None
     assert ddp.cluster_step.bytes == pytest.approx(2 * model, rel=1e-3)
+
+
+def test_what_is_once_a_step_is_of_no_micro_batch(plans: dict[str, Plan]):
+    """Without resharding between micro-batches nothing is, and what is gathered for them is where only gradients
+    wait."""
+    layer, ends = SIZE * (MATRICES + 2 * WIDTH), SIZE * (2 * VOCABULARY * WIDTH + WIDTH)
+    numbers = 2 * 8  # the gradient norm and the loss
+    once, zero_1 = (dimension(plans[name], "data_shard") for name in ("once", "zero-1"))
+    assert zero_1.rank_micro_batch == [Volume()] and zero_1.layer is None
+    assert once.rank_micro_batch[0].bytes == 2 * LAYERS * layer + ends
+    assert once.layer is not None and once.layer.operations == 2
+    assert once.rank_step[0].bytes == COUNT * once.rank_micro_batch[0].bytes + LAYERS * layer + ends + numbers
+    assert zero_1.rank_step[0].bytes == 2 * (LAYERS * layer + ends) + numbers
 
 
 @pytest.mark.parametrize("name", ["sixteen", "ddp"])
