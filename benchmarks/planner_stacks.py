@@ -4,8 +4,6 @@ Each imitation is our full fine-tuning recipe with some of its parts replaced, w
 at the time of their figures; what it computes is of no interest here, what it allocates and frees is.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,6 +49,7 @@ class Stack:
     saved_matmuls: bool = False
     mixed: bool = False
     last_layer_kept: bool = False
+    checkpointed_ends: bool = False
 
 
 def recipe_class(stack: Stack) -> type:
@@ -89,6 +88,9 @@ class _Imitated:
                 layer.forward = checkpointing._checkpointed(layer.forward, options)
         else:
             apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
+        if stack.checkpointed_ends:
+            for module in (self.model.model.embed_tokens, self.model.lm_head):
+                module.forward = checkpointing._checkpointed(module.forward, {})
         if self.world.size == 1:
             materialize(self.model, cfg.memory, self.device)
         elif stack.sharding == FSDP1:
@@ -168,16 +170,3 @@ def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Mod
         device_id=device,
         param_init_fn=lambda module: module.to_empty(device=device, recurse=False),
     )
-
-
-@contextmanager
-def imitable() -> Iterator[None]:
-    """FSDP1 asks what only a real device has: streams marked on memory, which a trace does not know, and addresses."""
-    from torch.distributed.fsdp import _flat_param, _runtime_utils
-
-    with (
-        mock.patch.object(_flat_param, "_no_dispatch_record_stream", lambda *_: None),
-        mock.patch.object(_runtime_utils, "_no_dispatch_record_stream", lambda *_: None),
-        mock.patch.object(_runtime_utils, "_catch_all_reshard", lambda *_: None),
-    ):
-        yield
