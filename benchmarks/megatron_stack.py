@@ -6,7 +6,6 @@ which linears accumulate their weight gradients at once; fp32 master weights and
 ranks; activations are `[sequence, batch, width]`. What it computes is of no interest here.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,9 @@ from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
 
-MICRO_BATCHES = 4  # of a step are traced; all leave the memory alike
+MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
 SETUP, STEP = "setup", "step"
+_known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _linear(hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: A
 class _Linear(torch.autograd.Function):
     """`hidden @ weight.T`, its input kept.
 
-    reduced: in forward the output's parts are summed (rows are divided), else in backward those of the input's gradient.
+    reduced: the output's parts are summed in forward (rows are divided), else those of the gradient in backward.
     """
 
     @staticmethod
@@ -229,8 +229,8 @@ class Stage(nn.Module):
     def forward(
         self, received: Tensor | None, tokens: Tensor, positions: Tensor, weights: Tensor, mask: Tensor
     ) -> Tensor:
-        """`[sequence, batch, hidden]` of a stage that is not the last, the loss of one that is. received: what the stage
-        before made; the others as `Training._batch` gives them."""
+        """`[sequence, batch, hidden]` of a stage that is not the last, the loss of one that is. received: what the
+        stage before made; the others as `Training._batch` gives them."""
         hidden = self._embed(tokens[:, :-1].contiguous(), positions) if self.first else received
         for layer in self.layers:
             hidden = layer(hidden)
@@ -299,7 +299,7 @@ class Training:
 
     def _forward(self) -> tuple[Tensor | None, Tensor]:
         """(what came from the stage before, what this one made); what was sent is given up, its graph is kept."""
-        gpt, received = self.gpt, None
+        received = None
         if not self.model.first:
             received = self._message().requires_grad_()
             dist.recv(received.detach(), group=self.groups["pipeline"], group_src=self.place - 1)
@@ -310,7 +310,7 @@ class Training:
         return received, output
 
     def _batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, and a mask `[1, 1, s, s]` that nobody reads."""
+        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` nobody reads."""
         rows, length = self.layout.micro_batch, self.gpt.sequence
         tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
         positions = torch.arange(length, device=self.device).expand(rows, length).clone()
@@ -337,21 +337,24 @@ def _into_main_grad(parameter: Any) -> None:
     parameter.grad = None
 
 
-def trace_stages(gpt: Gpt, layout: Layout) -> Iterator[Trace]:
+def trace_stages(gpt: Gpt, layout: Layout) -> list[Trace]:
     """Set-up and two steps of the first rank of each place in the pipeline, on Hopper's kernels."""
-    for place in range(layout.pipeline):
-        parallel = ParallelConfig(pipeline=layout.pipeline, tensor=layout.tensor)
-        rank = place * layout.ranks // layout.pipeline
-        with simulated_world(parallel, rank, layout.ranks) as world, tensors_without_bytes() as mode:
-            tracer = Tracer(NAME, CachedFakeMode(mode, {}), kernel_memory("sm90"))
-            tracer.stream = connect_streams(tracer.record, tracer.wait)
-            with tracer.running():
-                tracer.begin_phase(SETUP)
-                training = Training(gpt, layout, place, world)
-                tracer.name_modules(training.model)
-                training.label(tracer)
-                for name in ("first " + STEP, STEP):
-                    tracer.begin_phase(name)
-                    training.step()
-            classify(tracer.trace)
-            yield tracer.trace
+    return [_trace(gpt, layout, place) for place in range(layout.pipeline)]
+
+
+def _trace(gpt: Gpt, layout: Layout, place: int) -> Trace:
+    parallel = ParallelConfig(pipeline=layout.pipeline, tensor=layout.tensor)
+    rank = place * layout.ranks // layout.pipeline
+    with simulated_world(parallel, rank, layout.ranks) as world, tensors_without_bytes() as mode:
+        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory("sm90"))
+        tracer.stream = connect_streams(tracer.record, tracer.wait)
+        with tracer.running():
+            tracer.begin_phase(SETUP)
+            training = Training(gpt, layout, place, world)
+            tracer.name_modules(training.model)
+            training.label(tracer)
+            for name in (f"first {STEP}", STEP):
+                tracer.begin_phase(name)
+                training.step()
+    classify(tracer.trace)
+    return tracer.trace

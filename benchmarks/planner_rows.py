@@ -3,13 +3,13 @@
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 from benchmarks.megatron_stack import STEP, Gpt, Layout, trace_stages
 from benchmarks.planner_stacks import FSDP1, RECIPE, Stack, recipe_class
 from benchmarks.planner_streams import MarkedTrace, held_with_marks, marking
-from recipe_lib.cli import plan_request
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.config import load_config
 from recipe_lib.plan.allocation.replay import replay
@@ -101,16 +101,13 @@ def traced(run: Run, stack: Stack) -> tuple[Plan, Trace]:
     sequence = planned_sequence(cfg, str(run.tokens))
     settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
     print(f"{run.command} ({stack})", file=sys.stderr, flush=True)
-    theirs = plan_request.recipe_class(recipe) if stack == OURS else recipe_class(stack)
-    if stack.sharding != FSDP1:
-        return make_plan(theirs, cfg, settings)
-    with marking():
-        return make_plan(theirs, cfg, settings)
+    with marking() if stack.sharding == FSDP1 else nullcontext():
+        return make_plan(recipe_class(stack, run.recipe), cfg, settings)
 
 
 @cache
 def planned(run: Run | Layout, stack: Stack | Gpt) -> Planned:
-    """The steady step's peaks, of rank 0 or of the heaviest place in a pipeline. FSDP1's active bytes have its marks."""
+    """The steady step's peaks, of rank 0 or the heaviest place in a pipeline. FSDP1's active bytes are with marks."""
     if isinstance(run, Layout):
         assert isinstance(stack, Gpt)
         print(f"{run} ({stack})", file=sys.stderr, flush=True)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from recipe_lib import training
-from recipe_lib.cli.recipes import RecipeFile, load_module
+from recipe_lib.adapters import add_adapters
+from recipe_lib.cli import plan_request
+from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.memory import apply_activation_checkpointing, checkpointing
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL
@@ -52,10 +54,10 @@ class Stack:
     checkpointed_ends: bool = False
 
 
-def recipe_class(stack: Stack) -> type:
-    """Our full fine-tuning with the parts of that stack."""
-    full = load_module(RecipeFile.find(RECIPE).path).FullFinetune
-    return type("Imitation", (_Imitated, full), {"stack": stack}) if stack != Stack() else full
+def recipe_class(stack: Stack, recipe: str = RECIPE) -> type:
+    """Our recipe with the parts of that stack."""
+    ours = plan_request.recipe_class(RecipeFile.find(recipe))
+    return type("Imitation", (_Imitated, ours), {"stack": stack}) if stack != Stack() else ours
 
 
 class _Imitated:
@@ -68,6 +70,7 @@ class _Imitated:
     device: torch.device
     model: Any
     held: Any
+    trained: dict[str, Tensor]
 
     def setup_model(self) -> None:
         """As the recipe's, part by part as the stack says."""
@@ -77,6 +80,8 @@ class _Imitated:
             return
         self.parallel = Parallel()  # nothing that the recipe's own calls decide
         self.model = build_meta(self.spec, torch.float32 if stack.mixed else DTYPES[cfg.dtype])
+        if hasattr(cfg, "lora"):
+            add_adapters(self.model, cfg.lora, DTYPES[cfg.dtype])
         for module in self.model.modules():
             if stack.norms and isinstance(module, Norm):
                 module.norm = written_out_norm
@@ -98,6 +103,7 @@ class _Imitated:
         else:
             _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
+        self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def train_step(self, batches: StepBatches) -> Any:
         """The recipe's, except that FSDP1's flat shards are no DTensors to take a norm of."""
@@ -156,15 +162,20 @@ def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> No
 
 
 def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Module:
-    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around all."""
+    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around all. Adapters, some
+    ten MB that theirs shares as units of their own, are left whole."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     units = set(model.model.layers)
     if wrapping == "memory_efficient":
         units |= {model.model.embed_tokens, model.lm_head}
+    adapters = [module for name, module in model.named_modules() if name.endswith(("lora_A", "lora_B"))]
+    for module in adapters:
+        module.to_empty(device=device)
     return FullyShardedDataParallel(
         model,
+        ignored_states=[parameter for module in adapters for parameter in module.parameters()],
         auto_wrap_policy=CustomPolicy(lambda module: module in units),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         device_id=device,
