@@ -3,7 +3,7 @@
     python benchmarks/planner_replications.py > docs/measurements/planner.md
     python benchmarks/planner_replications.py --output docs/measurements/planner.md
 
-Ten minutes on a CPU; no GPU, no weights. A row marked `theirs` plans the other stack as `planner_stacks` imitates it,
+Four minutes of a CPU; no GPU, no weights. A row marked `theirs` plans the other stack as `planner_stacks` imitates it,
 and so checks the planner; a row marked `ours` plans what we would run, which may well take less.
 """
 
