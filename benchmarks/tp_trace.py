@@ -218,8 +218,8 @@ OPTIONS = [
     ],
     [
         "`accumulate_grad_in_fp32: true`",
-        "none: micro-batches' gradients are summed in the parameters' dtype. `optimizer.master_weights` steps in fp32, "
-        "`parallel.reduce_dtype` is of sums over data ranks",
+        "`parallel.accumulate_grad_in_fp32: true`: micro-batches' gradients are summed in fp32, and rounded once. "
+        "`optimizer.master_weights` steps in fp32, `parallel.reduce_dtype` is of sums over data ranks",
     ],
 ]
 PEAK_HEAD = [
