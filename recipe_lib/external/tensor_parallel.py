@@ -47,10 +47,10 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     assert found is not None  # or it would not have been built
     head = found[1]
     names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in head.parameters())}
-    plan, columns = _with_loss_of_parts(plan, names)
+    plan, columns = with_loss_of_parts(plan, names)
     _place_parameters(model, plan, world.mesh["tensor"])
-    model.note_runs({each.name: (each.dim, runs) for each in plan.parameters if (runs := _runs(each, group.size))})
-    head.forward = partial(_project, head, group, columns)
+    model.note_runs({each.name: (each.dim, runs) for each in plan.parameters if (runs := plan_runs(each, group.size))})
+    head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, group, head)
     return {each.name: each.gradient for each in plan.parameters}
 
@@ -72,7 +72,7 @@ def check_plan(model: Any, plan: TensorPlan, parallel: ParallelConfig) -> None:
         )
 
 
-def _with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, int]:
+def with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, int]:
     """The plan without what the output projection is exchanged for, which the loss does itself; tokens of a rank.
 
     head: names of the projection's parameters. 0 tokens: no rank has a part of the vocabulary, all have the whole.
@@ -114,7 +114,7 @@ def _as_placed(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -
     return nn.Parameter(placed, parameter.requires_grad)
 
 
-def _runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
+def plan_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) in the file of what follows one another on the ranks; none where the order is that of the file."""
     if plan.dim < 0 or len(plan.segments) < 2:
         return ()
@@ -124,7 +124,7 @@ def _runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
 # The output projection, of a part of the vocabulary.
 
 
-def _project(
+def project(
     head: Any,
     group: Group,
     vocabulary: int,
