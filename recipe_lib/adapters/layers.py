@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
@@ -139,7 +140,16 @@ class AdaptedMatrix(AdaptedModule):
 
 def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came."""
-    return F.linear(hidden, weight) if hidden.dtype == weight.dtype else _CastLinear.apply(hidden, weight)
+    if hidden.dtype == weight.dtype:
+        return F.linear(hidden, weight)
+    if not torch.compiler.is_compiling() and has_torch_function((hidden, weight)):  # to a mode it is a call of a linear
+        return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight))
+    return linear(hidden, weight)
+
+
+def linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`cast_linear` of two types."""
+    return cast(Tensor, _CastLinear.apply(hidden, weight))
 
 
 class _CastLinear(torch.autograd.Function):

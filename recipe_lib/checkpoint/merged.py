@@ -70,11 +70,11 @@ def merge_adapter(
 ) -> None:
     """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
-    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of the files, if
-    another one.
-    implementation: of the base, see `read_trained_spec`. tokenizer_folder (default: the base's), chat_template, stop_ids, max_shard_bytes, card: as for
-    `export_model`. A tied model whose embedding or head is adapted is no longer tied in `out`. The files are dealt out
-    to the ranks, which need a disk in common.
+    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. implementation: of the base, see
+    `read_trained_spec`. out_dtype: of the files, if another one. tokenizer_folder (default: the base's), chat_template,
+    stop_ids, max_shard_bytes, card: as for `export_model`. A tied model whose embedding or head is adapted is no longer
+    tied in `out`. The files are dealt out to the ranks, which need a disk in common; a model of another library is
+    merged by the first of them, in its host memory.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     stored = out_dtype or dtype

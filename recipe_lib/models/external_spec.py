@@ -59,8 +59,8 @@ class TensorLayout:
 
     shapes: every parameter and persistent buffer. buffers: which of these are no parameters. names: all names of a
     parameter, of which those of a tied one are several. prefix: of the names of its body, which files may leave out.
-    linears: those inside the layers that may have an adapter, as (outputs, inputs). transposed: those of them whose weight
-    is `[in, out]`. plain: those of torch's own class, which can be quantized. uncalled: linears that are never
+    linears: those inside the layers that may have an adapter, as (outputs, inputs). transposed: those of them whose
+    weight is `[in, out]`. plain: those of torch's own class, which can be quantized. uncalled: linears that are never
     called as one, and why. modules: all names.
     """
 

@@ -77,9 +77,7 @@ def answer_of(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> s
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, ["gpt2"]))
-def test_an_adapter_is_merged_and_generated_with(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_merged_and_generated_with(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At the end of the run and by `tune export`, against PEFT's merge; answers against transformers' greedy search."""
     base, output = base_of(tmp_path / "base", kind), tmp_path / "out"
     more = ["lora.merge_on_save=true", "lora.rank=4"]
