@@ -91,13 +91,16 @@ class AdaptedMatrix(AdaptedModule):
     @torch.no_grad()
     def weight_norms(self) -> Tensor:
         """Lengths `[out]` of the rows of `W + scaling * B A`, which never exists as a whole."""
-        first, second = self.lora_A.weight, self.lora_B.weight
+        return self.lengths_with(self.frozen_rows, self.lora_A.weight, self.lora_B.weight)
+
+    def lengths_with(self, frozen_rows: Callable[[int, int], Tensor], first: Tensor, second: Tensor) -> Tensor:
+        """As `weight_norms`, of a part of the matrix: rows, or columns, of W, and what A and B have for them."""
         wide = torch.promote_types(second.dtype, torch.float32)
         rows = max(1, _NORM_ELEMENTS // first.shape[1])
         lengths = []
         for start in range(0, second.shape[0], rows):
             scaled = second[start : start + rows]
-            frozen = self.frozen_rows(start, start + scaled.shape[0]).to(wide)
+            frozen = frozen_rows(start, start + scaled.shape[0]).to(wide)
             adapted = torch.add(frozen, scaled @ first, alpha=self.settings.scaling)
             lengths.append(torch.linalg.vector_norm(adapted, dim=1))
         return torch.cat(lengths).to(second.dtype)

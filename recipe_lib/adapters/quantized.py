@@ -139,6 +139,12 @@ class QuantizedLinear(nn.Module):
         return self.weight_rows(0, self.out_features, dtype)
 
     @torch.no_grad()
+    def part_weight(self) -> Tensor:
+        """The dequantized rows and columns that this process computes with."""
+        first, last = self.columns
+        return _dequantize(*self._part(), last - first, self.dtype, self._place())
+
+    @torch.no_grad()
     def weight_rows(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows `start` to `stop` (exclusive) of `full_weight`, without the others `[stop - start, in]`."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.external.dora_lengths import runs_of_lengths, share_lengths
 from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.plan_executor import run_by_plan, total_over
 from recipe_lib.external.plan_proof import plan_of_model, prove
@@ -49,14 +50,15 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     head = found[1]
     names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in head.parameters())}
     plan, columns = with_loss_of_parts(plan, names)
-    stored = _take_parts(model, plan, group)
+    stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     _place_parameters(model, plan, world.mesh["tensor"], stored)
-    model.note_runs({each.name: (each.dim, runs) for each in plan.parameters if (runs := plan_runs(each, group.size))})
+    runs = {each.name: (each.dim, found) for each in plan.parameters if (found := plan_runs(each, group.size))}
+    model.note_runs(runs | runs_of_lengths(runs, stored))
     head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, group, head)
     own = {name for name, _ in model.named_parameters()}
     gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
-    return gradients | dict.fromkeys(stored, "sharded")
+    return gradients | {name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()}
 
 
 def _take_parts(model: nn.Module, plan: TensorPlan, group: Group) -> dict[str, Placement]:
