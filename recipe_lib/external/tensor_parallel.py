@@ -52,7 +52,7 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     plan, columns = with_loss_of_parts(plan, names)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     _place_parameters(model, plan, world.mesh["tensor"], stored)
-    runs = {each.name: (each.dim, found) for each in plan.parameters if (found := plan_runs(each, group.size))}
+    runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
     model.note_runs(runs | runs_of_lengths(runs, stored))
     head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, group, head)
