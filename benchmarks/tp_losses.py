@@ -4,8 +4,8 @@
 
 Each row is two runs of `tune run` with model.implementation=transformers on the CPU, from the same start, on the same
 sequences: with one process, and with parallel.tensor=4, by the plan that is inferred. FOLDER/stories260K-hf holds real
-weights (Llama, 260,032 parameters); the other model has SmolLM2 1.7B's shape at an eighth of its width, and random
-weights.
+weights (Llama, 260,032 parameters); another model has SmolLM2 1.7B's shape at an eighth of its width, and random
+weights, a third is of GPT-2's class.
 """
 
 import argparse
@@ -39,7 +39,23 @@ SMOLLM2 = {
     "rope_theta": 130000.0,
     "tie_word_embeddings": True,
 }
-MODELS = ("stories260K, real weights", "SmolLM2's shape, random weights")
+# A class that computes in the type of its weights throughout.
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 256,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 256,
+    "vocab_size": 512,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+REAL = "stories260K, real weights"
+MODELS = {REAL: None, "SmolLM2's shape, random weights": SMOLLM2, "GPT-2's class, random weights": GPT2}
 
 TEXT = """# Losses of inferred tensor-parallel plans
 
@@ -47,30 +63,30 @@ TEXT = """# Losses of inferred tensor-parallel plans
 
 Full fine-tuning with `model.implementation=transformers`, {steps} steps of AdamW on the demo's rows: one process, and
 `parallel.tensor={ranks}` by the plan that is inferred. stories260K are real weights in transformers' Llama class; the
-other model is of the same class, with the shape of SmolLM2 1.7B at an eighth of its width (4 layers of width 256, 4
-heads of 64, 512 tokens). Differences are relative, of whichever step has the largest.
+second model is of the same class, with the shape of SmolLM2 1.7B at an eighth of its width (4 layers of width 256, 4
+heads of 64, 512 tokens), the third of GPT-2's, as wide. Differences are relative, of whichever step has the largest.
 
 | model | type | first loss | last, one process | last, {ranks} ranks | losses differ by | gradient norms differ by |
 |---|---|---:|---:|---:|---:|---:|
 {rows}
 
-The differences are those of sums in another order. In fp64 they are not 2e-16, because the class computes its norms
-and rotary embeddings in fp32 whatever the type of its weights is: a last bit there decides on 6e-8.
+The differences are those of sums in another order. In fp64 the Llama class still computes its norms in fp32: a last bit
+there decides on 6e-8. GPT-2's class does not.
 """
 
 
 def run(folder: Path, model: str, dtype: str, tensor: int, steps: int) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a run."""
     output = folder / f"{dtype}-{tensor}"
-    if model == MODELS[0]:
+    if model == REAL:
         real = Path(os.environ["REALDATA_DIR"]) / "stories260K-hf"
         of_model = ["~model.preset", f"model.path={real}", f"tokenizer.path={real}"]
     else:
-        (folder / "config.json").write_text(json.dumps(SMOLLM2))
+        (folder / "config.json").write_text(json.dumps(MODELS[model]))
         of_model = [f"model.preset={folder}/config.json"]
     words = [*of_model, "model.implementation=transformers", f"dtype={dtype}", f"parallel.tensor={tensor}",
-             "epochs=100", f"max_steps={steps}", "batch_size=4", "data.max_samples=400", "~validation", "optimizer.lr=1e-3",
-             "checkpoint.save_model=false", f"output_dir={output}"]  # fmt: skip
+             "epochs=100", f"max_steps={steps}", "batch_size=4", "data.max_samples=400", "~validation",
+             "optimizer.lr=1e-3", "checkpoint.save_model=false", f"output_dir={output}"]  # fmt: skip
     command = [sys.executable, "-m", "recipe_lib", "run", "--nproc_per_node", str(tensor), "full_finetune_distributed",
                "--config", "demo/full", *words]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -60,6 +60,10 @@ class ModuleSpec(ExternalSpec):
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         adapters.add_adapters(model, cfg, adapter_settings(cfg, dtype))
 
+    def token_reader(self, model: Any) -> Callable[[Tensor], Tensor]:
+        reader: Callable[[Tensor], Tensor] = model.token_reader()
+        return reader
+
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.kv_cache import KVCache
-from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 
@@ -87,8 +86,7 @@ def generate(
 def _reader(model: Decoder, spec: ModelSpec, length: int) -> Callable[[Tensor], Tensor]:
     """What reads tokens `[1, s]`, those that follow each time, and gives the logits `[1, v]` after the last of them."""
     if not isinstance(spec, DecoderSpec):
-        assert isinstance(model, LanguageModel)
-        return model.token_reader()
+        return spec.token_reader(model)
     weight = model.lm_head.weight
     cache = KVCache(spec, 1, length, weight.dtype, weight.device)
 

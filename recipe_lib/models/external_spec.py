@@ -136,5 +136,9 @@ class ExternalSpec(ABC):
         """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls this."""
 
     @abstractmethod
+    def token_reader(self, model: Any) -> "Callable[[Tensor], Tensor]":
+        """For generating: a function of tokens `[1, s]` that follow one another, to the logits `[1, v]` after them."""
+
+    @abstractmethod
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> dict[str, str]:
         """Shards its matrices over tensor-parallel ranks; see `recipe_lib.parallel.shard_tensors`."""

@@ -1,6 +1,6 @@
 """What the library knows of a model's tensors besides their values, whoever wrote its forward."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,10 +36,6 @@ class LanguageModel(nn.Module):
     loaded_extras: frozenset[str] = frozenset()
     runs: Mapping[str, Runs] = MappingProxyType({})
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
-
-    def token_reader(self) -> Callable[[Tensor], Tensor]:
-        """For generating, of an external model: see `recipe_lib.external.call.ExternalModel.token_reader`."""
-        raise NotImplementedError
 
     def note_built(self) -> None:
         """What it has now is its own: parameters and buffers that it is given later are extra."""
