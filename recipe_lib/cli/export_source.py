@@ -104,8 +104,12 @@ def _state(root: Path, which: str) -> Path | None:
 
 
 def implementation_of(found: ExportSource) -> str | None:
-    """Of the run's model; None without its config: see `read_trained_spec`."""
-    return None if found.cfg is None else str(found.cfg.model.implementation)
+    """Of the run's model, or what the adapter says of its base; None: see `read_trained_spec`."""
+    from recipe_lib.checkpoint.adapter_files import BASE_IMPLEMENTATION, read_adapter
+
+    if found.cfg is not None:
+        return str(found.cfg.model.implementation)
+    return None if found.adapter is None else read_adapter(found.adapter).metadata.get(BASE_IMPLEMENTATION)
 
 
 def find_base(name: str) -> Path:

@@ -34,6 +34,10 @@ class ModuleSpec(ExternalSpec):
 
     source: ModuleSource
 
+    @property
+    def implementation(self) -> str:
+        return self.source.implementation
+
     def build(self, dtype: torch.dtype) -> nn.Module:
         return build.build_module(self.source, dtype, self)
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_STORAGE, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.adapter_files import (
+    BASE_DTYPE,
+    BASE_IMPLEMENTATION,
+    BASE_STORAGE,
+    check_base,
+    check_fits,
+    read_adapter,
+)
 from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint, load_weights
 from recipe_lib.checkpoint.manifest import MANIFEST
 from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
@@ -72,9 +79,9 @@ def _exported(folder: Path) -> Path:
     return folder
 
 
-def _checked(folder: Path) -> tuple[dict[str, Any], ModelSpec]:
+def _checked(folder: Path, implementation: str | None = None) -> tuple[dict[str, Any], ModelSpec]:
     config = read_config(folder)
-    spec = read_trained_spec(config, str(folder))
+    spec = read_trained_spec(config, str(folder), implementation)
     check_weights(spec, folder)
     return config, spec
 
@@ -93,7 +100,7 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
             f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an adapter; give "
             f"{trained_on} with --base"
         )
-    config, spec = _checked(base_folder)
+    config, spec = _checked(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
     check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     own = any((folder / file).is_file() for file in TOKENIZER_FILES)

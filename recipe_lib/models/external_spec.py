@@ -103,6 +103,11 @@ class ExternalSpec(ABC):
     tied: bool  # the output projection is the embedding
     num_layers: int
 
+    @property
+    @abstractmethod
+    def implementation(self) -> str:
+        """What `model.implementation` says for it."""
+
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":
         """The model on the meta device, called as a decoder is. See `build_meta`, which calls this."""
