@@ -28,7 +28,6 @@ LEVERS: dict[str, tuple[str, ...]] = {
 }
 CASES = [
     ("qwen3", "nf4"),
-    ("gpt_neox", "nf4"),
     ("qwen3", "int8"),
     ("gpt_neox", "wide adapters"),
     ("phi3", "dora"),
