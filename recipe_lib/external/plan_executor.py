@@ -46,14 +46,21 @@ def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module) -> 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
     is. A forward that goes another way than the one that the plan was made of raises RuntimeError.
     """
+    model.run_class_forward_by(framed_forward(model, plan, group, head, model.class_forward))
+
+
+def framed_forward(
+    model: nn.Module, plan: TensorPlan, group: Group, head: nn.Module, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`forward`, the model's own, as that of one rank; the modules within become so in place. See `run_by_plan`."""
     execution = _Execution(model, plan, group)
     layers = set(layer_names(model))
-    model.run_class_forward_by(execution.framed(model.class_forward, "", ends_sharing=False))
     for path, module in model.named_modules():
         if path and module is not head:
             module.forward = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)
     # At the first forward, so that they go around FSDP's.
     model.register_forward_pre_hook(execution.add_hooks, prepend=True)
+    return execution.framed(forward, "", ends_sharing=False)
 
 
 class _Execution(TorchFunctionMode):

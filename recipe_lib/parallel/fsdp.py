@@ -22,6 +22,7 @@ from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
 from recipe_lib.models.linear_head import LinearHead
+from recipe_lib.models.meta_init import shared_parameters
 from recipe_lib.models.uninitialized import note_unwritten
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
@@ -94,7 +95,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     would differ from rank to rank.
     """
     _refuse_values(model)
-    ties = _shared_parameters(model)
+    ties = shared_parameters(model)
     known = isinstance(model, LanguageModel)
     if known:
         model.note_computed_buffers(_computed_buffers(model))
@@ -251,12 +252,3 @@ def _hand_over(weight: Tensor, gathered: Tensor) -> None:
     """Moves the head's gradient to the parameter that FSDP reduces, before it does so at the end of the head."""
     gathered.grad = weight.grad if gathered.grad is None else gathered.grad + weight.grad
     weight.grad = None
-
-
-def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that several modules own."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    return [shared for shared in places.values() if len(shared) > 1]
