@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def output_of(command: str) -> str:
-    """What a command prints, without times; of the lines those that a row looks for. SystemExit where one is missing."""
+    """What a command prints, without times, of the lines that a row looks for. SystemExit where there is none."""
     words = shlex.split(command)
     if words[0] == "tune":
         words = [sys.executable, "-m", "recipe_lib", *words[1:]]

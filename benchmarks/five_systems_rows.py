@@ -86,7 +86,7 @@ TORCHTUNE = System(
             r"^\| ((?:full|LoRA), 4 ranks \| theirs \| memory_efficient \| [\d.]+ \| [\d.]+ \| [\d.%]+)", PLANNER, 2,
             note="; a frozen embedding has no gradient to keep whole"),
         Row("other models with large vocabularies: follow-up work",
-            "tune plan --nproc_per_node 4 full_finetune_distributed --config gemma3/4B_full --device rtx4090 batch_size=1",
+            FOUR_CARDS.replace("llama3/8B_full", "gemma3/4B_full"),
             r"^(?:FITS|RISKY|DOES NOT FIT).*", note="; the policy looks at sizes, not at names"),
         Row("70B on 8 x 80 GB without CPU offload: does not fit", REPLICATE,
             r"^\| ((?:their stack, rows of 512|ours, rows of 2048|\+ 8-bit states|\+ both) \| .*) \|$", PLANNER, 4,
@@ -149,7 +149,7 @@ ZERO_BUBBLE = System(
         Row("beyond: gradients that torch's zero-bubble schedules leave out, ready to be reported",
             "python docs/upstream/zero_bubble_gradients.py", r"ScheduleZBVZeroBubble.*without gradient.*", lines=2),
         Row("beyond: recomputations with full checkpointing", "python docs/upstream/zero_bubble_recomputation.py",
-            r"ScheduleZBVZeroBubble.*forwards.*"),
+            r"^checkpoint +ScheduleZBVZeroBubble.*"),
     ),
 )  # fmt: skip
 
@@ -176,8 +176,8 @@ MEGATRON = System(
             note="; operations, bytes, on the wire; FSDP gathers at every micro-batch"),
         Row("data parallel with a distributed optimizer: 2 operations, 12.8 GB", ZERO_1,
             r"^\| (and weights gathered once a step \(ZeRO-1\) \| 1.*) \|$", ZERO_1_PAGE,
-            note=" (peak GiB, verdict, collectives of one rank, GiB that it sends, s, times faster): one gather and one "
-            "reduction of each unit a step"),
+            note=" (peak GiB, verdict, collectives of a rank, GiB that it sends, s, times faster): one gather and one "
+            "reduction of each unit"),
         Row("pipeline: stages and their devices", SIXTEEN, r"^ +([01]  \d+-\d+ .*)$", ALL_RANKS, 2),
         Row("members of all 8 pipeline, 4 data and 8 tensor groups", SIXTEEN,
             r"^ +((?:pipeline|data_shard|tensor): \d+ groups of \d)$", ALL_RANKS, 3),

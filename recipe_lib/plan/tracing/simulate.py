@@ -191,23 +191,15 @@ def _run(
         del batches
         label_models(tracer, models)
         left.append(tracer.alive())
-    unlike = int(reduces_once(cfg.parallel))
-    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=world.pipeline is not None, unlike=unlike)
+    piped, unlike = world.pipeline is not None, int(reduces_once(cfg.parallel))
+    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=piped, unlike=unlike)
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", recipe.validate, tracer, notes)
         for model in models.values():
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
-    name_parts(tracer.trace)
-    classify(tracer.trace)
-    give_to_children(tracer.trace)
-    if traced is None or alone:
-        pass  # each stands for itself
-    elif world.pipeline is not None:
-        repeat_actions(tracer.trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
-    else:
-        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps, traced, unlike)
+    _interpret(tracer.trace, cfg, stage if world.pipeline is not None else None, None if alone else traced)
     names = world.mesh.mesh_dim_names or ()
     mesh = dict(zip(names, world.mesh.shape, strict=True))
     place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
@@ -218,6 +210,18 @@ def _run(
     return Simulated(
         tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
     )
+
+
+def _interpret(trace: Trace, cfg: FullFinetuneConfig, stage: int | None, traced: int | None) -> None:
+    """Says what is what in a whole trace, and what counts how often. stage: place in a pipeline, if there is one.
+    traced: micro-batches of a step that stand for all; None: each stands for itself."""
+    name_parts(trace)
+    classify(trace)
+    give_to_children(trace)
+    if traced is not None and stage is not None:
+        repeat_actions(trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
+    elif traced is not None:
+        stand_for_all(trace, cfg.gradient_accumulation_steps, traced, int(reduces_once(cfg.parallel)))
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
