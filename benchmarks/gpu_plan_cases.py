@@ -17,6 +17,9 @@ STEPPING = (
     (*IN_BACKWARD, "memory.optimizer_offload=true"),
     (*IN_BACKWARD, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
 )
+# A step of several micro-batches whose gradients are whole until the last one.
+ZERO_1 = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "gradient_accumulation_steps=4")
+REDUCED_ONCE = (ZERO_1[:1] + ZERO_1[2:], ZERO_1, (*ZERO_1, "parallel.accumulate_grad_in_fp32=true"))
 STATES = (("optimizer.state_bits=8",), ("optimizer.state_bits=4",), ("optimizer.master_weights=true",))
 
 
@@ -121,7 +124,7 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("qlora", TINY, 1, 64),
             PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
             PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
-            *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES)),
+            *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES, *REDUCED_ONCE)),
         ]
     return [*_telling(), *_levers(), *_pipelines(), *_full(), *_adapters()]
 
@@ -161,6 +164,8 @@ def _levers() -> list[PlanCase]:
         *(PlanCase("full", big, 1, 2048, levers=levers) for levers in STEPPING[1:]),
         PlanCase("full", big, 2, 8192, levers=("memory.optimizer_offload=true",)),
         *(PlanCase("full", small, 1, 2048, levers=levers) for levers in (*STEPPING, *STATES)),
+        *(PlanCase("full", small, 4, 2048, levers=levers) for levers in REDUCED_ONCE),
+        PlanCase("full", big, 8, 2048, levers=ZERO_1),
         PlanCase("full", small, 1, 8192, "none", levers=("memory.activation_offload=true",)),
         PlanCase("full", big, 2, 8192, levers=("memory.activation_offload=true", "memory.optimizer_offload=true")),
         PlanCase("full", small, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),

@@ -4,8 +4,6 @@ Each imitation is our full fine-tuning recipe with some of its parts replaced, w
 at the time of their figures; what it computes is of no interest here, what it allocates and frees is.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from recipe_lib import training
-from recipe_lib.cli.recipes import RecipeFile, load_module
+from recipe_lib.adapters import add_adapters
+from recipe_lib.cli import plan_request
+from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.memory import apply_activation_checkpointing, checkpointing
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL
@@ -51,12 +51,13 @@ class Stack:
     saved_matmuls: bool = False
     mixed: bool = False
     last_layer_kept: bool = False
+    checkpointed_ends: bool = False
 
 
-def recipe_class(stack: Stack) -> type:
-    """Our full fine-tuning with the parts of that stack."""
-    full = load_module(RecipeFile.find(RECIPE).path).FullFinetune
-    return type("Imitation", (_Imitated, full), {"stack": stack}) if stack != Stack() else full
+def recipe_class(stack: Stack, recipe: str = RECIPE) -> type:
+    """Our recipe with the parts of that stack."""
+    ours = plan_request.recipe_class(RecipeFile.find(recipe))
+    return type("Imitation", (_Imitated, ours), {"stack": stack}) if stack != Stack() else ours
 
 
 class _Imitated:
@@ -69,6 +70,7 @@ class _Imitated:
     device: torch.device
     model: Any
     held: Any
+    trained: dict[str, Tensor]
 
     def setup_model(self) -> None:
         """As the recipe's, part by part as the stack says."""
@@ -78,6 +80,8 @@ class _Imitated:
             return
         self.parallel = Parallel()  # nothing that the recipe's own calls decide
         self.model = build_meta(self.spec, torch.float32 if stack.mixed else DTYPES[cfg.dtype])
+        if hasattr(cfg, "lora"):
+            add_adapters(self.model, cfg.lora, DTYPES[cfg.dtype])
         for module in self.model.modules():
             if stack.norms and isinstance(module, Norm):
                 module.norm = written_out_norm
@@ -89,6 +93,9 @@ class _Imitated:
                 layer.forward = checkpointing._checkpointed(layer.forward, options)
         else:
             apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
+        if stack.checkpointed_ends:
+            for module in (self.model.model.embed_tokens, self.model.lm_head):
+                module.forward = checkpointing._checkpointed(module.forward, {})
         if self.world.size == 1:
             materialize(self.model, cfg.memory, self.device)
         elif stack.sharding == FSDP1:
@@ -96,6 +103,7 @@ class _Imitated:
         else:
             _shard_with_fsdp2(self.model, cfg.parallel.fsdp_wrap_policy, self.world, stack)
             materialize(self.model, cfg.memory, self.device)
+        self.trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def train_step(self, batches: StepBatches) -> Any:
         """The recipe's, except that FSDP1's flat shards are no DTensors to take a norm of."""
@@ -154,30 +162,22 @@ def _shard_with_fsdp2(model: Any, wrapping: str, world: Any, stack: Stack) -> No
 
 
 def _shard_with_fsdp1(model: Any, wrapping: str, device: torch.device) -> nn.Module:
-    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around all."""
+    """FullyShardedDataParallel around each layer, around embedding and output likewise, and around all. Adapters, some
+    ten MB that theirs shares as units of their own, are left whole."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     units = set(model.model.layers)
     if wrapping == "memory_efficient":
         units |= {model.model.embed_tokens, model.lm_head}
+    adapters = [module for name, module in model.named_modules() if name.endswith(("lora_A", "lora_B"))]
+    for module in adapters:
+        module.to_empty(device=device)
     return FullyShardedDataParallel(
         model,
+        ignored_states=[parameter for module in adapters for parameter in module.parameters()],
         auto_wrap_policy=CustomPolicy(lambda module: module in units),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         device_id=device,
         param_init_fn=lambda module: module.to_empty(device=device, recurse=False),
     )
-
-
-@contextmanager
-def imitable() -> Iterator[None]:
-    """FSDP1 asks what only a real device has: streams marked on memory, which a trace does not know, and addresses."""
-    from torch.distributed.fsdp import _flat_param, _runtime_utils
-
-    with (
-        mock.patch.object(_flat_param, "_no_dispatch_record_stream", lambda *_: None),
-        mock.patch.object(_runtime_utils, "_no_dispatch_record_stream", lambda *_: None),
-        mock.patch.object(_runtime_utils, "_catch_all_reshard", lambda *_: None),
-    ):
-        yield

@@ -3,7 +3,8 @@
     python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md
 
 A small decoder goes through pipelines of gloo processes on the CPU; every storage is followed from the operator that
-makes it until it is gone. Parameters and their gradients are not counted. No time is measured.
+makes it until it is gone. Parameters and their gradients are not counted. No time is measured. The section of a 7B is
+planned, see pp_7b.py.
 """
 
 import argparse
@@ -17,6 +18,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.pp_7b import section  # noqa: E402
 from benchmarks.pp_stock import run_stock  # noqa: E402
 from benchmarks.pp_traced import boundary_bytes, config, expected, expected_held, run_ours, small_spec, work_bytes  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
@@ -47,7 +49,8 @@ counted. A tensor between two stages has {boundary} bytes.
 
 torch's last stage computes logits and loss in its forward; ours in its backward, so that nothing of the vocabulary's
 size waits. Here both are small. On a GPU the caching allocator rounds sizes and kernels need workspaces: not counted.
-"""
+
+{section}"""
 
 
 def _run_rank() -> list[list[dict[str, Any]]]:
@@ -99,9 +102,10 @@ def page() -> str:
                     rows.append(_row(job, rank, *found[rank][number]))
                     print(mode, *rows[-1], flush=True)
         tables.append(f"## Activation checkpointing: {mode}\n\n{_table(HEAD, rows)}")
+    version = torch.__version__.partition("+")[0]
     return PAGE.format(
         layers=LAYERS, ranks=RANKS, count=COUNT, boundary=boundary_bytes(), tables="\n\n".join(tables),
-        torch=torch.__version__.partition("+")[0],
+        torch=version, section=section(version),
     )  # fmt: skip
 
 

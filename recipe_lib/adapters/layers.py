@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
@@ -90,13 +91,16 @@ class AdaptedMatrix(AdaptedModule):
     @torch.no_grad()
     def weight_norms(self) -> Tensor:
         """Lengths `[out]` of the rows of `W + scaling * B A`, which never exists as a whole."""
-        first, second = self.lora_A.weight, self.lora_B.weight
+        return self.lengths_with(self.frozen_rows, self.lora_A.weight, self.lora_B.weight)
+
+    def lengths_with(self, frozen_rows: Callable[[int, int], Tensor], first: Tensor, second: Tensor) -> Tensor:
+        """As `weight_norms`, of a part of the matrix: rows, or columns, of W, and what A and B have for them."""
         wide = torch.promote_types(second.dtype, torch.float32)
         rows = max(1, _NORM_ELEMENTS // first.shape[1])
         lengths = []
         for start in range(0, second.shape[0], rows):
             scaled = second[start : start + rows]
-            frozen = self.frozen_rows(start, start + scaled.shape[0]).to(wide)
+            frozen = frozen_rows(start, start + scaled.shape[0]).to(wide)
             adapted = torch.add(frozen, scaled @ first, alpha=self.settings.scaling)
             lengths.append(torch.linalg.vector_norm(adapted, dim=1))
         return torch.cat(lengths).to(second.dtype)
@@ -139,7 +143,16 @@ class AdaptedMatrix(AdaptedModule):
 
 def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came."""
-    return F.linear(hidden, weight) if hidden.dtype == weight.dtype else _CastLinear.apply(hidden, weight)
+    if hidden.dtype == weight.dtype:
+        return F.linear(hidden, weight)
+    if not torch.compiler.is_compiling() and has_torch_function((hidden, weight)):  # to a mode it is a call of a linear
+        return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight))
+    return linear(hidden, weight)
+
+
+def linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`cast_linear` of two types."""
+    return cast(Tensor, _CastLinear.apply(hidden, weight))
 
 
 class _CastLinear(torch.autograd.Function):

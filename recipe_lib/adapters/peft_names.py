@@ -112,9 +112,10 @@ def targets_of(modules: Iterable[FileModule]) -> list[str]:
     return [target for target in (*TARGETS, LINEAR) if target in found]
 
 
-def split_name(name: str) -> tuple[str, str] | None:
-    """A tensor's name in a file as the module's (of a text-only model) and what follows; None: not an adapter's name.
+def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
+    """A tensor's name in a file as the module's and what follows; None: not an adapter's name.
 
+    of_text: the module's name in a text-only model, which may be a part of the one that the file is for.
     `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` is (`model.layers.0.mlp.up_proj`, `lora_A.weight`).
     """
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(f".{suffix}")), None)
@@ -122,7 +123,7 @@ def split_name(name: str) -> tuple[str, str] | None:
         return None
     module = name.removeprefix(PREFIX).removesuffix(f".{suffix}")
     for other, own in _MULTIMODAL.items():
-        if module.startswith(other):
+        if of_text and module.startswith(other):
             return own + module.removeprefix(other), suffix
     return module, suffix
 

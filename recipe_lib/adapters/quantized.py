@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
 from recipe_lib.ops.dtensor_shards import gathered, local_part
@@ -87,6 +88,12 @@ class QuantizedLinear(nn.Module):
 
     def product(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Hidden `[..., c]` to `[..., r]` by the r rows and c columns that this process computes with."""
+        if not torch.compiler.is_compiling() and has_torch_function((hidden,)):  # to a mode it is one call of a linear
+            return cast(Tensor, handle_torch_function(self.linear, (hidden,), hidden, self.weight_codes, bias))
+        return self.linear(hidden, self.weight_codes, bias)
+
+    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`product`, called as `F.linear` is; weight: not looked at."""
         first, last = self.columns
         storage = (*self._part(), bias, last - first, self.dtype, self._place())
         if torch.compiler.is_compiling():
@@ -130,6 +137,12 @@ class QuantizedLinear(nn.Module):
         The module is gathered, if it is sharded at all.
         """
         return self.weight_rows(0, self.out_features, dtype)
+
+    @torch.no_grad()
+    def part_weight(self) -> Tensor:
+        """The dequantized rows and columns that this process computes with."""
+        first, last = self.columns
+        return _dequantize(*self._part(), last - first, self.dtype, self._place())
 
     @torch.no_grad()
     def weight_rows(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:

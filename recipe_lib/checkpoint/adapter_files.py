@@ -30,6 +30,7 @@ from recipe_lib.models.spec import ModelSpec
 
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
+BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not the library's own decoder
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -85,7 +86,7 @@ def read_adapter(folder: Path) -> AdapterFile:
     saved = extra_names(header)
     unknown = []
     for name, entry in header.tensors.items():
-        split = split_name(name)
+        split = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
         if extra_name(name) in saved:
             extras[extra_name(name)] = (name, entry)
         elif split is None:

@@ -24,7 +24,6 @@ from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.ops.dtensor_shards import local_part
 
 
 @torch.no_grad()
@@ -108,5 +107,5 @@ def _fill(
             local[:, :count].copy_(rows if abs(ratio - 1) < 1e-6 else rows.double() * ratio)
 
         if target.lora_magnitude_vector is not None:
-            local, (row,) = local_part(target.lora_magnitude_vector)
-            local.copy_(file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)])
+            for local, (row,) in held(LENGTHS):
+                local.copy_(file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)])

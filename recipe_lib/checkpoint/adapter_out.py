@@ -27,7 +27,7 @@ from recipe_lib.adapters.peft_names import (
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
-from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_STORAGE
+from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_IMPLEMENTATION, BASE_STORAGE
 from recipe_lib.checkpoint.base_weights import base_fingerprint
 from recipe_lib.checkpoint.model_card import write_card
 from recipe_lib.checkpoint.ownership import Holders, find_holders
@@ -179,6 +179,8 @@ def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: P
         for name, parameter in model.named_parameters()
         if not is_adapter(name) and name.rpartition("_")[0] not in stored
     )
+    if isinstance(spec, ExternalSpec):
+        metadata[BASE_IMPLEMENTATION] = spec.implementation
     metadata[BASE_DTYPE] = str(dtype).removeprefix("torch.")
     if base_folder is not None:
         metadata[BASE_FINGERPRINT] = base_fingerprint(spec, base_folder)

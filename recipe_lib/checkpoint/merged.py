@@ -6,25 +6,22 @@ numbers that these stand for.
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from recipe_lib import files
-from recipe_lib.adapters.merging import Update, merge_rows
+from recipe_lib.adapters.merging import merge_rows
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
-    EMBEDDING_FIRST,
-    EMBEDDING_SECOND,
-    FIRST,
     HEAD,
-    LENGTHS,
-    SECOND,
     target_of,
 )
 from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.merged_external import merge_external, update_of
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
@@ -36,7 +33,9 @@ from recipe_lib.checkpoint.weights_out import (
     finish_model,
     plan_shards,
 )
-from recipe_lib.models import DecoderSpec, read_config, spec_from_config
+from recipe_lib.models import DecoderSpec, read_config, read_trained_spec
+from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
 from recipe_lib.units import GIB
 
@@ -61,6 +60,7 @@ def merge_adapter(
     quantize: str,
     dtype: torch.dtype,
     ranks: RankGroup,
+    implementation: str | None = None,
     out_dtype: torch.dtype | None = None,
     tokenizer_folder: Path | None = None,
     chat_template: str | Path | None = None,
@@ -70,15 +70,22 @@ def merge_adapter(
 ) -> None:
     """Writes the folder `out`: the base with the adapter added, computed in fp32. Collective.
 
-    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. out_dtype: of the files, if
-    another one. tokenizer_folder (default: the base's), chat_template, stop_ids, max_shard_bytes, card: as for
-    `export_model`. A tied model whose embedding or head is adapted is no longer tied in `out`. The files are dealt out
-    to the ranks, which need a disk in common.
+    quantize, dtype: lora.quantize_base and dtype of the run that trained the adapter. implementation: of the base, see
+    `read_trained_spec`. out_dtype: of the files, if another one. tokenizer_folder (default: the base's), chat_template,
+    stop_ids, max_shard_bytes, card: as for `export_model`. A tied model whose embedding or head is adapted is no longer
+    tied in `out`. The files are dealt out to the ranks, which need a disk in common; a model of another library is
+    merged by the first of them, in its host memory.
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
-    adapter, spec = together(ranks, lambda: _checked(base_folder, adapter_folder))
-    written = _untied(spec, adapter)
     stored = out_dtype or dtype
+    adapter, spec = together(ranks, lambda: _checked(base_folder, adapter_folder, implementation))
+    if isinstance(spec, ExternalSpec):
+        beside = {"tokenizer_folder": tokenizer_folder or base_folder, "chat_template": chat_template,
+                  "stop_ids": stop_ids, "max_shard_bytes": max_shard_bytes, "card": card}  # fmt: skip
+        merge = partial(merge_external, base_folder, adapter, spec, out, quantize, dtype, stored, **beside)
+        decide(ranks, merge)
+        return
+    written = _untied(spec, adapter)
     parameters = {
         name: torch.empty(shape, dtype=stored, device="meta") for name, shape in parameter_shapes(written).items()
     }
@@ -109,8 +116,8 @@ def merge_adapter(
         raise
 
 
-def _checked(base_folder: Path, adapter_folder: Path) -> tuple[AdapterFile, DecoderSpec]:
-    spec = spec_from_config(read_config(base_folder), where=str(base_folder))
+def _checked(base_folder: Path, adapter_folder: Path, implementation: str | None) -> tuple[AdapterFile, ModelSpec]:
+    spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
     check_weights(spec, base_folder)
     adapter = read_adapter(adapter_folder)
     check_fits(adapter, spec)
@@ -139,7 +146,7 @@ def _pieces(
             yield adapter.read_extra(tensor.name)
             continue
         module = tensor.name.removesuffix(".weight")
-        update = _update(adapter, module) if module != tensor.name and module in adapter.tensors else None
+        update = update_of(adapter, module) if module != tensor.name and module in adapter.tensors else None
         if len(tensor.shape) != 2:
             yield from (_reader(base, name)(0, shapes[name][0]) for name in parts[tensor.name])
             continue
@@ -169,12 +176,3 @@ def _reader(base: _Base, name: str) -> _Reader:
         return read
     weight = dequantized(read(0, rows), base.storage)
     return lambda start, stop: weight[start:stop]
-
-
-def _update(adapter: AdapterFile, module: str) -> Update:
-    lengths = adapter.read(module, LENGTHS) if adapter.config.dora else None
-    scaling = adapter.config.scaling_of(module)
-    if module == EMBEDDING:  # its matrices are those of the transposed weight
-        first, second = (adapter.read(module, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST))
-        return Update(first, second, scaling, lengths, by_column=True)
-    return Update(adapter.read(module, FIRST), adapter.read(module, SECOND), scaling, lengths)

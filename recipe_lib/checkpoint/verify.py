@@ -14,7 +14,10 @@ from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.weights_in import load_weights, read_headers
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import Decoder, DecoderSpec, build_meta
+from recipe_lib.models import Decoder, build_meta
+from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.meta_init import allocate
+from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.report.phases import phase
 
@@ -40,7 +43,7 @@ class Comparison:
         return f"logits differ by {self.difference:.2g} at most (the largest is {self.largest:.3g}{change})"
 
 
-def adapter_settings_of(adapter: AdapterFile, spec: DecoderSpec) -> LoraConfig:
+def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     """The section `lora` that makes a model for an adapter: its largest rank, and its usual scaling."""
     modules = adapter.modules(spec)
     rank = max(adapter.config.rank_of(module.name) for module in modules)
@@ -49,18 +52,18 @@ def adapter_settings_of(adapter: AdapterFile, spec: DecoderSpec) -> LoraConfig:
         alpha=usual_scaling(adapter, spec) / scaling(1.0, rank, adapter.config.rslora),
         rslora=adapter.config.rslora,
         dora=adapter.config.dora,
-        target_modules=targets_of(modules),
+        target_modules=[one.name for one in modules] if isinstance(spec, ExternalSpec) else targets_of(modules),
         quantize_base=adapter.metadata.get(BASE_STORAGE, "none"),
     )
 
 
 def model_with_adapters(
-    spec: DecoderSpec, base: Path, cfg: LoraConfig, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, base: Path, cfg: LoraConfig, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     """The base with new adapters."""
     model = build_meta(spec, dtype)
     add_adapters(model, cfg, dtype)
-    model.to_empty(device=device)
+    allocate(model, device)
     load_weights(model, spec, base)
     with phase("making adapters"):
         init_adapters(model, 0)
@@ -69,7 +72,7 @@ def model_with_adapters(
 
 def model_of_adapter(
     folder: Path,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     base: Path,
     dtype: torch.dtype,
     device: torch.device,
@@ -108,13 +111,18 @@ def compare(trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor 
     return Comparison(difference, float(wide.abs().max()), change)
 
 
-def check_names(folder: Path, spec: DecoderSpec, base: Path) -> int:
+def check_names(folder: Path, spec: ModelSpec, base: Path) -> int:
     """Compares an adapter's names with those of the base's own files, as PEFT and vLLM find modules by them.
 
     Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the base, or if PEFT would
     put an adapter on a module that has none in the file.
     """
     adapter = read_adapter(folder)
+    if isinstance(spec, ExternalSpec):  # PEFT looks for the class' own modules
+        strange = sorted(adapter.tensors.keys() - spec.layout().linears.keys())
+        if strange:
+            raise CheckpointError(f"{folder / CONFIG_FILE}: {strange[0]} is no linear of the base; export it again")
+        return len(adapter.tensors)
     found = read_headers(base)
     written = {entry.our_name: entry.file_name for entry in weight_map(spec)}
     in_base = {
@@ -131,8 +139,9 @@ def check_names(folder: Path, spec: DecoderSpec, base: Path) -> int:
     return len(adapted)
 
 
-def plain_model(spec: DecoderSpec, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+def plain_model(spec: ModelSpec, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A model folder's model."""
-    model = build_meta(spec, dtype).to_empty(device=device)
+    model = build_meta(spec, dtype)
+    allocate(model, device)
     load_weights(model, spec, folder)
     return model.eval()

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.cli.export_source import ExportSource, base_of, beside_weights, find_base, find_export
+from recipe_lib.cli.export_source import (
+    ExportSource,
+    base_of,
+    beside_weights,
+    find_base,
+    find_export,
+    implementation_of,
+)
 from recipe_lib.config.local_files import base_name
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError
@@ -16,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from recipe_lib.checkpoint.verify import Comparison
-    from recipe_lib.models import Decoder, DecoderSpec
+    from recipe_lib.models import Decoder
+    from recipe_lib.models.spec import ModelSpec
 
 DESCRIPTION = """Writes what was trained in a form that other programs load, loads it again and compares logits.
 
@@ -93,7 +101,8 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.checkpoint.weights_out import export_model
     from recipe_lib.cli.inference_device import choose_device
-    from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
+    from recipe_lib.models import build_meta, preset_config, read_config, read_trained_spec
+    from recipe_lib.models.meta_init import allocate
     from recipe_lib.parallel import DTYPES
     from recipe_lib.training.next_commands import model_commands, print_next
     from recipe_lib.units import GIB
@@ -104,9 +113,11 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     device = choose_device(arguments.device)
     base = find_base(cfg.model.path) if cfg.model.path else None
     config = read_config(base) if base else preset_config(cfg.model.preset)
-    spec = spec_from_config(config, where=cfg.model.path or cfg.model.preset)
+    spec = read_trained_spec(config, cfg.model.path or cfg.model.preset, cfg.model.implementation)
     dtype = DTYPES[cfg.dtype]
-    model = build_meta(spec, dtype).to_empty(device=device).eval()
+    model = build_meta(spec, dtype)
+    allocate(model, device)
+    model.eval()
     load_trained(found.state, model, SingleRank())
     sizes = int(cfg.checkpoint.max_shard_gib * GIB)
     beside = beside_weights(found, base, spec, is_adapter=False)
@@ -124,13 +135,13 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
     from recipe_lib.checkpoint.huggingface import check_weights
     from recipe_lib.checkpoint.state import holds_adapters
     from recipe_lib.cli.inference_device import choose_device
-    from recipe_lib.models import read_config, spec_from_config
+    from recipe_lib.models import read_config, read_trained_spec
 
     if found.state is not None and not holds_adapters(found.state):
         raise CheckpointError(f"{found.state}: is of a run that trained all weights; use --hf")
     base = base_of(found, arguments)
     config = read_config(base)
-    spec = spec_from_config(config, where=str(base))
+    spec = read_trained_spec(config, str(base), implementation_of(found))
     check_weights(spec, base)
     device = choose_device(arguments.device)
     rewrite = found.state is not None or (arguments.adapter and arguments.out)
@@ -155,7 +166,7 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
 
 
 def _trained_model(
-    found: ExportSource, spec: "DecoderSpec", base: Path, config: dict[str, Any], device: "torch.device"
+    found: ExportSource, spec: "ModelSpec", base: Path, config: dict[str, Any], device: "torch.device"
 ) -> tuple["Decoder", "torch.dtype"]:
     """The model as it was trained: base, adapter, types and storage. And the type of its base."""
     import torch
@@ -190,7 +201,7 @@ def prompt_logits_of(model: "Decoder") -> tuple["torch.Tensor", "torch.Tensor"]:
 
 
 def _write_adapter(
-    model: "Decoder", spec: "DecoderSpec", found: ExportSource, base: Path, config: dict[str, Any], out: Path
+    model: "Decoder", spec: "ModelSpec", found: ExportSource, base: Path, config: dict[str, Any], out: Path
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
     from recipe_lib.checkpoint.adapter_out import export_adapter
@@ -219,7 +230,7 @@ def _write_adapter(
 def _check_adapter(
     found: ExportSource,
     base: Path,
-    spec: "DecoderSpec",
+    spec: "ModelSpec",
     adapter: Path,
     dtype: "torch.dtype",
     device: "torch.device",
@@ -240,7 +251,7 @@ def _check_adapter(
     tell(f"adapter: {adapter}", compare(trained[0], prompt_logits(model), trained[1]), dtype, adapter)
 
 
-def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: "DecoderSpec", adapter: Path) -> None:
+def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: "ModelSpec", adapter: Path) -> None:
     """The commands that go on from an adapter, each of which works with its folder as it is."""
     from recipe_lib.checkpoint.adapter_files import read_adapter
     from recipe_lib.checkpoint.tokenizer_out import CHAT_TEMPLATE
@@ -273,10 +284,12 @@ def _check_merged(
     from recipe_lib.checkpoint.merged import merge_adapter
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
-    from recipe_lib.models import read_config, spec_from_config
+    from recipe_lib.models import read_config, read_trained_spec
     from recipe_lib.parallel import DTYPES
     from recipe_lib.training.next_commands import model_commands, print_next
 
+    implementation = implementation_of(found)
+    base_spec = read_trained_spec(read_config(base), str(base), implementation)
     held = read_adapter(adapter)
     wanted = DTYPES[arguments.dtype] if arguments.dtype else dtype
     merge_adapter(
@@ -287,9 +300,10 @@ def _check_merged(
         dtype=dtype,
         out_dtype=wanted,
         ranks=SingleRank(),
-        **beside_weights(found, base, spec_from_config(read_config(base), where=str(base)), is_adapter=False),
+        implementation=implementation,
+        **beside_weights(found, base, base_spec, is_adapter=False),
     )
-    spec = spec_from_config(read_config(out), where=str(out))
+    spec = read_trained_spec(read_config(out), str(out), implementation)
     print_wrapped(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
     comparison = compare(trained[0], prompt_logits(plain_model(spec, out, wanted, device)), trained[1])
     tell(f"model: {out}", comparison, min(dtype, wanted, key=lambda kind: kind.itemsize), out)

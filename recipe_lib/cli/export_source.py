@@ -12,7 +12,7 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import print_wrapped
 
 if TYPE_CHECKING:
-    from recipe_lib.models import DecoderSpec
+    from recipe_lib.models.spec import ModelSpec
 
 CONFIG, STATES = "config.yaml", "state"
 
@@ -103,6 +103,15 @@ def _state(root: Path, which: str) -> Path | None:
     return find_state(root, which, SingleRank())
 
 
+def implementation_of(found: ExportSource) -> str | None:
+    """Of the run's model, or what the adapter says of its base; None: see `read_trained_spec`."""
+    from recipe_lib.checkpoint.adapter_files import BASE_IMPLEMENTATION, read_adapter
+
+    if found.cfg is not None:
+        return str(found.cfg.model.implementation)
+    return None if found.adapter is None else read_adapter(found.adapter).metadata.get(BASE_IMPLEMENTATION)
+
+
 def find_base(name: str) -> Path:
     """The folder of the model that a run began from, or an adapter is for. CheckpointError."""
     from recipe_lib.checkpoint.huggingface import find_checkpoint
@@ -110,7 +119,7 @@ def find_base(name: str) -> Path:
     return find_checkpoint(name)
 
 
-def beside_weights(found: ExportSource, base: Path | None, spec: "DecoderSpec", is_adapter: bool) -> dict[str, Any]:
+def beside_weights(found: ExportSource, base: Path | None, spec: "ModelSpec", is_adapter: bool) -> dict[str, Any]:
     """Arguments of an export: the tokenizer's files, the template and stop tokens that the run used, and the card."""
     if found.cfg is None:
         return _beside_strange_adapter(found, base, spec, is_adapter)
@@ -135,7 +144,7 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "DecoderSpec", 
 
 
 def _beside_strange_adapter(
-    found: ExportSource, base: Path | None, spec: "DecoderSpec", is_adapter: bool
+    found: ExportSource, base: Path | None, spec: "ModelSpec", is_adapter: bool
 ) -> dict[str, Any]:
     """Of an adapter without its run: the tokenizer that lies beside it is the one it was trained with."""
     from recipe_lib.checkpoint.adapter_files import read_adapter
@@ -154,7 +163,7 @@ def _beside_strange_adapter(
     return {"tokenizer_folder": found.adapter if own else base, "card": card}
 
 
-def _commands(spec: "DecoderSpec", base: str, adapter: LoraConfig | None, template: bool) -> list[str]:
+def _commands(spec: "ModelSpec", base: str, adapter: LoraConfig | None, template: bool) -> list[str]:
     """What the card says to do with a model, or with an adapter on its base."""
     from recipe_lib.checkpoint.adapter_out import file_rank
     from recipe_lib.training.next_commands import ANYWHERE, adapter_commands, model_commands

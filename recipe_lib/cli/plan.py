@@ -100,8 +100,17 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
             plan.advice = advice_from(plan, *tried)
-    from recipe_lib.plan.next_lever import next_lever
+            from recipe_lib.plan.smallest import add_fewest_ranks
 
+            add_fewest_ranks(plan, planned, shaped, settings)
+        if arguments.full and arguments.diff is None:
+            from recipe_lib.plan.alone import add_alone
+
+            add_alone(plan, planned, shaped, settings)
+    from recipe_lib.plan.next_lever import next_lever
+    from recipe_lib.plan.smallest import smallest_cards
+
+    plan.smallest_cards = smallest_cards(plan, shaped)
     plan.notes = list(dict.fromkeys([*assumed, *arguments.notes]))
     plan.next_lever = next_lever(plan, shaped)
     return plan, trace
@@ -113,7 +122,9 @@ def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> "Plan":
         from recipe_lib.plan.result import read_plan
 
         return read_plan(Path(arguments.diff))
-    wanted = argparse.Namespace(**vars(arguments) | {"config": arguments.diff, "overrides": [], "advice": False})
+    wanted = argparse.Namespace(
+        **vars(arguments) | {"config": arguments.diff, "overrides": [], "advice": False, "full": False}
+    )
     other = recipe_for(arguments.diff) if recipe.shipped else recipe
     return make(other, load_config(arguments.diff, (), other.schema()), wanted)[0]
 

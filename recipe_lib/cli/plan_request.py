@@ -57,14 +57,14 @@ def parser() -> Parser:
         help="tokens of a sequence: auto (the data's longest), max, p99, N",
     )
     add("--rank", metavar="R,...", help="ranks to plan; default: 0, or the first rank of each place in a pipeline")
-    add("--full", action="store_true", help="all tables: layers, communication, times, host memory, what was assumed")
+    add("--full", action="store_true", help="all tables: layers, communication, groups, times, what was assumed")
     levels = "levels of the tree of what is live at the peak; default: 1, with --full 2"
     add("--depth", type=int, metavar="N", help=levels)
     add("--json", metavar="FILE", help="also write the plan as JSON; -: to standard output, in place of the report")
     add("--html", metavar="FILE", help="also write a page with the memory over time")
     add("--snapshot", metavar="FILE", help="also write a snapshot for pytorch.org/memory_viz")
     add("--diff", metavar="OTHER", help="compare with the plan in a .json file, or of another config without overrides")
-    add("--advice", action="store_true", help="also try levers one by one, and say what each gains and costs")
+    add("--advice", action="store_true", help="also try levers one by one, and fewer ranks")
     add("--search", action="store_true", help="find the fastest settings that fit, in place of a plan")
     add("--calibrate", metavar="FILE", help="first measure this machine's device, and write its rates")
     add("--calibration", metavar="FILE", help="use the rates that --calibrate wrote")

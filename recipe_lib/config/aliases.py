@@ -125,8 +125,11 @@ _ELSEWHERE = {
     "custom_sharded_layers auto_wrap_policy fsdp_auto_wrap_policy memory_efficient_fsdp_wrap min_num_params "
     "fsdp_min_num_params",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
-    "parallel.reduce_dtype": "mixed_precision_reduce grad_reduce_dtype grad_reduce_in_fp32 reduce_type "
-    "accumulate_allreduce_grads_in_fp32",
+    "parallel.reduce_dtype": "mixed_precision_reduce grad_reduce_dtype grad_reduce_in_fp32 reduce_type",
+    "parallel.reduce_gradients": "set_requires_gradient_sync sync_each_batch no_sync require_backward_grad_sync "
+    "use_no_sync gradient_sync",
+    "parallel.accumulate_grad_in_fp32": "accumulate_allreduce_grads_in_fp32 optimizer.accumulate_grad_in_fp32 "
+    "grad_accum_dtype gradient_accumulation_dtype data_types.grad_accum_dtype accumulate_grad_fp32",
     "parallel.heartbeat_timeout_seconds": "pipeline_timeout ddp_timeout dist_timeout nccl_timeout heartbeat_timeout "
     "distributed_timeout_minutes train_timeout_seconds timeout",
     "memory.activation_checkpointing": "gradient_checkpointing activation_checkpoint enable_activation_checkpointing "

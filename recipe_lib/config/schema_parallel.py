@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config.idle import sums_over_tokens
+from recipe_lib.config.idle import sums_over_tokens, trains_bf16
 from recipe_lib.config.keys import key
 
 
@@ -127,6 +127,20 @@ class ParallelConfig:
         "Gradients are summed over ranks in it; null: their own.",
         choices=("fp32", "bf16"),
         known_as="torch MixedPrecisionPolicy reduce_dtype",
+    )
+    reduce_gradients: str = key(
+        "micro_batch",
+        "When FSDP reduces gradients: with each `micro_batch`, or once a `step`, kept whole until then; with "
+        "reshard_after_forward=false the weights too, gathered once a step (ZeRO-1).",
+        choices=("micro_batch", "step"),
+        needs=("parallel.strategy != ddp", "gradient_accumulation_steps > 1 or parallel.pipeline > 1"),
+        known_as="torch set_requires_gradient_sync; HF accelerate sync_each_batch",
+    )
+    accumulate_grad_in_fp32: bool = key(
+        False,
+        "Add up the micro-batches' gradients of bf16 weights in fp32, rounded once at the end; on one device too.",
+        needs=(trains_bf16, "gradient_accumulation_steps > 1 or parallel.pipeline > 1"),
+        known_as="Megatron accumulate_allreduce_grads_in_fp32; nanotron accumulate_grad_in_fp32",
     )
     heartbeat_timeout_seconds: float = key(
         60.0,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import SetupError
 from recipe_lib.external.call import ExternalModel
-from recipe_lib.external.find_modules import layer_linears, linear_shape, uncalled_linears
+from recipe_lib.external.find_modules import is_transposed, layer_linears, linear_shape, uncalled_linears
 from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
 from recipe_lib.models.external_spec import ExternalSpec, TensorLayout
 from recipe_lib.models.families import spec_from_config
@@ -128,7 +128,7 @@ def layout(source: ModuleSource) -> TensorLayout:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    parameters = dict(model.named_parameters())
+    parameters, linears = dict(model.named_parameters()), layer_linears(model)
     buffers = persistent_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
     return TensorLayout(
@@ -136,7 +136,9 @@ def layout(source: ModuleSource) -> TensorLayout:
         frozenset(buffers),
         names={name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
         prefix=f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
-        linears={name: linear_shape(module) for name, module in layer_linears(model).items()},
+        linears={name: linear_shape(module) for name, module in linears.items()},
+        transposed=frozenset(name for name, module in linears.items() if is_transposed(module)),
+        plain=frozenset(name for name, module in linears.items() if type(module) is nn.Linear),
         uncalled=uncalled_linears(model),
         modules=tuple(name for name, _ in model.named_modules() if name),
     )

@@ -89,6 +89,29 @@ class ExternalModel(LanguageModel):
         """Replaces the forward of its class, with the same inputs and outputs."""
         self.class_forward = forward
 
+    def token_reader(self) -> Callable[[Tensor], Tensor]:
+        """A function of tokens `[1, s]` that follow one another, to the logits `[1, v]` after the last of them.
+
+        Keys and values are kept in the cache that the class makes; a class that returns none reads everything again.
+        """
+        accepted, cache, seen = self._division.accepted, None, None
+
+        def read(unread: Tensor) -> Tensor:
+            nonlocal cache, seen
+            seen = unread if seen is None else torch.cat([seen, unread], dim=1)
+            inputs: dict[str, Any] = {"input_ids": seen if cache is None else unread}
+            if {"use_cache", "past_key_values"} <= accepted:
+                inputs |= {"use_cache": True, "past_key_values": cache}
+            elif "use_cache" in accepted:
+                inputs["use_cache"] = False
+            if "logits_to_keep" in accepted:
+                inputs["logits_to_keep"] = 1
+            output = self.class_forward(**inputs)
+            cache = getattr(output, "past_key_values", None)
+            return logits_of(output)[:, -1]
+
+        return read
+
     def forward(
         self,
         tokens: Tensor,

@@ -34,6 +34,10 @@ class ModuleSpec(ExternalSpec):
 
     source: ModuleSource
 
+    @property
+    def implementation(self) -> str:
+        return self.source.implementation
+
     def build(self, dtype: torch.dtype) -> nn.Module:
         return build.build_module(self.source, dtype, self)
 
@@ -59,6 +63,10 @@ class ModuleSpec(ExternalSpec):
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         adapters.add_adapters(model, cfg, adapter_settings(cfg, dtype))
+
+    def token_reader(self, model: Any) -> Callable[[Tensor], Tensor]:
+        reader: Callable[[Tensor], Tensor] = model.token_reader()
+        return reader
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from recipe_lib.external.kept_tensors import KeptTensors
 from recipe_lib.external.tensor_plan.calls import tensors_in
-from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, Total, rewritten, row_length
+from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, Total, rewritten, trained_length
 from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
@@ -49,14 +49,26 @@ def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module, gat
     layers that are not checkpointed. A forward that goes another way than the one that the plan was made of raises
     RuntimeError.
     """
+    model.run_class_forward_by(framed_forward(model, plan, group, head, model.class_forward, gathers_again))
+
+
+def framed_forward(
+    model: nn.Module,
+    plan: TensorPlan,
+    group: Group,
+    head: nn.Module,
+    forward: Callable[..., Any],
+    gathers_again: bool = True,
+) -> Callable[..., Any]:
+    """`forward`, the model's own, as that of one rank; the modules within become so in place. See `run_by_plan`."""
     execution = _Execution(model, plan, group, gathers_again)
     layers = set(layer_names(model))
-    model.run_class_forward_by(execution.framed(model.class_forward, "", ends_sharing=False))
     for path, module in model.named_modules():
         if path and module is not head:
             module.forward = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)
     # At the first forward, so that they go around FSDP's.
     model.register_forward_pre_hook(execution.add_hooks, prepend=True)
+    return execution.framed(forward, "", ends_sharing=False)
 
 
 class _Execution(TorchFunctionMode):
@@ -91,7 +103,7 @@ class _Execution(TorchFunctionMode):
             running, frame = self.running, _RunningForward(path)
             outermost = not running.frames
             if not path:
-                self.length = row_length(next(tensors_in((args, kwargs)), None), self.plan, self.group.size)
+                self.length = trained_length(next(tensors_in((args, kwargs)), None), self.plan, self.group.size)
             running.frames.append(frame)
             try:
                 with ExitStack() as stack:

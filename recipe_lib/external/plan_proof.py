@@ -130,7 +130,7 @@ def proof(model: Any, plan: TensorPlan, size: int) -> str:
         ranks = max((legal for legal in small_plan.legal_sizes if legal <= size), default=0)
         small_plan = plan_of_model(small, ranks, tokens)
     family = model.spec.family
-    other = _differences(plan, small_plan)
+    other = plan_differences(plan, small_plan)
     if other or not ranks:
         raise SetupError(
             f"parallel.tensor={size}: the plan of {family} could not be proven on a small model: {other}; "
@@ -189,7 +189,7 @@ def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
     return made
 
 
-def _differences(large: TensorPlan, small: TensorPlan) -> str:
+def plan_differences(large: TensorPlan, small: TensorPlan) -> str:
     """What one of the plans does with a kind of parameter, or at a call, and the other does not; empty: nothing."""
     for found, there in ((_parameters(large), _parameters(small)), (_exchanges(large), _exchanges(small))):
         for name in sorted(found.keys() | there.keys()):

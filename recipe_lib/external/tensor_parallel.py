@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.external.dora_lengths import runs_of_lengths, share_lengths
 from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.plan_executor import run_by_plan, total_over
 from recipe_lib.external.plan_proof import plan_of_model, prove
@@ -27,7 +29,7 @@ from recipe_lib.models.linear_head import LogitsAfter
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.gathered import Group, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
-from recipe_lib.parallel.tensor import local
+from recipe_lib.parallel.tensor import as_placed, local
 from recipe_lib.parallel.world import World
 
 
@@ -44,12 +46,46 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     assert found is not None  # or it would not have been built
     head = found[1]
     names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in head.parameters())}
-    plan, columns = _with_loss_of_parts(plan, names)
-    _place_parameters(model, plan, world.mesh["tensor"])
-    model.note_runs({each.name: (each.dim, runs) for each in plan.parameters if (runs := _runs(each, group.size))})
-    head.forward = partial(_project, head, group, columns)
+    plan, columns = with_loss_of_parts(plan, names)
+    stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
+    _place_parameters(model, plan, world.mesh["tensor"], stored)
+    runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
+    model.note_runs(runs | runs_of_lengths(runs, stored))
+    head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, group, head, parallel.tensor_regather_in_backward != "false")
-    return {each.name: each.gradient for each in plan.parameters}
+    own = {name for name, _ in model.named_parameters()}
+    gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
+    return gradients | {name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()}
+
+
+def _take_parts(model: nn.Module, plan: TensorPlan, group: Group) -> dict[str, Placement]:
+    """Tells quantized linears which part of their weight this rank computes with; how their storage lies on the group.
+
+    Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
+    """
+    found: dict[str, Placement] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            continue
+        each = plan.parameter(f"{name}.weight")
+        outputs, inputs, by_columns = module.out_features, module.in_features, each.dim == 1
+        storage: tuple[Placement, Placement] = (Replicate(), Replicate())
+        if each.dim >= 0:
+            whole = len(each.segments) == 1
+            if not whole or not can_cut(inputs, outputs, module.kind, group.size, by_columns=by_columns):
+                reason = "holds several matrices" if not whole else "has no whole blocks of 64 numbers for each rank"
+                raise ConfigError(
+                    f"parallel.tensor={group.size}: lora.quantize_base={module.kind} keeps {name} in blocks, and it "
+                    f"{reason}; set lora.quantize_base=none, {'' if not whole else 'int8, '}or parallel.tensor=1"
+                )
+            (part,) = bounds(each.segments, group.rank, group.size)
+            module.take_part(*((0, outputs), part) if by_columns else (part, (0, inputs)))
+            of_factors = Replicate() if by_columns or module.kind == "nf4" else Shard(0)
+            storage = (Shard(each.dim), of_factors)
+        found |= {f"{name}.weight_codes": storage[0], f"{name}.weight_factors": storage[1]}
+        if module.weight_scales is not None:
+            found[f"{name}.weight_scales"] = storage[0]
+    return found
 
 
 def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> TensorPlan:
@@ -57,7 +93,8 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> TensorPla
 
     Raises as `shard_module` does.
     """
-    plan = plan_of_model(model, parallel.tensor)
+    lengths = [module for module in model.modules() if getattr(module, "lora_magnitude_vector", None) is not None]
+    plan = plan_of_model(model, parallel.tensor, tokens=not lengths)  # which DoRA's calls are none of
     check_plan(model, plan, parallel)
     if not holds_values(world.device):
         return plan
@@ -91,7 +128,7 @@ def check_plan(model: Any, plan: TensorPlan, parallel: ParallelConfig) -> None:
         )
 
 
-def _with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, int]:
+def with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, int]:
     """The plan without what the output projection is exchanged for, which the loss does itself; tokens of a rank.
 
     head: names of the projection's parameters. 0 tokens: no rank has a part of the vocabulary, all have the whole.
@@ -108,15 +145,22 @@ def _with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, i
     return replace(plan, boundaries=kept), size
 
 
-def _place_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Makes each parameter a DTensor over the group; one that several modules own stays one."""
+def _place_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, stored: dict[str, Placement]) -> None:
+    """Makes each parameter a DTensor over the group; one that several modules own stays one.
+
+    stored: how parameters that are no weights of the class lie there.
+    """
     plans = {each.name: each for each in plan.parameters}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
-                placed[id(parameter)] = _as_placed(parameter, plans[names[id(parameter)]], mesh)
+                own = names[id(parameter)]
+                if own in stored:
+                    placed[id(parameter)] = as_placed(parameter, stored[own], mesh)
+                else:
+                    placed[id(parameter)] = _as_placed(parameter, plans[own], mesh)
             setattr(module, name, placed[id(parameter)])
 
 
@@ -133,7 +177,7 @@ def _as_placed(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -
     return nn.Parameter(placed, parameter.requires_grad)
 
 
-def _runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
+def plan_runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) in the file of what follows one another on the ranks; none where the order is that of the file."""
     if plan.dim < 0 or len(plan.segments) < 2:
         return ()
@@ -143,7 +187,7 @@ def _runs(plan: ParameterPlan, size: int) -> tuple[tuple[int, int], ...]:
 # The output projection, of a part of the vocabulary.
 
 
-def _project(
+def project(
     head: Any,
     group: Group,
     vocabulary: int,

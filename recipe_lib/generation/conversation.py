@@ -7,14 +7,14 @@ from recipe_lib.data import render_prompt
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.generation.sample import generate
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.spec import ModelSpec
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import StreamDecoder, Tokenizer
 
 NO_ANSWER = "the model ended its answer before the first word"
 
 
-def check_prompt(tokens: list[int], spec: DecoderSpec, what: str) -> None:
+def check_prompt(tokens: list[int], spec: ModelSpec, what: str) -> None:
     """ConfigError for a prompt that leaves no position for an answer, CheckpointError for ids that the model does not
     know. what: the prompt, in the error."""
     if len(tokens) >= spec.max_positions:
@@ -41,7 +41,7 @@ class Chat:
     it was not the model that ended it, or nothing was answered; empty otherwise."""
 
     def __init__(
-        self, model: Decoder, spec: DecoderSpec, tokenizer: Tokenizer, system: str | None, options: dict[str, Any]
+        self, model: Decoder, spec: ModelSpec, tokenizer: Tokenizer, system: str | None, options: dict[str, Any]
     ) -> None:
         """system: what stands before the first question. options: those of `generate`."""
         self._model, self._spec, self._tokenizer, self._options = model, spec, tokenizer, options

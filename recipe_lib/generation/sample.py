@@ -1,13 +1,13 @@
 """Next tokens from logits, and the loop that appends them: `[1, s]` tokens in, ids out one by one."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.kv_cache import KVCache
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 
 def next_probabilities(
@@ -54,7 +54,7 @@ def sample_next(
 @torch.inference_mode()
 def generate(
     model: Decoder,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     tokens: Sequence[int],
     *,
     max_new_tokens: int,
@@ -72,15 +72,26 @@ def generate(
     if not tokens:
         raise ValueError("generate needs at least one token to begin from")
     count = min(max_new_tokens, spec.max_positions - len(tokens))
-    weight = model.lm_head.weight
-    cache = KVCache(spec, 1, len(tokens) + max(count, 0), weight.dtype, weight.device)
-    unread = torch.tensor([list(tokens)], device=weight.device)  # [1, s], later [1, 1]
+    read = _reader(model, spec, len(tokens) + max(count, 0))
+    unread = torch.tensor([list(tokens)], device=next(model.parameters()).device)  # [1, s], later [1, 1]
     for _ in range(count):
-        hidden = model.model(unread, None, None, cache)
-        logits = model.lm_head(hidden[:, -1:])[:, 0]  # of the last token only: [1, v], not [1, s, v]
-        chosen = sample_next(logits, temperature, top_k, top_p, generator)
+        chosen = sample_next(read(unread), temperature, top_k, top_p, generator)
         token = int(chosen)
         if token in stop_ids:
             return
         yield token
         unread = chosen[:, None]
+
+
+def _reader(model: Decoder, spec: ModelSpec, length: int) -> Callable[[Tensor], Tensor]:
+    """What reads tokens `[1, s]`, those that follow each time, and gives the logits `[1, v]` after the last of them."""
+    if not isinstance(spec, DecoderSpec):
+        return spec.token_reader(model)
+    weight = model.lm_head.weight
+    cache = KVCache(spec, 1, length, weight.dtype, weight.device)
+
+    def read(unread: Tensor) -> Tensor:
+        hidden = model.model(unread, None, None, cache)
+        return model.lm_head(hidden[:, -1:])[:, 0]  # of the last token only: [1, v], not [1, s, v]
+
+    return read

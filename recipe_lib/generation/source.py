@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_STORAGE, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.adapter_files import (
+    BASE_DTYPE,
+    BASE_IMPLEMENTATION,
+    BASE_STORAGE,
+    check_base,
+    check_fits,
+    read_adapter,
+)
 from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint, load_weights
 from recipe_lib.checkpoint.manifest import MANIFEST
 from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
@@ -14,7 +21,9 @@ from recipe_lib.checkpoint.verify import model_of_adapter
 from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import Decoder, DecoderSpec, build_meta, read_config, spec_from_config
+from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spec
+from recipe_lib.models.meta_init import allocate
+from recipe_lib.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class GenerationSource:
 
     folder: Path
     config: dict[str, Any]
-    spec: DecoderSpec
+    spec: ModelSpec
     tokenizer: Path
     adapter: Path | None = None
     dtype: str = ""
@@ -70,9 +79,9 @@ def _exported(folder: Path) -> Path:
     return folder
 
 
-def _checked(folder: Path) -> tuple[dict[str, Any], DecoderSpec]:
+def _checked(folder: Path, implementation: str | None = None) -> tuple[dict[str, Any], ModelSpec]:
     config = read_config(folder)
-    spec = spec_from_config(config, where=str(folder))
+    spec = read_trained_spec(config, str(folder), implementation)
     check_weights(spec, folder)
     return config, spec
 
@@ -91,7 +100,7 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
             f"{show(str(folder))}: adapter_config.json names the base {show(named)}, which is an adapter; give "
             f"{trained_on} with --base"
         )
-    config, spec = _checked(base_folder)
+    config, spec = _checked(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
     check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     own = any((folder / file).is_file() for file in TOKENIZER_FILES)
@@ -111,6 +120,7 @@ def load_source(source: GenerationSource, dtype: torch.dtype, device: torch.devi
     `none`, `nf4` or `int8`."""
     if source.adapter is not None:
         return model_of_adapter(source.adapter, source.spec, source.folder, dtype, device, storage)[0]
-    model = build_meta(source.spec, dtype).to_empty(device=device)
+    model = build_meta(source.spec, dtype)
+    allocate(model, device)
     load_weights(model, source.spec, source.folder)
     return model.eval()

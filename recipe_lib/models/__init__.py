@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.models.families import read_spec, spec_from_config
+from recipe_lib.models.families import read_spec, read_trained_spec, spec_from_config
 from recipe_lib.models.spec import DecoderSpec, preset_config, preset_names, read_config
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ __all__ = [
     "preset_names",
     "read_config",
     "read_spec",
+    "read_trained_spec",
     "spec_from_config",
 ]
 

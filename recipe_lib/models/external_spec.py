@@ -59,7 +59,8 @@ class TensorLayout:
 
     shapes: every parameter and persistent buffer. buffers: which of these are no parameters. names: all names of a
     parameter, of which those of a tied one are several. prefix: of the names of its body, which files may leave out.
-    linears: those inside the layers that may have an adapter, as (outputs, inputs). uncalled: linears that are never
+    linears: those inside the layers that may have an adapter, as (outputs, inputs). transposed: those of them whose
+    weight is `[in, out]`. plain: those of torch's own class, which can be quantized. uncalled: linears that are never
     called as one, and why. modules: all names.
     """
 
@@ -68,6 +69,8 @@ class TensorLayout:
     names: dict[str, tuple[str, ...]]
     prefix: str
     linears: dict[str, tuple[int, int]]
+    transposed: frozenset[str]
+    plain: frozenset[str]
     uncalled: dict[str, str]
     modules: tuple[str, ...]
 
@@ -100,6 +103,11 @@ class ExternalSpec(ABC):
     tied: bool  # the output projection is the embedding
     num_layers: int
 
+    @property
+    @abstractmethod
+    def implementation(self) -> str:
+        """What `model.implementation` says for it."""
+
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":
         """The model on the meta device, called as a decoder is. See `build_meta`, which calls this."""
@@ -131,6 +139,10 @@ class ExternalSpec(ABC):
     @abstractmethod
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: "torch.dtype") -> None:
         """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls this."""
+
+    @abstractmethod
+    def token_reader(self, model: Any) -> "Callable[[Tensor], Tensor]":
+        """For generating: a function of tokens `[1, s]` that follow one another, to the logits `[1, v]` after them."""
 
     @abstractmethod
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> dict[str, str]:

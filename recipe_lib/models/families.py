@@ -6,6 +6,7 @@ code.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from recipe_lib.config.registry import owner
@@ -83,6 +84,19 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> Mod
         return spec_from_config(config, where)
     spec: ExternalSpec = owner("model").read_spec(config, where, implementation)
     return spec
+
+
+def read_trained_spec(config: Mapping[str, Any], where: str, implementation: str | None = None) -> ModelSpec:
+    """The spec of a model that somebody has trained; implementation: as of its run, None: not known.
+
+    Then our own decoder for its families, and transformers' class, where that is installed, for all others. Raises as
+    `read_spec` does.
+    """
+    if implementation is None:
+        kind = text_config(config).get("model_type")
+        ours = any(kind in (name, *row.model_types) for name, row in FAMILIES.items())
+        implementation = "native" if ours or find_spec("transformers") is None else "transformers"
+    return read_spec(config, where, implementation)
 
 
 def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:

@@ -12,6 +12,7 @@ from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time
@@ -30,6 +31,31 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
             model = Decoder(spec).to(dtype)
     model.note_built()
     return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Gives a meta model uninitialized memory, for a process that has all of it; tied parameters stay tied.
+
+    Buffers of an external model get the values that its class gave them. A rank of several calls `materialize`.
+    """
+    ties = shared_parameters(model)
+    model.to_empty(device=device)
+    for (owner, name), *others in ties:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(owner, name))
+    if isinstance(model, LanguageModel):
+        for name, buffer in model.named_buffers():
+            if name in model.computed_buffers:
+                buffer.copy_(model.computed_buffers[name])
+
+
+def shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that several modules own."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [shared for shared in places.values() if len(shared) > 1]
 
 
 @runtime_checkable

@@ -22,11 +22,13 @@ from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
 from recipe_lib.models.linear_head import LinearHead
+from recipe_lib.models.meta_init import shared_parameters
 from recipe_lib.models.uninitialized import note_unwritten
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.parallel.ddp import DTYPES, is_replicated
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, resolve_wrapping
+from recipe_lib.parallel.gradient_accumulation import is_kept, reduces_once
 from recipe_lib.parallel.world import World
 
 # Not classes derived from them, whose backward might read what was freed: a crash.
@@ -51,12 +53,11 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
     units = resolve_wrapping(model, parallel.fsdp_wrap_policy)
     if is_replicated(parallel) or (world.data_ranks == 1 and not memory.cpu_offload):
         return []
-    reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     replicated = world.mesh["data_replicate"].size() > 1
     options: dict[str, Any] = {
         "mesh": world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"],
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(parallel)),
         "offload_policy": offload,
     }
     modules = dict(model.named_modules())
@@ -94,7 +95,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     would differ from rank to rank.
     """
     _refuse_values(model)
-    ties = _shared_parameters(model)
+    ties = shared_parameters(model)
     known = isinstance(model, LanguageModel)
     if known:
         model.note_computed_buffers(_computed_buffers(model))
@@ -127,6 +128,13 @@ def _computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     extras = extra_tensors(model)
     found = {name: buffer for name, buffer in model.named_buffers() if name in extras}
     return {name: buffer.detach().clone() for name, buffer in found.items() if buffer.device.type != "meta"}
+
+
+def _reduce_dtype(parallel: ParallelConfig) -> torch.dtype | None:
+    """What FSDP reduces in; and adds up in, the gradients that it reduces once a step."""
+    if parallel.accumulate_grad_in_fp32 and reduces_once(parallel):
+        return torch.float32
+    return DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
 
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
@@ -163,10 +171,12 @@ def _gather_now(module: FSDPModule, args: tuple[Any, ...]) -> None:
 
 
 def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Without gradients no backward comes that would free what is gathered still, the root's parameters at least."""
+    """Without gradients no backward comes that would free what is gathered still, the root's parameters at least.
+
+    Not within a step that keeps weights gathered, whose last backward frees them."""
     if not torch.is_grad_enabled():
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule) and not is_kept(module):
                 module.reshard()
 
 
@@ -242,12 +252,3 @@ def _hand_over(weight: Tensor, gathered: Tensor) -> None:
     """Moves the head's gradient to the parameter that FSDP reduces, before it does so at the end of the head."""
     gathered.grad = weight.grad if gathered.grad is None else gathered.grad + weight.grad
     weight.grad = None
-
-
-def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that several modules own."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    return [shared for shared in places.values() if len(shared) > 1]

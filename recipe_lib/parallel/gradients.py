@@ -18,6 +18,8 @@ def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> 
     stage of a pipeline; all of them where every data rank has the whole model; and what every rank of a tensor-parallel
     group has, such as norms. FSDP has summed the others in backward.
     """
+    if parallel.accumulation is not None:
+        parallel.accumulation.check()
     if parallel.pipeline is not None:
         parallel.pipeline.sum_tied_gradients()
     if parallel.replicas is not None:

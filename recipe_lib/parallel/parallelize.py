@@ -11,6 +11,7 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel.ddp import Replicas, replicas_of
 from recipe_lib.parallel.fsdp import shard_model
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, parameter_bytes, whole_elements
+from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.pipeline.stages import split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors
@@ -25,7 +26,8 @@ class Parallel:
     pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name, what its gradient
     is on a rank of a tensor-parallel group, `sharded` (that of its part) or `partial` (a part of the sum); empty
     without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. checkpointing: what
-    layers keep, where a budget chose it. offload: what moves kept activations to the host and back.
+    layers keep, where a budget chose it. offload: what moves kept activations to the host and back. accumulation: how
+    the gradients of a step's micro-batches are added up; None: as backward does it.
     """
 
     pipeline: Pipeline | None = None
@@ -34,6 +36,7 @@ class Parallel:
     replicas: Replicas | None = None
     checkpointing: str | None = None
     offload: Window | None = None
+    accumulation: GradientAccumulation | None = None
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -55,7 +58,8 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training)
     units = shard_model(model, cfg.parallel, cfg.memory, world)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
-    return Parallel(pipeline, tensor_gradients, units, replicas, levers.checkpointing, levers.offload)
+    accumulation = GradientAccumulation(model, cfg.parallel) if for_training else None
+    return Parallel(pipeline, tensor_gradients, units, replicas, levers.checkpointing, levers.offload, accumulation)
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:

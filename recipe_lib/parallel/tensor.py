@@ -141,7 +141,7 @@ def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
                 placement = _placement(f"{path}.{name}", copied, getattr(module, "kind", None))
-                placed[id(parameter)] = _as_placed(parameter, placement, mesh)
+                placed[id(parameter)] = as_placed(parameter, placement, mesh)
                 gradients[f"{path}.{name}"] = "partial" if placement.is_replicate() else "sharded"
             setattr(module, name, placed[id(parameter)])
     return gradients
@@ -161,7 +161,8 @@ def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placemen
     return Replicate() if whole else Shard(0)
 
 
-def _as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter on the meta device as a DTensor over the group, which cuts it evenly."""
     shape = list(parameter.shape)
     if isinstance(placement, Shard):
         shape[placement.dim] //= mesh.size()

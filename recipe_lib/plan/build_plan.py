@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 import recipe_lib
+from recipe_lib.config.mesh import micro_batches
 from recipe_lib.errors import ConfigError
+from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
+from recipe_lib.plan.cluster_traffic import dimension_plans
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
@@ -94,6 +97,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         wanted = simulated if cfg.parallel.pipeline > 1 else {heaviest.rank: found}
         timings = {rank: schedule(one.trace, STEADY, hardware, settings.calibration) for rank, one in wanted.items()}
     pipeline = staged(cfg, simulated, timings, hardware, settings.calibration)
+    places = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
     plan = Plan(
         recipe=settings.recipe,
         config=settings.config,
@@ -107,13 +111,17 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         margin=usable - heaviest.reserved - more,
         rank_plans=ranks,
         outside=outside,
-        layers=layers_of_all([_layers(simulated[rank]) for rank in traced]) if pipeline else _layers(found),
+        layers=layers_of_all([layer_rows(simulated[rank]) for rank in traced]) if pipeline else layer_rows(found),
         communication=_communication(found.trace, settings),
         time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
         pipeline=pipeline.plan if pipeline else None,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
         not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
         estimate=estimate,
+        ranks_per_node=hardware.ranks_per_node,
+        dimensions=dimension_plans(
+            found.mesh, dict(sorted(places.items())), STEADY, micro_batches(cfg)[1], once_a_step(cfg.parallel)
+        ),
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
     return plan, found.trace
@@ -149,7 +157,7 @@ def simulate_rank(
     )
 
 
-def _layers(found: Simulated) -> list[LayerRow]:
+def layer_rows(found: Simulated) -> list[LayerRow]:
     """The table of modules; what they keep is what is there when the last backward of the steady step begins."""
     kept: dict[str, int] = defaultdict(int)
     for module, size in _kept_for_backward(found.trace).items():

@@ -1,6 +1,8 @@
 """A plan as one HTML page that needs neither network nor script: timeline, tree, tables. No torch in here."""
 
+from recipe_lib.plan.cluster_tables import alone_table, groups_table, stage_ranks_table, volume_table
 from recipe_lib.plan.drawings import draw_pipeline, draw_timeline
+from recipe_lib.plan.layer_tables import layer_table
 from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
@@ -9,7 +11,6 @@ from recipe_lib.plan.tables import (
     communication_table,
     host_line,
     hundredths,
-    layer_table,
     outside_rows,
     phase_table,
     rank_name,
@@ -40,6 +41,10 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     phases, stages, ranks, layers, communication, advice = (
         Section(table.title, table=table) if (table := make(plan)) else Section("") for make in makers
     )
+    volumes, groups, owners, alone = (
+        Section(table.title, table=table) if (table := make(plan)) else Section("")
+        for make in (volume_table, groups_table, stage_ranks_table, alone_table)
+    )
     timeline = draw_timeline(plan, trace) if trace is not None else None
     schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
     sections = [
@@ -52,7 +57,11 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
         _tree(plan),
         Section("Device memory outside PyTorch's allocator, and host memory", facts=outside),
         communication,
+        volumes,
+        groups,
+        owners,
         Section("Time of a step", facts=time_lines(plan)),
+        alone,
         layers,
         advice,
         Section("Assumptions", items=plan.assumptions),

@@ -110,9 +110,13 @@ def _levers(kind: str, cfg: Any, ranks: int) -> Iterator[Changes]:
         if not memory.optimizer_offload:
             yield {"memory.optimizer_offload": True}
     elif kind == "gradients":
+        if cfg.parallel.reduce_gradients == "step":
+            yield {"parallel.reduce_gradients": "micro_batch"}
         if not memory.optimizer_in_backward and turns == 1:
             yield {"memory.optimizer_in_backward": True, "clip_grad_norm": None}
     elif kind in ("gathered", "communication"):
+        if not cfg.parallel.reshard_after_forward:
+            yield {"parallel.reshard_after_forward": True}
         if ranks > 1 and cfg.parallel.fsdp_wrap_policy in ("auto", "layers"):
             yield {"parallel.fsdp_wrap_policy": "memory_efficient"}
     elif kind == "parameters":

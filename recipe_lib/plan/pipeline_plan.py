@@ -7,6 +7,7 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches, stages_per_rank
 from recipe_lib.parallel.pipeline.schedule_memory import counted_in_flight
 from recipe_lib.parallel.pipeline.schedule_time import theoretical_bubble
+from recipe_lib.plan.cluster import ranks_of_place
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.result import ActionSpan, LayerRow, PipelinePlan, StagePlan
 from recipe_lib.plan.tables import outermost
@@ -109,6 +110,7 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
         receives=receives,
         sent=sent,
         received=received,
+        ranks=ranks_of_place(found.mesh, place),
     )
 
 

@@ -6,17 +6,22 @@ from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, RankPlan
-from recipe_lib.plan.trace import Storage, Trace
-from recipe_lib.plan.tracing.simulate import Simulated
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.tracing.simulate import STEADY, Simulated
 from recipe_lib.units import format_bytes
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
 RISKY_SHARE = 0.03
 
 
+def has_room(reserved: int, usable: int, hardware: Hardware) -> bool:
+    """Whether more is left of what the allocator may take than a plan's own error."""
+    return reserved <= usable - RISKY_SHARE * hardware.memory
+
+
 def verdict_of(trace: Trace, heaviest: RankPlan, usable: int, hardware: Hardware) -> str:
     """Fits with room to spare; risky: it needs expandable segments, retries, or the last few percent of the device."""
-    if heaviest.reserved <= usable - RISKY_SHARE * hardware.memory:
+    if has_room(heaviest.reserved, usable, hardware):
         return FITS
     if heaviest.reserved <= usable or heaviest.reserved_expandable <= usable:
         return RISKY
@@ -68,7 +73,26 @@ def rank_plan(rank: int, found: Simulated) -> RankPlan:
             )
         )
     highest = max(peaks, key=lambda peak: peak.active).phase
-    return RankPlan(rank, found.coordinates, peaks, _alive(trace, highest), events=default.events)
+    most = most_of_each_kind(trace, STEADY)
+    return RankPlan(rank, found.coordinates, peaks, _alive(trace, highest), events=default.events, most=most)
+
+
+def most_of_each_kind(trace: Trace, phase: str) -> dict[str, int]:
+    """Kind of memory to the most bytes on the device that it takes at a time in a phase; none for a phase that was not
+    traced."""
+    held: dict[str, int] = defaultdict(int)
+    most: dict[str, int] = {}
+    current = ""
+    for kind, number in trace.events:
+        if kind == PHASE:
+            current = trace.phases[number]
+            most |= held if current == phase else {}
+        elif kind in (ALLOC, FREE) and trace.storages[number].device:
+            storage = trace.storages[number]
+            held[storage.kind] += storage.bytes if kind == ALLOC else -storage.bytes
+            if current == phase:
+                most[storage.kind] = max(most.get(storage.kind, 0), held[storage.kind])
+    return {kind: size for kind in STORAGE_KINDS if (size := most.get(kind, 0))}
 
 
 def _alive(trace: Trace, phase: str) -> list[Alive]:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from recipe_lib.plan.cluster_tables import alone_table, groups_table, stage_ranks_table, volume_table
+from recipe_lib.plan.layer_tables import layer_table
 from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
@@ -12,7 +14,6 @@ from recipe_lib.plan.tables import (
     communication_table,
     host_line,
     hundredths,
-    layer_table,
     outside_rows,
     phase_table,
     planned_in,
@@ -74,7 +75,7 @@ def _put_details(console: Console, plan: Plan) -> None:
     _put_outside(console, plan)
     heading(console, "host memory")
     put(console, host_line(plan), indent=2)
-    _tables(console, plan, layer_table, communication_table)
+    _tables(console, plan, alone_table, layer_table, communication_table, volume_table, groups_table, stage_ranks_table)
     if plan.time is not None:
         heading(console, "time of a step")
         put_pairs(console, time_lines(plan))

@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.plan.cluster import DimensionPlan
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it. 2: `active` counts whole blocks.
 SCHEMA_VERSION = 3
@@ -71,13 +72,15 @@ class OutsideTorch:
 @dataclass
 class RankPlan:
     """One rank. rank: its number. coordinates: mesh dimension to place in it. peaks: by phase. alive: at the largest
-    peak of active bytes, largest first. events: allocations and frees that were replayed."""
+    peak of active bytes, largest first. events: allocations and frees that were replayed. most: kind of memory to the
+    most bytes that it takes at a time in a steady step, as they were asked for."""
 
     rank: int
     coordinates: dict[str, int]
     peaks: list[PhasePeak]
     alive: list[Alive]
     events: int = 0
+    most: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> PhasePeak:
@@ -104,7 +107,10 @@ class RankPlan:
 class LayerRow:
     """One module of the layer table. module: dotted path. type: its class. parameters: elements of the full model.
     trained: those of them that are trained. bytes: of all of its parameters, without parallelism; local_bytes: of this
-    rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward."""
+    rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward,
+    with what is inside; a tensor is of the module whose output it is, or else of the one whose weight alone reads it.
+    weights: its own parameters' names and shapes, as this rank computes with them: gathered where FSDP shards them, its
+    shard of them in tensor parallel. kept_alone: by the full model on one device; None: not planned."""
 
     module: str
     type: str
@@ -113,6 +119,8 @@ class LayerRow:
     bytes: int
     local_bytes: int
     kept: int = 0
+    weights: dict[str, list[int]] = field(default_factory=dict)
+    kept_alone: int | None = None
 
 
 @dataclass
@@ -181,7 +189,7 @@ class StagePlan:
     of them, without other parallelism. in_flight: the most micro-batches between forward and backward at a time, each
     stage counted; deferred: the most with deferred weight gradients. compute: seconds of a step that it computes.
     idle: share of the pipeline's time that it does not. sends, receives: tensors of a step; sent, received: their
-    bytes."""
+    bytes. ranks: all that have these stages."""
 
     place: int
     rank: int
@@ -197,6 +205,7 @@ class StagePlan:
     receives: int
     sent: int
     received: int
+    ranks: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -260,6 +269,12 @@ class Plan:
     advice: levers, each tried alone. assumptions, not_modeled: one sentence each. versions: program to version.
     estimate: why the figures are not those of all micro-batches and steps; empty where they are. notes: those of the
     assumptions that concern this machine and the start of a run. next_lever: what to change next, in words.
+    ranks_per_node: ranks of one machine, neighbors in their numbers; 0: not known. dimensions: of the mesh, those with
+    more than one rank, and what all ranks communicate along them. alone: the full model on one device, without
+    parallelism, with the same micro-batches; None where it was not planned (without `--full`) or is this very run.
+    smallest_cards: known cards of the least memory on which as many ranks fit with room to spare, by this plan's peak;
+    empty: on none. tried_ranks: numbers of ranks that were planned to find the fewest that fit. fewest_ranks: of this
+    device; None: not looked for (without `--advice`), or none of those.
     seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
@@ -286,6 +301,12 @@ class Plan:
     estimate: str = ""
     notes: list[str] = field(default_factory=list)
     next_lever: str = ""
+    ranks_per_node: int = 0
+    dimensions: list[DimensionPlan] = field(default_factory=list)
+    alone: RankPlan | None = None
+    smallest_cards: list[str] = field(default_factory=list)
+    tried_ranks: list[int] = field(default_factory=list)
+    fewest_ranks: int | None = None
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.result import CommunicationRow, LayerRow, PhasePeak, Plan, RankPlan, StagePlan
-from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares, split_number
+from recipe_lib.plan.tree import Node, folded, join_numbered, number_ranges, shares
 from recipe_lib.plan.verdict import reason_text
 from recipe_lib.report.terminal import Table
 from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_seconds
@@ -178,41 +179,6 @@ def rank_table(plan: Plan) -> Table | None:
     return Table("ranks, peak of all phases", header, rows, ("rank", "", "place"), ("place", "host", "expandable"))
 
 
-def layer_table(plan: Plan) -> Table | None:
-    """Modules with their parameters: in the full model without parallelism, and one rank's share; None if not known."""
-    if not plan.layers:
-        return None
-    groups: dict[tuple[Any, ...], list[LayerRow]] = {}
-    for row in plan.layers:
-        before, number, after = split_number(row.module)
-        alike = (row.type, row.parameters, row.trained, row.bytes, row.local_bytes)  # the first layer keeps more
-        groups.setdefault((before, number is None, after, alike), []).append(row)
-    names = _indented([join_numbered(row.module for row in alike) or "(model)" for alike in groups.values()])
-    rows = [
-        [name, alike[0].type, str(len(alike)), *_layer_sums(alike)]
-        for name, alike in zip(names, groups.values(), strict=True)
-    ]
-    rows.append(["total", "", "", *_layer_sums(outermost(plan.layers))])
-    header = ["module", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
-    note = "Kept: activations saved for backward on this rank."
-    if plan.pipeline:
-        note += " With a pipeline, this rank is for each module a rank that has it."
-    return Table("layers: the full model and one rank's share", header, rows, ("module", "type"),
-                 ("type", "modules", "trained", "full model"), (note,))  # fmt: skip
-
-
-def _indented(names: list[str]) -> list[str]:
-    """Dotted names; one inside another that stands above it is shortened, and indented."""
-    found: list[str] = []
-    above: list[str] = []
-    for name in names:
-        while above and not name.startswith(f"{above[-1]}."):
-            above.pop()
-        found.append("  " * len(above) + name.removeprefix(f"{above[-1]}." if above else ""))
-        above.append(name)
-    return found
-
-
 def outermost(layers: list[LayerRow]) -> list[LayerRow]:
     """The rows that lie in no other row's module: what a total counts."""
     names = {row.module for row in layers}
@@ -223,12 +189,6 @@ def _above(module: str) -> list[str]:
     """`a.b.c` -> ``, `a`, `a.b`."""
     segments = module.split(".") if module else []
     return [".".join(segments[:cut]) for cut in range(len(segments))]
-
-
-def _layer_sums(rows: Iterable[LayerRow]) -> list[str]:
-    rows = list(rows)
-    counts = [format_count(sum(getattr(row, name) for row in rows)) for name in ("parameters", "trained")]
-    return counts + [format_bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")]
 
 
 @dataclass
@@ -334,7 +294,23 @@ def run_lines(plan: Plan) -> list[tuple[str, str]]:
         ("mesh", f"{mesh} ({plan.ranks} rank{'s' if plan.ranks != 1 else ''})"),
         ("sequence length", _sequence_text(plan)),
         ("device", facts),
+        *_least_lines(plan),
     ]
+
+
+def _least_lines(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) of the smallest card for these ranks, and, where it was looked for, of the fewest ranks."""
+    lines = []
+    if plan.smallest_cards:
+        memory = format_bytes(HARDWARE[plan.smallest_cards[0]].memory)
+        lines.append(("smallest card", f"{' or '.join(plan.smallest_cards)} ({memory}) has room for this peak"))
+    elif plan.device.architecture != "cpu":
+        lines.append(("smallest card", "none of the known cards has room for this peak"))
+    if plan.tried_ranks or plan.fewest_ranks is not None:
+        tried = f"; planned with {', '.join(map(str, plan.tried_ranks))}" if plan.tried_ranks else ""
+        found = "more than these" if plan.fewest_ranks is None else str(plan.fewest_ranks)
+        lines.append((f"fewest {plan.device.name}", f"{found}{tried}"))
+    return lines
 
 
 def _sequence_text(plan: Plan) -> str:

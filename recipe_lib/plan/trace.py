@@ -77,7 +77,8 @@ class Op:
     repeats: so many alike were issued one after another; this one stands for all of them, with flops and bytes of one.
     flops: of matmuls and attention, multiply and add are two. bytes: read and written. stream: issued on. dtype: of
     the result, for the rate that the device computes it with. transfer: `to_host` or `to_device` for a copy between
-    the two, whose bytes are counted on both sides.
+    the two, whose bytes are counted on both sides. reads, makes: in forward and recomputation, the storages of its
+    arguments and results.
     """
 
     name: str
@@ -91,6 +92,8 @@ class Op:
     collective: Collective | None = None
     repeats: int = 1
     transfer: str = ""
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

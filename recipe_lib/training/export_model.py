@@ -15,7 +15,6 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.models.extra_parameters import extra_tensors
-from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.added_parameters import warn_of_export
 from recipe_lib.training.card import run_card
@@ -40,7 +39,7 @@ def export_trained_model(
 ) -> None:
     """Writes output_dir/model, a Hugging Face folder with the tokenizer it was trained with. Collective."""
     folder = Path(cfg.output_dir) / MODEL_FOLDER
-    usable = _can_generate(model, source)
+    usable = _can_generate(cfg, model)
     export_model(
         model,
         source.spec,
@@ -67,7 +66,7 @@ def export_trained_adapter(
     The model is merged from the checkpoint's files: weights of a random start (model.preset) are in none.
     """
     folder = Path(cfg.output_dir) / ADAPTER_FOLDER
-    beside, usable = _trained_with(cfg, data), source.folder is not None and _can_generate(model, source)
+    beside, usable = _trained_with(cfg, data), source.folder is not None and _can_generate(cfg, model)
     shown = public_name(source.name, source.folder)
 
     def commands(adapter: Path, base: str) -> list[str]:
@@ -97,6 +96,7 @@ def export_trained_adapter(
             folder,
             merged,
             quantize=cfg.lora.quantize_base,
+            implementation=cfg.model.implementation,
             dtype=DTYPES[cfg.dtype],
             ranks=world,
             tokenizer_folder=data.tokenizer_path,
@@ -126,9 +126,9 @@ def _card(
     return run_card(cfg, source.folder, commands, is_adapter=is_adapter, run=Path(cfg.output_dir))
 
 
-def _can_generate(model: nn.Module, source: ResolvedModel) -> bool:
-    """Whether `tune generate` loads what was written: models of our families, without parameters of a recipe."""
-    return isinstance(source.spec, DecoderSpec) and not extra_tensors(model, saved=True)
+def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
+    """Whether `tune generate` loads what was written: no model of a plugin, and none with parameters of a recipe."""
+    return cfg.model.implementation in ("native", "transformers") and not extra_tensors(model, saved=True)
 
 
 def _shard_bytes(cfg: FullFinetuneConfig) -> int:

@@ -16,8 +16,8 @@ def sum_gradients(
     """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, on the device.
 
     summed_loss: the sum of the token losses of a micro-batch, by calling the model. Gradients are sums over ranks, so
-    every loss is divided by the trained tokens of the whole global step. They are reduced at every micro-batch: waiting
-    for the last would keep them whole on every rank. In a pipeline only the last stage's rank has a part of the loss.
+    every loss is divided by the trained tokens of the whole global step. In a pipeline only the last stage's rank has a
+    part of the loss.
     """
     loss = torch.zeros((), device=device, dtype=torch.float64)
 
@@ -35,11 +35,19 @@ def backward_each(parallel: Parallel, loss_of: Callable[[int, Batch], torch.Tens
 
     loss_of: the number of a micro-batch of this rank's, and itself, to the loss that goes backward.
     """
+    accumulation = parallel.accumulation
     if parallel.pipeline is not None:
-        parallel.pipeline.train(batches.micro_batches, loss_of)
-        return
-    for number, batch in enumerate(batches.micro_batches):
-        loss_of(number, batch).backward()
+        parallel.pipeline.train(batches.micro_batches, loss_of, accumulation)
+    else:
+        last = len(batches.micro_batches) - 1
+        for number, batch in enumerate(batches.micro_batches):
+            if accumulation is not None:
+                accumulation.begin(is_last=number == last)
+            loss_of(number, batch).backward()
+            if accumulation is not None:
+                accumulation.add()
+    if accumulation is not None:
+        accumulation.finish()
 
 
 def result_of_each(

@@ -47,6 +47,24 @@ CASES: dict[str, tuple[Any, ...]] = {
     "odd, last": (8, 7, FULL, "parallel.fsdp_wrap_policy=layers", "odd"),
     "kept": (4, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "parallel.reshard_after_forward=false"),
     "kept, layers": (4, 0, FULL, "parallel.fsdp_wrap_policy=layers", "parallel.reshard_after_forward=false"),
+    "once": (
+        4,
+        0,
+        FULL,
+        "parallel.fsdp_wrap_policy=memory_efficient",
+        "gradient_accumulation_steps=6",
+        "parallel.reduce_gradients=step",
+    ),
+    "zero-1": (
+        4,
+        0,
+        FULL,
+        "parallel.fsdp_wrap_policy=memory_efficient",
+        "gradient_accumulation_steps=6",
+        "parallel.reduce_gradients=step",
+        "parallel.reshard_after_forward=false",
+        "parallel.accumulate_grad_in_fp32=true",
+    ),
     "copies": (8, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "parallel.data_replicate=2"),
     "tensor": (4, 0, FULL, "parallel.tensor=4", "memory.loss_chunks=4"),
     "lora": (4, 0, LORA, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=4"),
@@ -228,6 +246,27 @@ def test_layer_units_are_gathered_and_reduced(
         ("all_gather", "data_shard", gathered(LAYER, ranks)): layer_gathers * LAYERS * micro_batches,
         ("reduce_scatter", "data_shard", rest): micro_batches,
         ("reduce_scatter", "data_shard", gathered(LAYER, ranks)): LAYERS * micro_batches,
+    }
+
+
+@pytest.mark.parametrize(("name", "size", "gathers"), [("once", BF16, 6), ("zero-1", 4, 1)])
+def test_gradients_are_whole_until_they_are_reduced_once_a_step(
+    found: dict[str, Found], name: str, size: int, gathers: int
+) -> None:
+    """The second in fp32, with weights that stay gathered too. The head's are reduced first: beside all that are whole
+    its part is there."""
+    matrix, layer, norm = ([(VOCABULARY, WIDTH)], LAYER, LAST_NORM)
+    assert found[name].most["gradients"] == part(model(), 1) * size + part(matrix, 4) * BF16
+    assert found[name].most["parameters"] == part(model(), 4) * BF16
+    assert found[name].most["gathered"] == (gathered(matrix, 4) + 8192 if gathers > 1 else gathered(model(), 4))
+    layer_gathers = 2 * gathers if gathers > 1 else 1
+    assert found[name].collectives == {
+        ("all_gather", "data_shard", gathered(matrix, 4)): 2 * gathers,
+        ("all_gather", "data_shard", gathered(layer, 4)): layer_gathers * LAYERS,
+        ("all_gather", "data_shard", gathered(norm, 4)): gathers,
+        ("reduce_scatter", "data_shard", gathered(matrix, 4, size)): 2,
+        ("reduce_scatter", "data_shard", gathered(layer, 4, size)): LAYERS,
+        ("reduce_scatter", "data_shard", gathered(norm, 4, size)): 1,
     }
 
 

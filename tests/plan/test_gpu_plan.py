@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_plan, planner_replications
+from benchmarks import gpu_check, gpu_plan
 from benchmarks.allocator_events import events_from_snapshot, read_fixture, write_fixture
 from benchmarks.gpu_plan import Job
 from benchmarks.gpu_plan_cases import PlanCase, cases, recorded
 from benchmarks.gpu_plan_report import errors_of, plan_markdown, share_below, summary
-from benchmarks.planner_stacks import FSDP1, FSDP2, Stack, imitable, recipe_class
-from recipe_lib.cli import plan_request
+from benchmarks.planner_stacks import FSDP1, FSDP2, Stack, recipe_class
+from benchmarks.planner_streams import marking
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
@@ -188,15 +188,6 @@ def test_recorded_events_are_kept_and_replayed(tmp_path: Path, monkeypatch: pyte
     assert late["skipped"] == "no time left"
 
 
-def test_replications_are_command_lines_of_tune_plan() -> None:
-    rows = [entry for group in planner_replications.groups() for entry in group.rows]
-    assert sum(entry.goal for entry in rows) >= 3
-    for run in {entry.run for entry in rows}:
-        read = plan_request.read(run.command.split()[2:])
-        assert (read.config, tuple(read.overrides), read.sequence) == ([run.config], run.overrides, str(run.tokens))
-        assert load_config(run.config, run.overrides, FullFinetuneConfig).max_seq_len == run.tokens
-
-
 def test_imitated_stacks_hold_what_theirs_would() -> None:
     """fp32 where it was bf16 is twice as much; fp32 logits of 64 tokens over 512 words are held through backward."""
     stacks = {
@@ -210,7 +201,7 @@ def test_imitated_stacks_hold_what_theirs_would() -> None:
         for name, stack in stacks.items():
             overrides = ["dtype=bf16", "memory.activation_checkpointing=full", "optimizer.implementation=single"]
             cfg = load_config("demo/full", [*overrides, "output_dir=nowhere", "batch_size=1"], FullFinetuneConfig)
-            with imitable():
+            with marking():
                 done = simulate(recipe_class(stack), cfg, Sequence(64, ""), ranks=4, phases=())
             stored: dict[str, int] = {}
             for number in done.trace.alive_at_peak(STEADY):

@@ -17,12 +17,16 @@ from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_modu
 from tests.selection import selected, slow_except
 
 ZBV = "parallel.pipeline_schedule=zbv"
+ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
 RECOMPUTED = "memory.activation_checkpointing=full"
 # Recipe, overrides. Of all but the pairs the simulation traces fewer micro-batches than the run has.
 CASES: dict[str, tuple[str, ...]] = {
     "1f1b, tied": (FULL, "gradient_accumulation_steps=6"),
     "zbv": (FULL, "gradient_accumulation_steps=7", ZBV, "memory.loss_chunks=1"),
     "zbv, adapters, recomputed": (LORA, "gradient_accumulation_steps=6", ZBV, RECOMPUTED),
+    "1f1b, reduced once": (FULL, "gradient_accumulation_steps=7", ONCE, "memory.loss_chunks=1"),
+    "zbv, zero-1": (FULL, "gradient_accumulation_steps=8", ZBV, ONCE, KEPT),
+    "1f1b, zero-1, recomputed": (FULL, "gradient_accumulation_steps=6", ONCE, KEPT, RECOMPUTED),
     "1f1b, pairs": (DPO, "gradient_accumulation_steps=3", PAIRS),
 }
 
@@ -39,12 +43,22 @@ def runs(
     names = selected(request, "name")
 
     def simulated() -> list[dict[str, Any]]:
-        return [{name: run(name, folder, rank) for name in names} for rank in range(2)]
+        return [{name: run(name, folder, place * ranks_of(name) // 2) for name in names} for place in range(2)]
 
-    def real() -> dict[str, Any]:
+    def real(names: list[str]) -> dict[str, Any]:
         return {name: run(name, folder, None) for name in names}
 
-    return run_ranks(simulated, 1, process_group=False)[0], run_ranks(real, 2)
+    found: list[dict[str, Any]] = [{}, {}]
+    for ranks in (2, 4):
+        alike = [name for name in names if ranks_of(name) == ranks]
+        for place, runs in enumerate(run_ranks(real, ranks, alike)[:: ranks // 2] if alike else ()):
+            found[place] |= runs
+    return run_ranks(simulated, 1, process_group=False)[0], found
+
+
+def ranks_of(case: str) -> int:
+    """Two for the pipeline, and as many that share its stages where it matters."""
+    return 4 if ONCE in CASES[case] else 2
 
 
 def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
@@ -56,10 +70,10 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
     cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=1)
     if rank is not None:
-        found = simulate(recipe_class(module), cfg, shape, rank=rank, ranks=2, phases=(), like_cpu=True)
+        found = simulate(recipe_class(module), cfg, shape, rank=rank, ranks=ranks_of(case), phases=(), like_cpu=True)
     else:
         with start_world(cfg) as world, collectives_let_go():
-            assert dist.get_world_size() == 2
+            assert dist.get_world_size() == ranks_of(case)
             found = trace_real_run(recipe_class(module), cfg, world, shape)
     return {"peaks": found.trace.active_peaks(), "repeats": found.repeats}
 

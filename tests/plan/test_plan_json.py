@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.errors import ConfigError
+from recipe_lib.plan.cluster import DimensionPlan, Volume
 from recipe_lib.plan.describe import classes, descriptions, markdown
 from recipe_lib.plan.result import SCHEMA_VERSION, Plan, read_plan
 from tests.plan.plans import hand_made, hand_made_pipeline
@@ -107,14 +108,16 @@ def test_the_page_describes_every_key():
 def test_the_page_describes_what_is_written():
     """Every object of a plan with all its parts has a section with just its keys."""
     sections = {part.partition("\n")[0]: part for part in markdown().split("\n## ")[1:]}
-    plan = as_json(hand_made(pipeline=hand_made_pipeline()))
+    traffic = DimensionPlan("data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(1, 8, 6)], [Volume(1, 8, 6)])
+    plan = as_json(hand_made(pipeline=hand_made_pipeline(), dimensions=[traffic]))
     pipeline = plan["pipeline"]
     objects = {"Plan": {key: value for key, value in plan.items() if key != "schema"}, "DeviceFacts": plan["device"],
                "RankPlan": plan["rank_plans"][0], "PhasePeak": plan["rank_plans"][0]["peaks"][0],
                "Alive": plan["rank_plans"][0]["alive"][0], "OutsideTorch": plan["outside"],
                "LayerRow": plan["layers"][0], "CommunicationRow": plan["communication"][0],
                "TimePlan": plan["time"], "Advice": plan["advice"][0], "PipelinePlan": pipeline,
-               "StagePlan": pipeline["places"][0], "ActionSpan": pipeline["spans"][0]}  # fmt: skip
+               "StagePlan": pipeline["places"][0], "ActionSpan": pipeline["spans"][0],
+               "DimensionPlan": plan["dimensions"][0], "Volume": plan["dimensions"][0]["rank_step"][0]}  # fmt: skip
     assert set(objects) == set(sections)
     for name, content in objects.items():
         keys = [line.split("`")[1] for line in sections[name].splitlines() if line.startswith("| `")]

@@ -66,6 +66,33 @@ CASES = GRID | {
         "parallel.fsdp_wrap_policy=layers",
         "parallel.reshard_after_forward=false",
     ),
+    "reduced once": (
+        2,
+        FULL,
+        UNTIED,
+        "parallel.reduce_gradients=step",
+        "gradient_accumulation_steps=5",
+        "memory.loss_chunks=1",
+    ),
+    "reduced once, adapters": (2, LORA, TIED, "parallel.reduce_gradients=step", "gradient_accumulation_steps=4"),
+    "zero-1": (
+        2,
+        FULL,
+        TIED,
+        "dtype=bf16",
+        "parallel.reduce_gradients=step",
+        "parallel.reshard_after_forward=false",
+        "parallel.accumulate_grad_in_fp32=true",
+        "gradient_accumulation_steps=4",
+    ),
+    "sums in fp32": (
+        2,
+        FULL,
+        TIED,
+        "dtype=bf16",
+        "parallel.accumulate_grad_in_fp32=true",
+        "gradient_accumulation_steps=4",
+    ),
     "adapters everywhere": (2, LORA, UNTIED, "lora.target_modules=[q,v,embedding,head]"),
     "copies": (2, FULL, TIED, "parallel.data_replicate=2", "optimizer.implementation=single"),
     "bf16": (2, FULL, TIED, "dtype=bf16", "parallel.reduce_dtype=fp32", "optimizer.implementation=foreach"),
@@ -87,7 +114,7 @@ CASES = GRID | {
 COMPARED = [name for name in GRID if name.endswith(" 1")]
 COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
-QUICK += ["pairs", "8 bits", "packed"]
+QUICK += ["pairs", "8 bits", "packed", "zero-1"]
 
 # As releases of torch name them.
 COLLECTIVES = (

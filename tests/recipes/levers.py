@@ -52,6 +52,7 @@ LOW_BITS = 1e-3
 
 ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
 NO_CLIPPING = "clip_grad_norm=null"
+REDUCED_ONCE = "parallel.reduce_gradients=step"
 COMPILE = _same("compile", "compile=true")
 LEVERS = [
     COMPILE,
@@ -83,6 +84,14 @@ LEVERS = [
     _same("loss kernel", "memory.loss_kernel=torch"),
     _same("loss chunks", "memory.loss_chunks=5"),
     _same("accumulation", "gradient_accumulation_steps=2"),
+    _same("gradient reduction", REDUCED_ONCE, "gradient_accumulation_steps=2"),
+    _other(
+        "gradient sums",
+        "parallel.accumulate_grad_in_fp32=true",
+        "gradient_accumulation_steps=2",
+        "dtype=bf16",
+        tolerance=BF16,
+    ),
     _same("kernels", "optimizer.implementation=single"),
     _same("kernels", "optimizer.implementation=foreach"),
     _same("kernels", "optimizer.implementation=fused"),
@@ -172,6 +181,10 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ({IN_BACKWARD, "parallel.data_replicate=2"}, "so that no gradient would be freed"),
     ({IN_BACKWARD, DDP}, "replicas sum their gradients once a step, after backward"),
     ({DDP, "memory.cpu_offload=true"}, "it is FSDP that brings offloaded parameters to the device"),
+    (
+        {REDUCED_ONCE, "parallel.accumulate_grad_in_fp32=true", "parallel.reduce_dtype=bf16"},
+        "FSDP reduces once a step what it has added up",
+    ),
     ({INT8, TENSOR}, "gather and multiply in one, in dtype"),
     *(
         (

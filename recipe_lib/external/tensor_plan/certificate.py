@@ -54,13 +54,11 @@ def certify(
             "certificate: found weights on the meta device, expected real ones; build the model on the CPU"
         )
     model.eval()
-    with torch.no_grad():
-        length = row_length(next(tensors_in(inputs)), plan, size)
-    clean = _ProofForward(model, plan, "clean", length=length)
+    clean = _ProofForward(model, plan, "clean", length=row_length(next(tensors_in(inputs)), plan, size))
     whole = _forward(model, clean, {}, inputs)
     failures, checked = list(clean.failures), 0
     for rank in range(size):
-        run = _ProofForward(model, plan, "taint", rank, size, clean, length)
+        run = _ProofForward(model, plan, "taint", rank, size, clean, clean.length)
         with _told(run):
             output = _forward(model, run, _parts(model, plan, rank, size, _others_lost), inputs)
             run.compare_output(whole, output)

@@ -239,19 +239,25 @@ def others_lost(tensor: Tensor, where: Boundary, length: int, rank: int, size: i
 
 
 def row_length(ids: Any, plan: TensorPlan, size: int) -> int:
-    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0 where the plan shares out none of them.
-
-    Rows that `size` does not divide have their tokens on every rank, which is right without gradients alone: raises
-    ValueError where they are wanted.
-    """
-    if not plan.shared_tokens or not isinstance(ids, Tensor) or ids.dim() != 2:
+    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0 where none of them can be shared out."""
+    if not plan.shared_tokens or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] % size:
         return 0
-    length = ids.shape[1]
-    if length % size == 0:
-        return int(length)
-    if torch.is_grad_enabled():
-        raise ValueError(f"{length} tokens in a row cannot be shared evenly among {size} ranks")
-    return 0
+    return int(ids.shape[1])
+
+
+def trained_length(ids: Any, plan: TensorPlan, size: int) -> int:
+    """As `row_length`, of a forward that may want gradients: without them every rank has all tokens.
+
+    A forward that generates goes other ways, and keeps nothing anyway. Raises ValueError for rows of which the ranks
+    cannot have equal parts.
+    """
+    if not plan.shared_tokens or not torch.is_grad_enabled():
+        return 0
+    found = row_length(ids, plan, size)
+    if not found:
+        shape = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"found token ids of {shape}, expected [b, s] with an s that {size} ranks can share evenly")
+    return found
 
 
 def own_part(tensor: Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> Tensor:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, tensors_in
-from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, own_part, rewritten, row_length
+from recipe_lib.external.tensor_plan.exchanges import (
+    Collectives,
+    Entered,
+    Exchanges,
+    own_part,
+    rewritten,
+    trained_length,
+)
 from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
@@ -148,8 +155,10 @@ def _of_rank(
         gathered: torch.Tensor = _GatherVocabulary.apply(tensor, group, rank)
         return gathered
 
+    with torch.enable_grad():
+        length = trained_length(next(tensors_in(inputs)), plan, group.size)
     with rewritten(model, plan, group.size):
-        run = _Rank(model, plan, group, rank, row_length(next(tensors_in(inputs)), plan, group.size))
+        run = _Rank(model, plan, group, rank, length)
         return _gradients(model, values, inputs, run, lambda each: whole(each) if each.shape[-1] in local else each)
 
 

@@ -1,6 +1,10 @@
-"""Deferred weight gradients and FSDP: gradients that are made after backward are reduced after it too, unit by unit."""
+"""When FSDP reduces the gradients of a pipeline's stages.
 
-from collections.abc import Iterator
+Deferred weight gradients are made after backward, and reduced after it too, unit by unit. Gradients that are reduced
+once a step (`parallel.reduce_gradients`) are with the last action of their stage.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,24 +12,33 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.ops.deferred import DeferredGradients
+from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
+from recipe_lib.parallel.pipeline.schedules import MAKING_GRADIENTS, Action
 
 
 class DeferredReduction:
-    """The FSDP units with weights whose gradients are deferred; without FSDP there are none.
+    """The FSDP units of a rank's stages, and those of them whose weights' gradients are deferred; without FSDP none.
+
+    is_last: whether the action that runs is one of those that `begin` has returned.
 
     Private parts of torch's FSDP2 are used here: a unit's reduction (`post_backward`), and what its root does at the
     end of backward.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """model: sharded, or not."""
+    def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
+        """model: sharded, or not. accumulation: whether units reduce once a step; None: with each micro-batch."""
         self._root: Any = model if isinstance(model, FSDPModule) else None
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._once = accumulation if accumulation is not None and accumulation.once else None
+        self.is_last = False
+        units = _units_in([model])
         self._units = [unit for unit in units if any(_is_deferred(entry) for entry in _parameters(unit))]
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:
         """Inside, these units keep the gradients that backward makes whole, to be reduced with those to come."""
+        if self._once is not None:  # they do anyway
+            yield
+            return
         for unit in self._units:
             unit.set_requires_gradient_sync(False, recurse=False)
         try:
@@ -51,14 +64,45 @@ class DeferredReduction:
                 _reduce(unit)
             self._root._get_fsdp_state()._root_post_backward_final_callback()
 
+    def begin(self, actions: Sequence[Action]) -> set[int]:
+        """Before a step's actions. Where gradients are reduced once a step none is from here on, and the places of the
+        actions that do are returned: of each stage the last one."""
+        if self._once is None:
+            return set()
+        self._once.hold_all()
+        return set({one.stage: at for at, one in enumerate(actions) if one.kind in MAKING_GRADIENTS}.values())
+
+    def reduce_if_last(self, modules: Sequence[nn.Module]) -> None:
+        """In an action that is the last of its stage: what follows is the last backward of these modules, whose units
+        reduce their sums in it, and free their weights.
+
+        Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any unit has.
+        """
+        if self.is_last:
+            for unit in _units_in(modules):
+                unit.set_requires_gradient_sync(True, recurse=False)
+                unit.set_reshard_after_backward(True, recurse=False)
+
+    def end(self) -> None:
+        """After a step's actions: reduces what no stage has, what is in the root and what several stages share."""
+        if self._once is not None:
+            self._root.set_requires_gradient_sync(True)
+            self._root.set_reshard_after_backward(True)
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
+
     def _places(self) -> dict[int, FSDPModule]:
         """The unit of each whole parameter, by its id."""
         entries = [(unit, entry) for unit in self._units for entry in _parameters(unit)]
         return {id(entry._unsharded_param): unit for unit, entry in entries if hasattr(entry, "_unsharded_param")}
 
 
+def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
 def _reduce(unit: FSDPModule) -> None:
-    """Reduces what gradients a unit has; all of one type, as those kept since backward have been turned to theirs."""
+    """Reduces what gradients a unit has, or adds them to its sums where it is to wait; all of one type, as those kept
+    since backward have been turned to theirs."""
     for entry in _parameters(unit):
         entry.accumulate_unsharded_grad_if_needed()
         if hasattr(entry, "_unsharded_param"):

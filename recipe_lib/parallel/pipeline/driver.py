@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, token_ranks
 from recipe_lib.errors import ConfigError
@@ -26,12 +25,13 @@ from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import HeadLoss
+from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline import schedules as kinds
 from recipe_lib.parallel.pipeline.deferred_reduce import DeferredReduction
 from recipe_lib.parallel.pipeline.schedule_memory import taken_in
 from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, with_transfers
-from recipe_lib.parallel.pipeline.transport import OnItsWay, Transport
+from recipe_lib.parallel.pipeline.transport import OnItsWay, Transport, sum_with
 from recipe_lib.parallel.pipeline.watchdog import watch_over
 
 if TYPE_CHECKING:
@@ -120,14 +120,19 @@ class Pipeline:
         hidden = trunk.embed_tokens(tokens) if stage == 0 else tokens
         return trunk.run_layers(hidden, shape, positions, attention, layers=self.layers[stage])
 
-    def train(self, batches: Sequence[MicroBatch], loss_of: Callable[[int, Any], Tensor]) -> None:
+    def train(
+        self,
+        batches: Sequence[MicroBatch],
+        loss_of: Callable[[int, Any], Tensor],
+        accumulation: GradientAccumulation | None = None,
+    ) -> None:
         """Forward and backward of all micro-batches, gradients added to the parameters'. Collective in a pipeline.
 
         loss_of: the number of a micro-batch and itself, to the loss that goes backward, by calling the model; it is
-        called on the last stage's rank alone.
+        called on the last stage's rank alone. accumulation: how gradients are added up; whoever gives it finishes it.
         """
         self._trains = self._agree_on_training()  # each step: a recipe may freeze or thaw between them
-        step = _Step(self, batches, loss_of, None)
+        step = _Step(self, batches, loss_of, None, accumulation)
         with splittable() if self._splits else torch.enable_grad():
             step.run(*self._orders(len(batches), training=True))
 
@@ -141,24 +146,10 @@ class Pipeline:
 
     def sum_tied_gradients(self) -> None:
         """Adds up the gradients of an embedding that is the head on another rank, on both; once a step."""
-        self._sum_tied_gradients()
-        self._world.heartbeat.count_anew()  # two ranks have exchanged more than the others
-
-    def _sum_tied_gradients(self) -> None:
         last = rank_of_stage(self._parallel, self._stages - 1)
-        if not self._model.spec.tied or last == 0 or self._place not in (0, last):
-            return
-        weight = self._model.model.embed_tokens.weight
-        if weight.grad is None:
-            return
-        own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-        transport, other = self._use_transport(), last - self._place
-        shape, dtype = tuple(own.shape), own.dtype
-        # In one order for the two, as everywhere: first the first rank's, then the last one's.
-        sent = transport.send(own, other, tag=0) if self._place == 0 else None
-        received = transport.receive(shape, dtype, other, 0, own.device).wait()
-        (sent or transport.send(own, other, tag=0)).wait()  # before it is written to
-        own.add_(received)
+        if self._model.spec.tied and last != 0 and self._place in (0, last):
+            sum_with(last - self._place, self._model.model.embed_tokens.weight, self._use_transport())
+        self._world.heartbeat.count_anew()  # two ranks have exchanged more than the others
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -204,7 +195,7 @@ class Pipeline:
 
         The last entry is the head's. Raises ConfigError if nothing is.
         """
-        mine = {stage: self._is_trained(stage) for stage in self.layers}
+        mine = {stage: _are_trained(self.layers_of(stage)) for stage in self.layers}
         if self.has_last:
             mine[self._stages] = _are_trained([self._model.model.norm, self._model.lm_head])
         if not holds_values(self._world.device) or dist.get_backend() == "fake":  # alone: the others' are like ours
@@ -216,12 +207,11 @@ class Pipeline:
             raise ConfigError("optimizer: found no parameter that requires a gradient; leave at least one unfrozen")
         return [found[str(stage)] for stage in range(self._stages + 1)]
 
-    def _is_trained(self, stage: int) -> bool:
-        """Of the layers, and of the embedding on the first stage: the head is after all stages."""
+    def layers_of(self, stage: int) -> list[nn.Module]:
+        """The layers of one of this rank's stages, and of the first the embedding: the head is after all stages."""
         trunk = self._model.model
-        modules = [trunk.layers.get_submodule(str(number)) for number in self.layers[stage]]
-        modules += [trunk.embed_tokens] if stage == 0 else []
-        return _are_trained(modules)
+        layers = [trunk.layers.get_submodule(str(number)) for number in self.layers[stage]]
+        return layers + ([trunk.embed_tokens] if stage == 0 else [])
 
 
 def _are_trained(modules: Sequence[nn.Module]) -> bool:
@@ -237,17 +227,18 @@ class _Step:
         batches: Sequence[MicroBatch],
         finish: Callable[[int, Any], Any],
         results: list[Any] | None,
+        accumulation: GradientAccumulation | None = None,
     ) -> None:
         """finish: what the last stage's output goes to; results: where it is put, or None: it is trained on."""
         self._pipeline, self._batches, self._finish, self._results = pipeline, batches, finish, results
-        self._transport = pipeline._use_transport()
+        self._transport, self._accumulation = pipeline._use_transport(), accumulation
         self._watch = watch_over(pipeline._world, pipeline._parallel)
         self._arriving: dict[tuple[str, int, int], OnItsWay] = {}  # by "F" or "B", stage, micro-batch
         self._leaving: dict[tuple[str, int, int], Tensor] = {}
         self._sent: dict[Action, OnItsWay] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._later: dict[tuple[int, int], list[DeferredGradients]] = {}
-        self._held = DeferredReduction(pipeline._model)
+        self._held = DeferredReduction(pipeline._model, accumulation)
         self._do = {
             kinds.FORWARD: self._forward,
             kinds.BACKWARD: self._backward,
@@ -261,18 +252,21 @@ class _Step:
 
     def run(self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]) -> None:
         """All actions; at the end nothing of it is alive. taken: by number of an action, the sends done before it."""
+        reducing, note = self._held.begin(actions), on_action or (lambda action: None)
         with self._watch.step():
             for place, action in enumerate(actions):
                 for send in taken.get(place, ()):
                     self._let_go(send)
                 self._watch.at(action)
-                if on_action is not None:
-                    on_action(action)
+                note(action)
+                self._held.is_last = place in reducing
                 self._do[action.kind](action.stage, action.micro_batch)
+                if self._accumulation and action.kind in kinds.MAKING_GRADIENTS:
+                    self._accumulation.add()
+            self._held.end()
             for send in list(self._sent):
                 self._let_go(send)
-        if on_action is not None:
-            on_action(None)
+        note(None)
         self._do.clear()  # which refers to this object: a cycle would keep the batches alive
 
     def _forward(self, stage: int, number: int) -> None:
@@ -309,6 +303,7 @@ class _Step:
         """The whole backward, nothing deferred."""
         kept = self._kept.pop((stage, number))
         gradient = self._output_gradient(stage, number, kept)
+        self._held.reduce_if_last(self._pipeline.layers_of(stage))
         if kept.graph is not None:
             torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
         del gradient
@@ -326,6 +321,7 @@ class _Step:
         hidden, kept.hidden = kept.hidden, None
         assert hidden is not None
         loss = self._finished(number, hidden)
+        self._held.reduce_if_last([self._pipeline._model.lm_head])
         loss.backward()
         return hidden.grad
 
@@ -336,6 +332,9 @@ class _Step:
         self._later[stage, number] = later
 
     def _weight_gradients(self, stage: int, number: int) -> None:
+        pipeline = self._pipeline
+        head = [pipeline._model.lm_head] if stage == pipeline._stages - 1 else []
+        self._held.reduce_if_last([*pipeline.layers_of(stage), *head])
         self._held.add(self._later.pop((stage, number)))
 
     def _receive(self, what: str, stage: int, number: int, other: int) -> None:

@@ -18,6 +18,7 @@ from recipe_lib.config.schema import ParallelConfig
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
+MAKING_GRADIENTS = (BACKWARD, INPUT, WEIGHT)
 # Of what a stage takes from the next one or the one before, and what it sends there.
 RECEIVE_ACTIVATION, SEND_ACTIVATION = "RF", "SF"
 RECEIVE_GRADIENT, SEND_GRADIENT = "RB", "SB"

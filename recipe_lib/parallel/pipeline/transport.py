@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from recipe_lib.parallel.world import World
 
@@ -53,3 +54,18 @@ class Transport:
         """Sends it to the rank at `place`."""
         tensor = tensor.contiguous()
         return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
+
+
+def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
+    """Adds the gradient that the rank at another place has of the same parameter to this rank's; both call it.
+
+    One of the two is at place 0. Without a gradient, which is so on both, nothing is done.
+    """
+    if parameter.grad is None:
+        return
+    own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    # In one order for the two, as everywhere: first the first rank's, then the last one's.
+    sent = transport.send(own, other, tag=0) if other != 0 else None
+    received = transport.receive(tuple(own.shape), own.dtype, other, 0, own.device).wait()
+    (sent or transport.send(own, other, tag=0)).wait()  # before it is written to
+    own.add_(received)

@@ -164,6 +164,7 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
         if parallel.fsdp_wrap_policy in ("auto", "layers"):
             found.append(Lever({"parallel.fsdp_wrap_policy": "memory_efficient"}))
         found.append(Lever({"parallel.reshard_after_forward": not parallel.reshard_after_forward}))
+        found += _reductions(parallel)
         if parallel.data_replicate > 1:
             found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
         if parallel.data_shard == -1 and data_ranks(cfg, ranks) % (2 * parallel.data_replicate) == 0:
@@ -183,6 +184,17 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
     slow = "much slower: the optimizer runs on the CPU and parameters cross PCIe; that time is not planned"
     found.append(Lever({"memory.cpu_offload": offload}, slow if offload else "", timed=False))
     return found
+
+
+def _reductions(parallel: Any) -> list[Lever]:
+    """When gradients are reduced; left out where a step has one micro-batch, as that is then without effect."""
+    key, keeping = "parallel.reduce_gradients", {"parallel.reshard_after_forward": False}
+    if parallel.reduce_gradients == "step":
+        return [Lever({key: "micro_batch"}, "reduced in every backward, none whole on a rank")]
+    once = Lever({key: "step"}, "whole gradients on every rank, reduced once a step")
+    if not parallel.reshard_after_forward:
+        return [once]
+    return [once, Lever({key: "step"} | keeping, "whole weights and gradients (ZeRO-1), gathered and reduced once")]
 
 
 def _weights(cfg: Any) -> list[Lever]:

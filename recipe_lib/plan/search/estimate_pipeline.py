@@ -12,8 +12,10 @@ from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline.schedule_memory import StageBytes, live_bytes, peak_bytes
 from recipe_lib.parallel.pipeline.schedule_time import simulate
+from recipe_lib.parallel.pipeline.schedules import Action
 from recipe_lib.plan.allocation.blocks import block_bytes
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
@@ -23,7 +25,7 @@ from recipe_lib.plan.search.estimate_facts import Estimate, parameter_bytes, tra
 from recipe_lib.plan.timing.pipeline_time import messages_of, parts_of
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, PHASE, Trace
-from recipe_lib.plan.tracing.pipeline_actions import orders_of, taken_of
+from recipe_lib.plan.tracing.pipeline_actions import orders_of, taken_of, traced_micro_batches
 from recipe_lib.plan.tracing.simulate import STEADY, Simulated
 from recipe_lib.plan.tracing.simulated_micro_batches import is_shipped
 
@@ -59,11 +61,12 @@ def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Esti
     count = micro_batches(cfg)[1]
     orders = orders_of(cfg.parallel, count)
     ranks = first_of_each_place(cfg.parallel, settings.ranks)
-    places = [
-        _simulate(recipe_class, cfg, settings, rank, _traced(cfg.parallel, place, count))
-        for place, rank in enumerate(ranks)
+    once = reduces_once(cfg.parallel)  # then the last micro-batch is unlike the others, and what each leaves adds up
+    traced = [
+        traced_micro_batches(cfg, place) if once else _traced(cfg.parallel, place, count) for place in range(len(ranks))
     ]
-    peaks = [_peak(cfg, place, found, count) for place, found in enumerate(places)]
+    places = [_simulate(recipe_class, cfg, settings, rank, number) for rank, number in zip(ranks, traced, strict=True)]
+    peaks = [_whole_peak(found) if once else _peak(cfg, place, found, count) for place, found in enumerate(places)]
     heaviest = max(range(len(places)), key=lambda place: peaks[place] + places[place].idle[0])
     place, active = places[heaviest], peaks[heaviest]
     seconds: dict[_Key, float] = {}
@@ -121,9 +124,35 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, t
         waits, runs = parts_of(trace, schedule(trace, STEADY, settings.hardware, settings.calibration))
         gaps = sum(waits)
         for run in runs:  # a reference's forwards too: the later, of what is trained, replace them
-            seconds |= {(action.stage, action.kind): found for action, found in run.items()}
+            seconds |= _in_the_middle(run) if reduces_once(cfg.parallel) else _by_key(run)
         messages = messages_of(trace, STEADY, settings.hardware, settings.calibration)
     return _Place(found, before, change, most, outside, held, idle, seconds, messages, gaps, module)
+
+
+def _by_key(run: Mapping[Action, float]) -> dict[_Key, float]:
+    """Seconds by stage and kind, of the last action of each."""
+    return {(action.stage, action.kind): seconds for action, seconds in run.items()}
+
+
+def _in_the_middle(run: Mapping[Action, float]) -> dict[_Key, float]:
+    """The same of the action in the middle: the first may gather what later ones have, and the last reduce what
+    earlier ones have left."""
+    found: dict[_Key, list[float]] = defaultdict(list)
+    for action, seconds in run.items():
+        found[action.stage, action.kind].append(seconds)
+    return {key: values[len(values) // 2] for key, values in found.items()}
+
+
+def _whole_peak(found: _Place) -> int:
+    """The most that is alive, of a simulation that has every state of memory."""
+    trace, alive, most, phase = found.found.trace, 0, 0, ""
+    for kind, number in trace.events:
+        if kind == PHASE:
+            phase = trace.phases[number]
+        elif kind in (ALLOC, FREE) and trace.storages[number].device:
+            alive += block_bytes(trace.storages[number].bytes) * (1 if kind == ALLOC else -1)
+            most = max(most, alive) if phase == STEADY else most
+    return most
 
 
 def _bytes(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.estimate import Estimate
@@ -248,9 +249,12 @@ def _could_fit(cfg: Any, settings: PlanSettings, changes: Changes, known: _Candi
     parts_before, parts = (mesh["pipeline"] * mesh["data_shard"] for mesh in meshes)
     held = known.quick.held * parts_before // parts if not after.memory.cpu_offload else 0
     gradients = known.quick.trained // parts if not after.memory.cpu_offload else 0
+    if reduces_once(after.parallel):
+        gradients = known.quick.trained // meshes[1]["pipeline"]
     others = meshes[1]["data_shard"] - 1
     whole = 0 if after.parallel.reshard_after_forward else known.quick.parameters * others // parts
-    return held + max(gradients, whole) <= usable_bytes(after, settings) + _doubt(settings)
+    least = gradients + whole if reduces_once(after.parallel) else max(gradients, whole)
+    return held + least <= usable_bytes(after, settings) + _doubt(settings)
 
 
 def _doubt(settings: PlanSettings) -> int:

@@ -1,6 +1,7 @@
 """What `tune plan --search` tries: ways to share a model between ranks, pipelines among them, and micro-batches."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, same_batch_ranks, stage_count
@@ -9,11 +10,13 @@ from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.trials import Changes, changed, value_of
 from recipe_lib.plan.world.shape_only_model import layer_count
 
+REDUCE_KEY = "parallel.reduce_gradients"
 # What is looked for besides the micro-batch: key -> its values for a config and so many ranks with different batches,
 # least memory first.
 SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks),
     "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
+    REDUCE_KEY: lambda cfg, ranks: ("micro_batch", "step") if ranks > 1 else (cfg.parallel.reduce_gradients,),
     "optimizer.implementation": lambda cfg, ranks: ("auto",),
 }
 STRATEGY_KEY = "parallel.strategy"
@@ -71,11 +74,15 @@ def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
             combinations = [one | {key: value} for one in combinations for value in values(cfg, copies)]
     for one in combinations:
         alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
-        if not alone or one.get("parallel.reshard_after_forward", True):
+        kept = not one.get("parallel.reshard_after_forward", True)
+        # Whole gradients alone save as much as weights kept from forward to backward do, and take as much.
+        halfway = one.get(REDUCE_KEY) == "step" and not kept and "parallel.reshard_after_forward" not in fixed
+        if not (alone and kept) and not halfway:
             yield one
     if free and copies > 1:
         own = "optimizer.implementation"
-        yield {STRATEGY_KEY: "ddp"} | ({} if own in fixed else {own: "auto"})
+        again = {REDUCE_KEY: "micro_batch"} if cfg.parallel.reduce_gradients != "micro_batch" else {}  # has no effect
+        yield {STRATEGY_KEY: "ddp"} | again | ({} if own in fixed else {own: "auto"})
 
 
 def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, splits: bool = True) -> Iterator[Changes]:
@@ -99,10 +106,18 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
             copies = [1, left] if left > 1 and cfg.parallel.data_shard == -1 else [1]
             if "parallel.data_replicate" in fixed:
                 copies = [cfg.parallel.data_replicate]
-            for number in copies:
-                one = begun | {"parallel.data_replicate": number}
+            for number, whole in product(copies, _kept_whole(fixed, left)):
+                one = begun | {"parallel.data_replicate": number} | whole
                 if _is_possible(cfg, settings, one):
                     yield one
+
+
+def _kept_whole(fixed: Collection[str], ranks: int) -> list[Changes]:
+    """What `ranks` with different batches may keep whole through a step: nothing, or gradients and weights."""
+    reshard = "parallel.reshard_after_forward"
+    if ranks == 1 or {REDUCE_KEY, reshard} & set(fixed):
+        return [{}]
+    return [{}, {REDUCE_KEY: "step", reshard: False}]
 
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
@@ -134,7 +149,8 @@ def sizes(cfg: Any, changes: Changes) -> list[int]:
     whole = batch_per_step_with(cfg, changes)
     found = [size for size in range(1, whole + 1) if whole % size == 0]
     if changes.get(PIPELINE_KEY, cfg.parallel.pipeline) == 1:
-        return found
+        once = changes.get(REDUCE_KEY, cfg.parallel.reduce_gradients) == "step"
+        return found[:-1] if once and changes.get(STRATEGY_KEY) != "ddp" else found  # of one, every reduction is once
     other = changed(cfg, changes | micro_batch(cfg, changes, 1))
     fewest = whole + 1 if other is None else fewest_micro_batches(other.parallel)
     return [size for size in found if whole // size >= fewest]

@@ -8,13 +8,24 @@ from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline import driver
 from recipe_lib.parallel.pipeline.schedule_memory import StageBytes, live_bytes, taken_in
 from recipe_lib.parallel.pipeline.schedule_time import simulate
-from recipe_lib.parallel.pipeline.schedules import UNITS, Action, Orders, compute_orders, forward_orders, with_transfers
+from recipe_lib.parallel.pipeline.schedules import (
+    MAKING_GRADIENTS,
+    UNITS,
+    Action,
+    Orders,
+    compute_orders,
+    forward_orders,
+    with_transfers,
+)
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
+from recipe_lib.plan.tracing.tracer import Tracer
 
-# Without a pipeline the first micro-batch finds no gradients and the second does; all later ones are like the second.
+# Without a pipeline the first micro-batch finds no gradients and the second does; all later ones are like the second,
+# but for the last where that reduces the gradients of all.
 ALIKE_FROM = 2
 # Where so many micro-batches for each stage are not enough to see every state of memory, all of them are traced.
 _MOST_FOR_A_STAGE = 8
@@ -26,10 +37,15 @@ _State = tuple[Any, ...]
 
 
 @contextmanager
-def following_actions(trace: Trace) -> Iterator[None]:
+def following_actions(tracer: Tracer) -> Iterator[None]:
     """Inside, the actions of a pipeline's driver are noted in the trace."""
+    trace, previous = tracer.trace, ""
 
     def note(action: Action | None) -> None:
+        nonlocal previous
+        if previous in MAKING_GRADIENTS:
+            tracer.between_actions()
+        previous = action.kind if action is not None else ""
         mark = ActionMark() if action is None else ActionMark(action.stage, action.kind, action.micro_batch)
         trace.actions.append(mark)
         trace.events.append((ACTION, len(trace.actions) - 1))
@@ -44,12 +60,13 @@ def following_actions(trace: Trace) -> Iterator[None]:
 def traced_micro_batches(cfg: Any, place: int = 0) -> int:
     """How many of a step's micro-batches have to be traced to see its peak, and every operator, at least once.
 
-    Without a pipeline two. With one: the fewest whose actions, at this place in it, can stand for those of all of them,
-    see `stand_ins`. GPipe holds all micro-batches at a time, so that all are traced.
+    Without a pipeline two, or three where the last is unlike the others. With one: the fewest whose actions, at this
+    place in it, can stand for those of all of them, see `stand_ins`. GPipe holds all micro-batches at a time, so that
+    all are traced.
     """
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
-        return min(ALIKE_FROM, count)
+        return min(ALIKE_FROM + reduces_once(cfg.parallel), count)
     return enough_micro_batches(cfg.parallel, place, count, evaluates=cfg.runs_reference)
 
 
@@ -73,8 +90,9 @@ def stand_ins(
     Two are alike if stage, kind and the action before agree, and if the rank holds the same before and after them: all
     micro-batches are of one shape, so that this is how many of them each stage holds between forward and backward, and
     between backward and weight gradients, what was received or handed over and not used, what was made and not sent or
-    not taken yet, and which gradients there are. Every action of the shorter step stands for one of the longer at
-    least, so that the most that is held is the same in both. None: there is not one for each.
+    not taken yet, which gradients there are, and whether it reduces those of its stage once a step. Every
+    action of the shorter step stands for one of the longer at least, so that the most that is held is the same in both.
+    None: there is not one for each.
     """
     if traced == count:
         return {action: action for action in orders_of(parallel, count, training=training)[place]}
@@ -115,7 +133,7 @@ _Key = tuple[tuple[str, Any], ...]
 def _key(parallel: ParallelConfig) -> _Key:
     """What of it an order depends on, by name."""
     names = ("pipeline", "pipeline_schedule", "pipeline_stages_per_rank", "pipeline_max_deferred_weight_grads")
-    return tuple((name, getattr(parallel, name)) for name in names)
+    return tuple((name, getattr(parallel, name)) for name in (*names, "reduce_gradients", "strategy"))
 
 
 @cache
@@ -137,13 +155,15 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
     before: _State = ()
     previous: _State = ()
     trained: set[tuple[int, str]] = set()
+    ends = set({one.stage: one for one in order if one.kind in MAKING_GRADIENTS}.values())
+    ends = ends if reduces_once(parallel) else set()
     for live in live_bytes(order, parallel, sizes, 1, taken=taken_of(parallel, place, count, training=training)):
         action = live.action
         after = (live.kept, live.deferred, live.received, live.handed, live.waiting, live.sent)
-        state = (action.stage, action.kind, previous, tuple(sorted(trained)), before, after)
+        state = (action.stage, action.kind, previous, tuple(sorted(trained)), before, after, action in ends)
         found[state].append(action)
         before, previous = after, (action.stage, action.kind)
-        if action.kind in ("B", "I", "W"):
+        if action.kind in MAKING_GRADIENTS:
             trained.add((action.stage, action.kind))
     return dict(found)
 

@@ -5,10 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from recipe_lib.adapters.quantized import QuantizedLinear
+from recipe_lib.config.mesh import TOKEN_DIMS
 from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
-from recipe_lib.plan.tracing.tracer import Tracer, plain_parts
+from recipe_lib.plan.tracing.plain_tensors import plain_parts
+from recipe_lib.plan.tracing.tracer import Tracer
 
 
 def models_of(recipe: Any) -> dict[str, nn.Module]:
@@ -39,17 +44,35 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
                     tracer.label(value, "optimizer", names.get(id(parameter), ""))
 
 
+def _entries(module: nn.Module) -> list[Any]:
+    """The parameters of an FSDP unit, as FSDP keeps them."""
+    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None) if isinstance(module, FSDPModule) else None
+    return [] if group is None else list(group.fsdp_params)
+
+
 def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
     """FSDP keeps the tensors that it gathers into, with no memory in between; private names of torch's."""
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-        for held in group.fsdp_params if group is not None else ():
+        for held in _entries(module):
             label = prefix + (getattr(held, "_param_fqn", None) or "")
             for gathered in getattr(held, "all_gather_outputs", ()):
                 tracer.label(gathered, "gathered", label)
             tracer.label(held._sharded_param_data, "parameters", label)
+
+
+def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
+    """Says of gradients that are added up over a step's micro-batches whose they are: whole ones, which FSDP reduces
+    once a step, and sums in fp32."""
+    for divided in vars(recipe).values():
+        if isinstance(divided, Parallel) and divided.accumulation is not None:
+            for parameter, total in divided.accumulation.sums.items():
+                tracer.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
+    for prefix, model in models.items():
+        for held in (entry for module in model.modules() for entry in _entries(module)):
+            whole = getattr(held, "_unsharded_param", None)
+            for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
+                if gradient is not None:
+                    tracer.label(gradient, "gradients", prefix + (getattr(held, "_param_fqn", None) or ""))
 
 
 def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
@@ -84,6 +107,30 @@ def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:
                     sum(value.numel() for value in own if value.requires_grad),
                     sum(value.numel() * value.element_size() for value in own),
                     sum(part.nbytes for value in own for part in plain_parts(value)),
+                    weights=_weight_shapes(module),
                 )
             )
     return facts
+
+
+def _weight_shapes(module: nn.Module) -> dict[str, list[int]]:
+    """Name to shape of a module's own parameters, as this rank computes with them; of a quantized linear that of what
+    it dequantizes."""
+    found = {}
+    if quantized := isinstance(module, QuantizedLinear):
+        found["weight"] = [last - first for first, last in (module.rows, module.columns)]
+    for name, value in module.named_parameters(recurse=False):
+        if not (quantized and name.startswith("weight_")):
+            found[name] = _computed_shape(value)
+    return found
+
+
+def _computed_shape(value: torch.Tensor) -> list[int]:
+    """Of a parameter, divided where tensor parallel shards it; FSDP gathers it before it is used."""
+    shape = list(value.shape)
+    if isinstance(value, DTensor):
+        names = value.device_mesh.mesh_dim_names or ()
+        for name, size, placement in zip(names, value.device_mesh.shape, value.placements, strict=True):
+            if name in TOKEN_DIMS and placement.is_shard():
+                shape[placement.dim] //= size
+    return shape

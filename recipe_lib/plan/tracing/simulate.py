@@ -19,9 +19,11 @@ from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.ops import cross_entropy
 from recipe_lib.parallel import World
+from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.kept_by import give_to_children
 from recipe_lib.plan.tracing.pipeline_actions import (
     ALIKE_FROM,
     following_actions,
@@ -29,7 +31,7 @@ from recipe_lib.plan.tracing.pipeline_actions import (
     repeat_actions,
     traced_micro_batches,
 )
-from recipe_lib.plan.tracing.recipe_models import label_models, models_of, module_facts
+from recipe_lib.plan.tracing.recipe_models import label_models, label_sums, models_of, module_facts
 from recipe_lib.plan.tracing.simulated_micro_batches import (
     FEW_MICRO_BATCHES,
     Likeness,
@@ -103,7 +105,7 @@ def simulate(
             with (
                 _quiet_collector(),
                 tracer.running(),
-                following_actions(tracer.trace),
+                following_actions(tracer),
                 tracer.remembering(quantized, "_dequantize"),
                 tracer.remembering(cross_entropy, "_sum_over_chunks"),
                 _scales_without_values(),
@@ -166,7 +168,13 @@ def _run(
         _make_states(recipe)
     stage = world.pipeline.rank if world.pipeline else 0
     traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
-    passes = Passes(lambda: (len(tracer.trace.events), tracer.alive()))
+
+    def now() -> tuple[int, int]:
+        label_sums(tracer, recipe, models)
+        return len(tracer.trace.events), tracer.alive()
+
+    passes = Passes(now)
+    tracer.between_actions = lambda: label_sums(tracer, recipe, models)
     recipe.data = PlannedData(cfg, world, shape, traced, passes)
     left: list[int] = []
     tokens = 0
@@ -183,21 +191,15 @@ def _run(
         del batches
         label_models(tracer, models)
         left.append(tracer.alive())
-    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=world.pipeline is not None)
+    piped, unlike = world.pipeline is not None, int(reduces_once(cfg.parallel))
+    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=piped, unlike=unlike)
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", recipe.validate, tracer, notes)
         for model in models.values():
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
-    name_parts(tracer.trace)
-    classify(tracer.trace)
-    if traced is None or alone:
-        pass  # each stands for itself
-    elif world.pipeline is not None:
-        repeat_actions(tracer.trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
-    else:
-        stand_for_all(tracer.trace, cfg.gradient_accumulation_steps, traced)
+    _interpret(tracer.trace, cfg, stage if world.pipeline is not None else None, None if alone else traced)
     names = world.mesh.mesh_dim_names or ()
     mesh = dict(zip(names, world.mesh.shape, strict=True))
     place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
@@ -208,6 +210,18 @@ def _run(
     return Simulated(
         tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
     )
+
+
+def _interpret(trace: Trace, cfg: FullFinetuneConfig, stage: int | None, traced: int | None) -> None:
+    """Says what is what in a whole trace, and what counts how often. stage: place in a pipeline, if there is one.
+    traced: micro-batches of a step that stand for all; None: each stands for itself."""
+    name_parts(trace)
+    classify(trace)
+    give_to_children(trace)
+    if traced is not None and stage is not None:
+        repeat_actions(trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
+    elif traced is not None:
+        stand_for_all(trace, cfg.gradient_accumulation_steps, traced, int(reduces_once(cfg.parallel)))
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
@@ -272,8 +286,11 @@ def classify(trace: Trace) -> None:
             waiting.clear()
 
 
-def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
-    """The operators of a step's last traced micro-batch count for all of its later ones too, `count` in all."""
+def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM, unlike: int = 0) -> None:
+    """The operators of one of a step's traced micro-batches count for all that were not traced too, `count` in all.
+
+    It is the last of them but for those at the end that are `unlike` the others.
+    """
     if count <= traced:
         return
     for phase in {FIRST, STEADY} & set(trace.phases):
@@ -282,10 +299,20 @@ def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM) -> None:
         backwards = [index for index, part in enumerate(parts) if part == "backward"]
         if not backwards:
             continue  # a step of the user's own, that has none
-        begin = next((index for index in range(backwards[0], len(ops)) if parts[index] == "forward"), None)
-        if begin is not None:
-            for op in ops[begin : backwards[-1] + 1]:
+        begins = _begins(parts) + [backwards[-1] + 1]
+        if len(begins) > 1 + unlike:
+            for op in ops[begins[-2 - unlike] : begins[-1 - unlike]]:
                 op.repeats *= count - traced + 1
+
+
+def _begins(parts: list[str]) -> list[int]:
+    """Where a micro-batch after the first begins: at a forward after a backward."""
+    found, behind = [], False
+    for index, part in enumerate(parts):
+        if part == "forward" and behind:
+            found.append(index)
+        behind = part == "backward" or (behind and part != "forward")
+    return found
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """How many of a step's micro-batches are simulated, and whether those can stand for all of them.
 
 A shipped recipe does the same for every micro-batch: what is alive after the second is what was alive after the first,
-which is checked, and so two are enough without a pipeline. A recipe of the user's own may do anything at any of them:
-all are simulated. Where that would take too long, as many as there is time for, and the plan is called an estimate.
+which is checked, and so two are enough without a pipeline; three where the last one reduces the gradients of all. A
+recipe of the user's own may do anything at any of them: all are simulated. Where that would take too long, as many as
+there is time for, and the plan is called an estimate.
 """
 
 import inspect
@@ -69,8 +70,11 @@ def fewest_to_simulate(recipe_class: type, cfg: Any) -> int:
     return traced_micro_batches(cfg) if is_shipped(recipe_class) else micro_batches(cfg)[1]
 
 
-def likeness(trace: Trace, passes: Passes, traced: int, steps: int, *, piped: bool = False) -> Likeness:
-    """Of the micro-batches that were gone through. traced: of a step. steps: that were simulated.
+def likeness(
+    trace: Trace, passes: Passes, traced: int, steps: int, *, piped: bool = False, unlike: int = 0
+) -> Likeness:
+    """Of the micro-batches that were gone through. traced: of a step. steps: that were simulated. unlike: so many at
+    the end are known to be unlike the others, and are left out.
 
     Where a recipe takes them in another way than one after the other, they count as unlike; piped: a pipeline does,
     whose schedule says which of them are alike.
@@ -81,13 +85,15 @@ def likeness(trace: Trace, passes: Passes, traced: int, steps: int, *, piped: bo
     # One that makes its result when it is asked for, as a reference's forwards do, is not asked for an end.
     if len(whole) < steps or any(len(marks) < traced for marks in passes.found):
         return Likeness(alike=False, events=len(trace.events) // max(1, traced))
+    whole = [marks[: len(marks) - unlike] for marks in whole]
     left = [[alive for _, alive in marks[1:]] for marks in whole]
-    alike = all(len(set(alive)) == 1 for alive in left)
+    alike = all(len(set(alive)) <= 1 for alive in left)
     for marks in whole:
         done = [_done(trace, begin[0], end[0]) for begin, end in zip(marks[1:], marks[2:], strict=False)]
         alike = alike and all(other == done[0] for other in done[1:])
     growth = max((alive[-1] - alive[-2] for alive in left if len(alive) > 1), default=0)
-    events = sum(max(end[0] - begin[0] for begin, end in zip(marks, marks[1:], strict=False)) for marks in whole)
+    spans = [[end[0] - begin[0] for begin, end in zip(marks, marks[1:], strict=False)] for marks in passes.found]
+    events = sum(max(span, default=0) for span in spans)
     return Likeness(alike, max(0, growth), events)
 
 

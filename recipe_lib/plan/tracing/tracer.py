@@ -17,14 +17,13 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Stor
 from recipe_lib.plan.tracing.collectives import read_collective
 from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
+from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
 from recipe_lib.plan.tracing.repeated_calls import Repeats
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.dtensor_patches import on_shards, propagation_unseen
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
-
-_PLAIN_TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
 
 
 class _Held:
@@ -57,6 +56,7 @@ class Tracer(TorchDispatchMode):
         self.stream: Callable[[], int] = lambda: 0
         self.vocabulary: set[int] = set()
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
+        self.between_actions: Callable[[], None] = lambda: None  # of a pipeline, where gradients were made
         self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused
         self._batch = self._pinned = False
         self._repeats = Repeats()
@@ -128,6 +128,11 @@ class Tracer(TorchDispatchMode):
         held = self._held.get(tensor.untyped_storage()._cdata)
         return held.number if held else -1
 
+    def _numbers(self, value: Any) -> tuple[int, ...]:
+        """Of the memory of the tensors in a value, as far as it is known."""
+        held = (self._held.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(value) if has_memory(tensor))
+        return tuple(one.number for one in held if one is not None)
+
     def alive(self, device: bool = True) -> int:
         """Bytes alive now."""
         storages = self.trace.storages
@@ -143,7 +148,7 @@ class Tracer(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         for kind in types:
-            if kind not in _PLAIN_TENSORS:
+            if kind not in PLAIN_TENSORS:
                 local = self.fast and on_shards(func, args, kwargs or {})
                 if local:
                     return self.__torch_dispatch__(func, (), *local)
@@ -205,6 +210,8 @@ class Tracer(TorchDispatchMode):
         collective = read_collective(name, args, self.groups) if cost.communicates else None
         op = Op(name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective)
         op.transfer = cost.transfer
+        if part in ("forward", "recompute"):
+            op.reads, op.makes = (self._numbers(value) for value in ((args, tuple(kwargs.values())), result))
         trace.ops.append(op)
         if cost.transfer == "to_device" and part == "backward":
             self._label_returned(name, args)
@@ -224,8 +231,8 @@ class Tracer(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, part: str, module: str, name: str) -> None:
         """Notes a tensor's storage, if it is new."""
-        if type(tensor) not in _PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__"):
-            return  # a wrapper has no memory of its own; what it holds was seen when that was made
+        if not has_memory(tensor):
+            return
         device = _device_of(tensor)
         if device == "meta":
             return
@@ -381,12 +388,3 @@ def common_label(first: str, second: str) -> str:
     """The label of memory that two parameters share, such as the gradients of an FSDP unit: `model.layers.0.*`."""
     shared = os.path.commonprefix([first.split("."), second.split(".")])
     return ".".join([*(part for part in shared if part != "*"), "*"])
-
-
-def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor consists of: of a sharded one its local part, of a wrapper what it holds."""
-    if type(tensor) not in _PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        held = (getattr(tensor, name) for name in names)
-        return [part for value in held if isinstance(value, Tensor) for part in plain_parts(value)]
-    return [tensor]

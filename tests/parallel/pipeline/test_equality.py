@@ -31,6 +31,7 @@ from recipe_lib.parallel import (
     split_pipeline,
     start_world,
 )
+from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.parallel.small_models import VOCABULARY, small_spec
 
@@ -98,11 +99,12 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
         model.to_empty(device="cpu")
     else:
         pipeline = split_pipeline(model, cfg, world)
-        divided = Parallel(pipeline, shard_tensors(model, cfg.parallel, cfg.memory, world))
+        gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
         apply_activation_checkpointing(model, cfg.memory.activation_checkpointing)
         if case.compiled:
             compile_layers(model, "aot_eager")
         shard_model(model, cfg.parallel, cfg.memory, world)
+        divided = Parallel(pipeline, gradients, accumulation=GradientAccumulation(model, cfg.parallel))
         materialize(model, cfg.memory, world.device)
     init_weights(model, 3, spec)
     if case.kind == "lora":
@@ -194,7 +196,8 @@ def differences(case: Case, world: World) -> list[str]:
         called.append(number)
         return loss
 
-    divided.pipeline.train(mine, loss_and_note)
+    divided.pipeline.train(mine, loss_and_note, divided.accumulation)
+    divided.accumulation.finish()
     world.all_reduce_sum(found)
     all_reduce_gradients(model, divided, world)
     faults = [f"loss {one} for {other}" for one, other in zip(found.tolist(), losses, strict=True)
@@ -289,6 +292,41 @@ def four_ranks() -> list[Case]:
 @pytest.mark.slow
 def test_pipelines_around_sharding_and_tensor_parallel_on_four_ranks() -> None:
     for faults in compared(four_ranks(), 4):
+        assert not faults
+
+
+def reduced_once() -> list[Case]:
+    """Every schedule and kind with gradients that are reduced once a step, half of them with weights kept as long."""
+    step = {"reduce_gradients": "step"}
+    found = []
+    for number, (schedule, kind) in enumerate(product(SCHEDULES, KINDS)):
+        kept = number % 2 == number // len(KINDS) % 2
+        found.append(Case(schedule, kind, CHECKPOINTING[number % 3], step | {"reshard_after_forward": not kept}))
+    zero_1 = step | {"reshard_after_forward": False}
+    found += [Case(schedule, "full", "full", zero_1, {"tied": True}) for schedule in SCHEDULES]
+    found += [Case(schedule, "full", "none", zero_1 | {"fsdp_wrap_policy": "layers"}) for schedule in SCHEDULES]
+    found += [Case("zbv", parallel=step | {"fsdp_wrap_policy": ["model.layers.*.mlp", "lm_head"]}, packed=True)]
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_reduced_once_a_step_on_four_ranks() -> None:
+    for faults in compared(reduced_once(), 4):
+        assert not faults
+
+
+def test_gradients_reduced_once_a_step_in_two_schedules() -> None:
+    zero_1 = {"reduce_gradients": "step", "reshard_after_forward": False}
+    for faults in compared([Case("1f1b", parallel=zero_1), Case("zbv", parallel=zero_1, checkpointing="full")], 4):
+        assert not faults
+
+
+@pytest.mark.slow
+def test_gradients_reduced_once_a_step_with_tensor_parallel_and_copies() -> None:
+    parallel = {"reduce_gradients": "step"}
+    cases = [Case(schedule, parallel=parallel | {"tensor": 2}) for schedule in ("1f1b", "zbv")]
+    cases += [Case(schedule, parallel=parallel | {"data_replicate": 2}) for schedule in ("1f1b", "zbv")]
+    for faults in compared(cases, 8):
         assert not faults
 
 

@@ -1,0 +1,202 @@
+"""The rows of docs/five_systems.md: what each system's authors showed, our command, and where its answer is read."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """shown: by its authors. command: as it is typed. pattern: of the line that says it, in what the command prints or,
+    with `page`, on the page that it writes; lines: how many of them. note: a word to the reader, behind them.
+    """
+
+    shown: str
+    command: str
+    pattern: str
+    page: str | None = None
+    lines: int = 1
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class System:
+    """One piece of work. missing: what is not shown here, and why."""
+
+    title: str
+    link: str
+    text: str
+    rows: tuple[Row, ...]
+    missing: tuple[tuple[str, str], ...] = ()
+
+
+PLANNER, TRACE = "docs/measurements/planner.md", "docs/measurements/tp_trace.md"
+REPLICATE = "python benchmarks/planner_replications.py"
+TP_TRACE = "python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md"
+TP_MEMORY = "python benchmarks/tp_memory.py --output docs/measurements/tp_memory.md"
+PP_MEMORY = "python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md"
+PP_PAGE = "docs/measurements/pp_memory.md"
+PASSED = r"\d+ passed"
+FOUR_CARDS = (
+    "tune plan --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full --device rtx4090 batch_size=1"
+)
+SIXTEEN = (
+    "tune plan --nnodes 2 --nproc_per_node 8 full_finetune_distributed --config llama2/7B_full --device h100 "
+    "parallel.tensor=2 parallel.pipeline=2 batch_size=4 gradient_accumulation_steps=32 "
+    "memory.activation_checkpointing=none --full"
+)
+ALL_RANKS = "docs/measurements/all_ranks.md"
+ZERO_1 = "python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md"
+ZERO_1_PAGE = "docs/measurements/gradient_reduction.md"
+
+
+def planner_row(run: str, metric: str, stack: str = "theirs") -> str:
+    """The pattern of a row of the page of replications: published, planned, error."""
+    return rf"^\| ({re_quote(run)} \| {stack} \| {metric} \| .*) \|$"
+
+
+def re_quote(text: str) -> str:
+    """The characters that mean something in a pattern, quoted."""
+    return "".join(f"\\{letter}" if letter in "|/+()." else letter for letter in text)
+
+
+TORCHTUNE = System(
+    "torchtune #865: embedding and output projection in their own FSDP units",
+    "[pytorch/torchtune#865](https://github.com/pytorch/torchtune/pull/865)",
+    "Rows of planner.md read: run, stack, metric, published GB, planned GB, error.",
+    (
+        Row("a wrapping policy with units for embedding and output, set in the config",
+            "tune cat llama3/8B_full --resolved", r"fsdp_wrap_policy: .*",
+            note=": decided by sizes; `layers`, `memory_efficient` or patterns set it"),
+        Row("unit tests of the policy", "pytest tests/parallel/test_fsdp_wrap_policy.py -q -m \"not slow\"", PASSED),
+        Row("full fine-tuning of 8B on 4 x 24 GB with batch_size=1", FOUR_CARDS, r"^(?:FITS|RISKY).*"),
+        Row("peak active memory 24.17 / 20.83 GB", REPLICATE, planner_row("layers", "active"), PLANNER),
+        Row("", REPLICATE, planner_row("memory_efficient", "active"), PLANNER,
+            note="; freed memory that FSDP1 still marks counts, and depends on the host's speed"),
+        Row("peak allocated 21.99 / 19.09 GB", REPLICATE, planner_row("layers", "allocated"), PLANNER),
+        Row("", REPLICATE, planner_row("memory_efficient", "allocated"), PLANNER),
+        Row("peak reserved 27.91 / 23.70 GB", REPLICATE, planner_row("layers", "reserved"), PLANNER),
+        Row("", REPLICATE, planner_row("memory_efficient", "reserved"), PLANNER),
+        Row("1.08 / 1.06 iterations a second, the card not stated", REPLICATE,
+            r"^\| (a100-80gb(?:-pcie)? \| \w+ \| .*) \|$", PLANNER, 2,
+            note="; data sheets, good for ranking only: the published ones lie between"),
+        Row("13 % of allocated, 15 % of reserved memory saved (published, their stack, ours)", REPLICATE,
+            r"^\| ((?:allocated|reserved) \| [\d.]+% \| .*) \|$", PLANNER, 2),
+        Row("checkpointing embedding and output too gains nothing: 20.88 / 19.14 / 24.14 GB", REPLICATE,
+            r"^\| memory_efficient, embedding and output checkpointed \| theirs \| (.*) \|$", PLANNER, 3),
+        Row("LoRA: \"savings less pronounced\", to be investigated", REPLICATE,
+            r"^\| ((?:full|LoRA), 4 ranks \| theirs \| memory_efficient \| [\d.]+ \| [\d.]+ \| [\d.%]+)", PLANNER, 2,
+            note="; a frozen embedding has no gradient to keep whole"),
+        Row("other models with large vocabularies: follow-up work",
+            FOUR_CARDS.replace("llama3/8B_full", "gemma3/4B_full"),
+            r"^(?:FITS|RISKY|DOES NOT FIT).*", note="; the policy looks at sizes, not at names"),
+        Row("70B on 8 x 80 GB without CPU offload: does not fit", REPLICATE,
+            r"^\| ((?:their stack, rows of 512|ours, rows of 2048|\+ 8-bit states|\+ both) \| .*) \|$", PLANNER, 4,
+            note=" (GiB allocated, active, reserved, expandable, usable)"),
+    ),
+)  # fmt: skip
+
+NANOTRON = System(
+    "nanotron #203: tensor parallel that gathers again in backward",
+    "[huggingface/nanotron#203](https://github.com/huggingface/nanotron/pull/203)",
+    "Others' ways are imitated for the planner's tracer; none of their programs has run here.",
+    (
+        Row("a fused gated activation keeps one tensor less", TP_MEMORY,
+            r"^(Elements a token that a rank keeps, times t: `[^`]*`)", "docs/measurements/tp_memory.md",
+            note=": gate and up alone, 2F; activation and product are made again"),
+        Row("gathers and reduce-scatters without memory that lives through forward", TP_MEMORY,
+            r"^\| (llama3/70B \| 8 \| .*) \|$", "docs/measurements/tp_memory.md",
+            note=" MiB a layer (DTensor styles, ..., ours)"),
+        Row("memory traces of rank 0, 70B, tensor 8, pipeline 4, 8k tokens, accumulation 4: the old way is out of "
+            "memory", TP_TRACE, r"^\| (DTensor styles \| .*) \|$", TRACE,
+            note="; the picture: [tp_trace.svg](measurements/tp_trace.svg)"),
+        Row("theirs and Megatron's fit", TP_TRACE, r"^\| ((?:nanotron|Megatron|ours|ours, gather kept) \| `.*) \|$",
+            TRACE, 4, note=" (kept elements; MiB a layer; active, reserved GiB; fits; with fp32 sums; fits)"),
+        Row("the first version's loss was wrong, which a curve of a tiny Llama at tensor 4 showed", TP_TRACE,
+            r"^\| (4 ranks, one buffer, gather kept \| .*) \|$", TRACE, note="; planted here"),
+        Row("gather and linear in one node, gathered again or kept by a switch, on by default",
+            "tune cat llama3/8B_full --resolved", r"tensor_regather_in_backward: .*"),
+        Row("100 steps: all right versions have the baseline's losses", TP_TRACE,
+            r"^\| ((?:one process|4 ranks, gathered again|4 ranks, gather kept) \| .*) \|$", TRACE, 3),
+        Row("recomputing is on average as fast as the baseline; a reviewer: faster", TP_TRACE,
+            r"^\| ((?:DTensor styles|ours, gather kept|ours) \| [\d.]+ \| .*) \|$", TRACE, 3,
+            note="; planned seconds of a step"),
+        Row("contiguity before a reduce-scatter", "pytest tests/parallel/test_tensor.py -q -m \"not slow\"", PASSED),
+        Row("REDUCE_SCATTER and ALL_REDUCE modes, asynchronous or not", TP_TRACE, r"^\| (`tp_mode.*) \|$", TRACE, 2),
+        Row("`accumulate_grad_in_fp32`",
+            "pytest tests/parallel/test_gradient_accumulation.py -q -k fp32", PASSED,
+            note="; sums of 32 gradients that bf16 would lose, on 1 and 2 ranks"),
+    ),
+    (("8B: measured tokens a second of all versions", "takes GPUs; only planned seconds are here"),),
+)  # fmt: skip
+
+ZERO_BUBBLE = System(
+    "PyTorch #138119: zero-bubble schedules at their right memory",
+    "[pytorch/pytorch#138119](https://github.com/pytorch/pytorch/pull/138119)",
+    "Figures of the 7B are planned, ours and torch's own runtime on the same simulated device.",
+    (
+        Row("outputs and losses keep no graph, so that a weight gradient needs what it needs and no more",
+            "pytest tests/parallel/pipeline/test_memory.py -q -m \"not slow\"", PASSED,
+            note=": bytes after every action"),
+        Row("a unit test of memory after forward, input and weight gradient, with and without checkpointing",
+            PP_MEMORY, r"^\| (`zbv` \| 0 \| 14.*) \|$", PP_PAGE, 2,
+            note=" (held; ours, torch GiB; ratio; besides held: ours, torch, ratio; before the change; saved)"),
+        Row("7B without checkpointing: 10 % less", PP_MEMORY,
+            r"^\| (`interleaved_zero_bubble` \| 3 \| 13.*) \|$", PP_PAGE, 1,
+            note="; their settings are not stated, the last figure is what the change saves here"),
+        Row("7B with checkpointing: 50 % less", PP_MEMORY,
+            r"^\| (`zbv` \| 0 \| 14.*(?:8\d%)) \|$", PP_PAGE, 1, note="; the same"),
+        Row("the last stage holds its outputs (#138504)",
+            "pytest tests/parallel/pipeline/test_memory.py -q -m \"not slow\" -k \"step or last or between\"", PASSED),
+        Row("beyond: gradients that torch's zero-bubble schedules leave out, ready to be reported",
+            "python docs/upstream/zero_bubble_gradients.py", r"ScheduleZBVZeroBubble.*without gradient.*", lines=2),
+        Row("beyond: recomputations with full checkpointing", "python docs/upstream/zero_bubble_recomputation.py",
+            r"^checkpoint +ScheduleZBVZeroBubble.*"),
+    ),
+)  # fmt: skip
+
+MEGATRON = System(
+    "Megatron-LM's analysis tool: memory and communication before the run",
+    "[NVIDIA/Megatron-LM#482](https://github.com/NVIDIA/Megatron-LM/pull/482)",
+    f"Where a row names all_ranks.md, its command is `{SIXTEEN}`.",
+    (
+        Row("measured peaks of Llama 2 7B on 8 H800, 69.1 / 55.7 / 49.8 / 28.8 GB, predicted within 0.7 %", REPLICATE,
+            r"^\| (\d / \d+ / \d / \d / \d \| [\d.]+ \| [\d.]+ \| -.*) \|$", PLANNER, 4,
+            note=" (measured, their tool, its error, planned, error)"),
+        Row("their mean error and ours", REPLICATE, r"^\| (mean of the errors' sizes .*) \|$", PLANNER),
+        Row("parameters, gradients, states and activations of each GPU", SIXTEEN,
+            r"^ +((?:parameters|gradients|optimizer|activations) .*)$", ALL_RANKS, 4,
+            note=" (full model, rank 0, share)"),
+        Row("the full model without parallelism: 12.4 + 24.7 + 74.2 + 44.8 = 156.2 GB", SIXTEEN,
+            r"^ +(all at a time .*)$", ALL_RANKS, note="; bf16 gradients and states here, fp32 there"),
+        Row("each submodule: shape, parameters, activations", SIXTEEN,
+            r"^ +((?:q_proj|o_proj|gate_proj|down_proj|input_layernorm) .*)$", ALL_RANKS, 5,
+            note=" (weights, parameters, this rank, kept, kept alone)"),
+        Row("the least memory that a GPU needs", SIXTEEN, r"^ +(smallest card .*)$", ALL_RANKS),
+        Row("communication of the cluster by dimension and iteration: 2,048 / 2 / 32,768 operations", SIXTEEN,
+            r"^ +((?:pipeline|data_shard|tensor|all)  +step, all ranks .*)$", ALL_RANKS, 4,
+            note="; operations, bytes, on the wire; FSDP gathers at every micro-batch"),
+        Row("data parallel with a distributed optimizer: 2 operations, 12.8 GB", ZERO_1,
+            r"^\| (and weights gathered once a step \(ZeRO-1\) \| 1.*) \|$", ZERO_1_PAGE,
+            note=" (peak GiB, verdict, collectives of a rank, GiB that it sends, s, times faster): one gather and one "
+            "reduction of each unit"),
+        Row("pipeline: stages and their devices", SIXTEEN, r"^ +([01]  \d+-\d+ .*)$", ALL_RANKS, 2),
+        Row("members of all 8 pipeline, 4 data and 8 tensor groups", SIXTEEN,
+            r"^ +((?:pipeline|data_shard|tensor): \d+ groups of \d)$", ALL_RANKS, 3),
+        Row("", SIXTEEN, r"^ +(\[n0_g0 n1_g0\] .*)$", ALL_RANKS),
+        Row("", SIXTEEN, r"^ +(\[n0_g0 n0_g2 n0_g4 n0_g6\] .*)$", ALL_RANKS),
+        Row("", SIXTEEN, r"^ +(\[n0_g0 n0_g1\] .*)$", ALL_RANKS),
+        Row("tensor: of each micro-batch and of each transformer layer, on a GPU and in the cluster", SIXTEEN,
+            r"^  tensor .*\n.*\n +(micro-batch, all ranks .*)\n +(micro-batch, rank 0 .*)\n +(layer, rank 0 .*)$",
+            ALL_RANKS),
+        Row("how sizes change the use of a GPU", FOUR_CARDS + " --full",
+            r"^ +tokens .*|^ +exposed .*", lines=2),
+        Row("asked in the thread: the training command's own parser, and sequence parallel, virtual stages, recompute",
+            "tune plan --nproc_per_node 8 full_finetune_distributed --config llama2/7B_full --device h100 "
+            "parallel.tensor=2 parallel.pipeline=2 parallel.pipeline_schedule=interleaved_1f1b "
+            "gradient_accumulation_steps=8 memory.activation_checkpointing=selective",
+            r"^(?:FITS|RISKY|DOES NOT FIT).*"),
+    ),
+    (("memory of every cudaMalloc, line by line", "tensors are traced and an allocator replayed; its comparison "
+      "with a GPU is `python benchmarks/gpu_check.py plan`, of which there is no report yet"),),
+)  # fmt: skip
+
+SYSTEMS = (TORCHTUNE, NANOTRON, ZERO_BUBBLE, MEGATRON)

@@ -1,0 +1,360 @@
+"""One rank of Megatron-LM's GPT training, as it was in September 2023, for the planner: what it holds, part by part.
+
+Tensor parallelism without shared tokens, 1F1B, the distributed optimizer (ZeRO-1), flash attention, swiglu. Written
+from what its modules allocate and keep: bf16 weights of the rank's part; one contiguous fp32 gradient buffer, into
+which linears accumulate their weight gradients at once; fp32 master weights and Adam's two moments, divided over data
+ranks; activations are `[sequence, batch, width]`. What it computes is of no interest here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.plan.allocation.scratch import kernel_memory
+from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.tracing.simulate import classify
+from recipe_lib.plan.tracing.tracer import Tracer
+from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
+
+MICRO_BATCHES = 3  # of a step are traced; all leave the memory alike
+SETUP, STEP = "setup", "step"
+_known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is divided: sequences of a micro-batch, ranks of each kind."""
+
+    micro_batch: int
+    data: int
+    pipeline: int
+    tensor: int
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.data * self.pipeline * self.tensor
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """Sizes, and what their command line leaves open.
+
+    feed_forward: width behind the gate; theirs is 8/3 of `hidden`, down to a multiple of 64. vocabulary: rows before
+    they are padded to a multiple of 128 on each tensor rank. biases: of linears. positions: learned ones. tied: the
+    output projection is the embedding. dropout: of embedding, attention and residual. fused_weight_gradients: a
+    linear's weight gradient is added to the fp32 buffer by its matmul; else there is a bf16 one in between.
+    """
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    feed_forward: int = 10880
+    vocabulary: int = 50257
+    sequence: int = 2048
+    biases: bool = True
+    positions: bool = True
+    tied: bool = True
+    dropout: float = 0.1
+    fused_weight_gradients: bool = True
+
+
+def _linear(hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any) -> Tensor:
+    """fused: autograd does not hear of the weight's gradient, which goes to the fp32 buffer at once."""
+    return _Linear.apply(hidden, weight.detach() if fused else weight, reduced, fused, group)
+
+
+class _Linear(torch.autograd.Function):
+    """`hidden @ weight.T`, its input kept.
+
+    reduced: the output's parts are summed in forward (rows are divided), else those of the gradient in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.reduced, ctx.fused, ctx.group = reduced, fused, group
+        output = hidden @ weight.t()
+        if reduced:
+            _all_reduce(output, group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight = ctx.saved_tensors
+        of_hidden = gradient @ weight
+        if not ctx.reduced:
+            _all_reduce(of_hidden, ctx.group)
+        of_weight = None if ctx.fused else gradient.flatten(0, 1).t() @ hidden.flatten(0, 1)
+        return of_hidden, of_weight, None, None, None
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    """residual + dropout(hidden + bias) as one kernel, which keeps a mask of one byte for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, residual: Tensor, rate: float) -> Tensor:
+        ctx.mask = torch.empty_like(hidden, dtype=torch.bool) if rate else None
+        ctx.biased = bias is not None
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        of_hidden = torch.empty_like(gradient) if ctx.mask is not None else gradient
+        ctx.mask = None
+        return of_hidden, of_hidden.sum((0, 1)) if ctx.biased else None, gradient, None
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Losses from a rank's part of fp32 logits; keeps their softmax, which backward turns into the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Any) -> Tensor:
+        largest = logits.max(dim=-1)[0]
+        _all_reduce(largest, group)
+        logits = logits - largest.unsqueeze(-1)
+        wrong = labels >= logits.shape[-1]
+        flat = labels.masked_fill(wrong, 0).flatten()
+        picked = logits.flatten(0, 1).gather(1, flat[:, None]).view_as(labels)
+        _all_reduce(picked, group)
+        logits.exp_()
+        total = logits.sum(-1)
+        _all_reduce(total, group)
+        losses = total.log() - picked
+        logits.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(logits, wrong, flat)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        softmax, _, flat = ctx.saved_tensors
+        softmax.flatten(0, 1).scatter_(1, flat[:, None], 0.0)
+        return softmax.mul_(gradient.unsqueeze(-1)), None, None
+
+
+def _all_reduce(tensor: Tensor, group: Any) -> None:
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+
+
+class _Weight(nn.Module):
+    """A linear's parameters on this rank: `[outputs, inputs]` and, if there are biases, `[outputs]`."""
+
+    def __init__(self, outputs: int, inputs: int, biased: bool, device: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.bfloat16, device=device))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.bfloat16, device=device)) if biased else None
+
+
+class _Attention(nn.Module):
+    """Flash attention of this rank's heads; the bias of the output comes later."""
+
+    def __init__(self, gpt: Gpt, group: Any, device: Any):
+        super().__init__()
+        self.gpt, self.group, part = gpt, group, gpt.hidden // group.size()
+        self.qkv = _Weight(3 * part, gpt.hidden, gpt.biases, device)
+        self.dense = _Weight(gpt.hidden, part, gpt.biases, device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gpt, fused = self.gpt, self.gpt.fused_weight_gradients
+        mixed = _linear(hidden, self.qkv.weight, False, fused, self.group)
+        if self.qkv.bias is not None:
+            mixed = mixed + self.qkv.bias
+        heads, width = gpt.heads // self.group.size(), gpt.hidden // gpt.heads
+        parts = mixed.view(*mixed.shape[:2], heads, 3 * width).split(width, dim=-1)
+        q, k, v = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts)
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, gpt.dropout, True)[0]
+        context = found.permute(2, 0, 1, 3).flatten(2).contiguous()
+        return _linear(context, self.dense.weight, True, fused, self.group)
+
+
+class _Mlp(nn.Module):
+    """swiglu, written out; the bias of the output comes later."""
+
+    def __init__(self, gpt: Gpt, group: Any, device: Any):
+        super().__init__()
+        self.gpt, self.group, part = gpt, group, gpt.feed_forward // group.size()
+        self.up = _Weight(2 * part, gpt.hidden, gpt.biases, device)
+        self.down = _Weight(gpt.hidden, part, gpt.biases, device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        fused = self.gpt.fused_weight_gradients
+        wide = _linear(hidden, self.up.weight, False, fused, self.group)
+        if self.up.bias is not None:
+            wide = wide + self.up.bias
+        gate, up = wide.chunk(2, dim=-1)
+        return _linear(F.silu(gate) * up, self.down.weight, True, fused, self.group)
+
+
+class _Layer(nn.Module):
+    def __init__(self, gpt: Gpt, group: Any, device: Any):
+        super().__init__()
+        self.rate = gpt.dropout
+        self.input_norm, self.post_norm = (
+            nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16) for _ in range(2)
+        )
+        self.attention, self.mlp = _Attention(gpt, group, device), _Mlp(gpt, group, device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        attended = self.attention(self.input_norm(hidden))
+        hidden = _BiasDropoutAdd.apply(attended, self.attention.dense.bias, hidden, self.rate)
+        return _BiasDropoutAdd.apply(self.mlp(self.post_norm(hidden)), self.mlp.down.bias, hidden, self.rate)
+
+
+class Stage(nn.Module):
+    """The layers of one place in the pipeline, with embedding and output where they belong."""
+
+    def __init__(self, gpt: Gpt, layout: Layout, place: int, group: Any, device: Any):
+        super().__init__()
+        self.gpt, self.group, self.device = gpt, group, device
+        self.first, self.last = place == 0, place == layout.pipeline - 1
+        multiple = 128 * layout.tensor
+        rows = -(-gpt.vocabulary // multiple) * multiple // layout.tensor
+        if self.first:
+            self.embedding = _Weight(rows, gpt.hidden, False, device)
+            self.positions = _Weight(gpt.sequence, gpt.hidden, False, device) if gpt.positions else None
+        self.layers = nn.ModuleList(_Layer(gpt, group, device) for _ in range(gpt.layers // layout.pipeline))
+        if self.last:
+            self.norm = nn.LayerNorm(gpt.hidden, device=device, dtype=torch.bfloat16)
+            shared = gpt.tied and self.first
+            self.output = self.embedding if shared else _Weight(rows, gpt.hidden, False, device)
+
+    def forward(
+        self, received: Tensor | None, tokens: Tensor, positions: Tensor, weights: Tensor, mask: Tensor
+    ) -> Tensor:
+        """`[sequence, batch, hidden]` of a stage that is not the last, the loss of one that is. received: what the
+        stage before made; the others as `Training._batch` gives them."""
+        hidden = self._embed(tokens[:, :-1].contiguous(), positions) if self.first else received
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if not self.last:
+            return hidden
+        fused, labels = self.gpt.fused_weight_gradients, tokens[:, 1:].t().contiguous()
+        logits = _linear(self.norm(hidden), self.output.weight, False, fused, self.group)
+        losses = _VocabularyCrossEntropy.apply(logits.float(), labels, self.group)
+        return (losses.t() * weights).sum() / weights.sum()
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        words = F.embedding(tokens, self.embedding.weight)
+        _all_reduce(words.detach(), self.group)
+        if self.positions is not None:
+            words = words + F.embedding(positions, self.positions.weight)
+        return F.dropout(words.transpose(0, 1).contiguous(), self.gpt.dropout)
+
+
+class Training:
+    """A rank's model, gradient buffer and optimizer. place: in the pipeline."""
+
+    def __init__(self, gpt: Gpt, layout: Layout, place: int, world: Any):
+        self.gpt, self.layout, self.place, self.device = gpt, layout, place, world.device
+        self.groups = {dim: world.mesh.get_group(dim) for dim in ("tensor", "pipeline", "data_shard")}
+        self.model = Stage(gpt, layout, place, self.groups["tensor"], self.device)
+        parameters = list(self.model.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        count += -count % layout.data
+        self.gradients = torch.zeros(count, dtype=torch.float32, device=self.device)
+        begin = 0
+        for parameter in parameters:
+            size = parameter.numel()
+            parameter.main_grad = self.gradients[begin : begin + size].view(parameter.shape)  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_into_main_grad)
+            begin += size
+        self.states = [
+            torch.zeros(count // layout.data, dtype=torch.float32, device=self.device)
+            for _ in ("master weights", "first moments", "second moments")
+        ]
+
+    def label(self, tracer: Tracer) -> None:
+        """Tells what is what."""
+        for name, parameter in self.model.named_parameters():
+            tracer.label(parameter, "parameters", name)
+        tracer.label(self.gradients, "gradients", "gradients")
+        for state in self.states:
+            tracer.label(state, "optimizer", "states")
+        if self.model.last:
+            tracer.vocabulary.add(self.model.output.weight.shape[0])
+
+    def step(self) -> None:
+        """1F1B over some micro-batches, gradients reduced, weights updated and gathered inside the gradient buffer."""
+        self.gradients.zero_()
+        waiting: list[tuple[Tensor | None, Tensor]] = []
+        warm_up = self.layout.pipeline - 1 - self.place
+        for number in range(MICRO_BATCHES + warm_up):
+            if number < MICRO_BATCHES:
+                waiting.append(self._forward())
+            if number >= warm_up:
+                self._backward(*waiting.pop(0))
+        shard = self.gradients.chunk(self.layout.data)[0]
+        if self.layout.data > 1:
+            dist.reduce_scatter_tensor(shard, self.gradients, group=self.groups["data_shard"])
+            whole = self.gradients.view(torch.bfloat16)[: len(self.gradients)]
+            dist.all_gather_into_tensor(whole, whole.chunk(self.layout.data)[0], group=self.groups["data_shard"])
+
+    def _forward(self) -> tuple[Tensor | None, Tensor]:
+        """(what came from the stage before, what this one made); what was sent is given up, its graph is kept."""
+        received = None
+        if not self.model.first:
+            received = self._message().requires_grad_()
+            dist.recv(received.detach(), group=self.groups["pipeline"], group_src=self.place - 1)
+        output = self.model(received, *self._batch())
+        if not self.model.last:
+            dist.send(output.detach(), group=self.groups["pipeline"], group_dst=self.place + 1)
+            output.untyped_storage().resize_(0)
+        return received, output
+
+    def _batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` nobody reads."""
+        rows, length = self.layout.micro_batch, self.gpt.sequence
+        tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
+        positions = torch.arange(length, device=self.device).expand(rows, length).clone()
+        weights = torch.ones(rows, length, device=self.device)
+        mask = torch.ones(1, 1, length, length, device=self.device).tril() < 0.5
+        return tokens, positions, weights, mask
+
+    def _backward(self, received: Tensor | None, output: Tensor) -> None:
+        gradient = None
+        if not self.model.last:
+            gradient = self._message()
+            dist.recv(gradient, group=self.groups["pipeline"], group_src=self.place + 1)
+        torch.autograd.backward(output, gradient)
+        if received is not None:
+            dist.send(received.grad, group=self.groups["pipeline"], group_dst=self.place - 1)
+
+    def _message(self) -> Tensor:
+        shape = (self.gpt.sequence, self.layout.micro_batch, self.gpt.hidden)
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+
+
+def _into_main_grad(parameter: Any) -> None:
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def trace_stages(gpt: Gpt, layout: Layout) -> list[Trace]:
+    """Set-up and two steps of the first rank of each place in the pipeline, on Hopper's kernels."""
+    return [_trace(gpt, layout, place) for place in range(layout.pipeline)]
+
+
+def _trace(gpt: Gpt, layout: Layout, place: int) -> Trace:
+    parallel = ParallelConfig(pipeline=layout.pipeline, tensor=layout.tensor)
+    rank = place * layout.ranks // layout.pipeline
+    with simulated_world(parallel, rank, layout.ranks) as world, tensors_without_bytes() as mode:
+        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory("sm90"))
+        tracer.stream = connect_streams(tracer.record, tracer.wait)
+        with tracer.running():
+            tracer.begin_phase(SETUP)
+            training = Training(gpt, layout, place, world)
+            tracer.name_modules(training.model)
+            training.label(tracer)
+            for name in (f"first {STEP}", STEP):
+                tracer.begin_phase(name)
+                training.step()
+    classify(tracer.trace)
+    return tracer.trace

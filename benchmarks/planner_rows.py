@@ -1,0 +1,158 @@
+"""Published figures beside planned ones: the rows and tables that the page of replications consists of."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+
+from benchmarks.megatron_stack import STEP, Gpt, Layout, trace_stages
+from benchmarks.planner_stacks import FSDP1, RECIPE, Stack, recipe_class
+from benchmarks.planner_streams import MarkedTrace, held_with_marks, marking
+from recipe_lib.cli.recipes import RecipeFile
+from recipe_lib.config import load_config
+from recipe_lib.plan.allocation.replay import replay
+from recipe_lib.plan.build_plan import PlanSettings, make_plan
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.result import PhasePeak, Plan
+from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.units import GIB
+
+GB = 10**9
+UNITS = {"GB": GB, "GiB": GIB}
+# Names of PhasePeak's figures, as a reader sees them.
+METRICS = {
+    "active": "active",
+    "allocated": "allocated",
+    "reserved": "reserved",
+    "reserved_expandable": "reserved, expandable segments",
+}
+OURS = Stack()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command line of `tune plan`."""
+
+    config: str
+    ranks: int
+    device: str
+    tokens: int
+    overrides: tuple[str, ...]
+    recipe: str = RECIPE
+
+    @property
+    def command(self) -> str:
+        """As typed."""
+        processes = f"--nproc_per_node {self.ranks} " if self.ranks > 1 else ""
+        return (
+            f"tune plan {processes}{self.recipe} --config {self.config} --device {self.device} "
+            f"--sequence {self.tokens} {' '.join(self.overrides)}"
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was published: figures by metric, in the group's unit; and what we plan for it.
+
+    whose: `theirs`, `ours`, or in words what else. run, stack: of `tune plan`, or of Megatron. goal: whether it has to
+    come within 1 %.
+    """
+
+    name: str
+    whose: str
+    run: Run | Layout
+    stack: Stack | Gpt
+    published: dict[str, float]
+    goal: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one source. differs: what theirs and ours do differently, or what is assumed. more: tables after it."""
+
+    title: str
+    source: str
+    unit: str
+    rows: list[Row]
+    differs: list[str]
+    more: Callable[[], list[str]] = list
+
+
+@dataclass(frozen=True)
+class Planned:
+    """peak: of a steady step. kinds: what is live then, by kind, bytes as asked for. verdict, usable: a plan's."""
+
+    peak: PhasePeak
+    kinds: dict[str, int] = field(default_factory=dict)
+    verdict: str = ""
+    usable: int = 0
+
+
+@lru_cache(maxsize=2)  # a trace is large
+def traced(run: Run, stack: Stack) -> tuple[Plan, Trace]:
+    """Rank 0 of a run."""
+    recipe = RecipeFile.find(run.recipe)
+    cfg, _ = plannable(load_config(run.config, run.overrides, recipe.schema()))
+    sequence = planned_sequence(cfg, str(run.tokens))
+    settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
+    print(f"{run.command} ({stack})", file=sys.stderr, flush=True)
+    with marking() if stack.sharding == FSDP1 else nullcontext():
+        return make_plan(recipe_class(stack, run.recipe), cfg, settings)
+
+
+@cache
+def planned(run: Run | Layout, stack: Stack | Gpt) -> Planned:
+    """The steady step's peaks, of rank 0 or the heaviest place in a pipeline. FSDP1's active bytes are with marks."""
+    if isinstance(run, Layout):
+        assert isinstance(stack, Gpt)
+        print(f"{run} ({stack})", file=sys.stderr, flush=True)
+        return max((_of_stage(trace) for trace in trace_stages(stack, run)), key=lambda found: found.peak.allocated)
+    assert isinstance(stack, Stack)
+    plan, trace = traced(run, stack)
+    peak = next(peak for peak in plan.heaviest.peaks if peak.phase == STEADY)
+    if isinstance(trace, MarkedTrace):
+        peak = replace(peak, active=held_with_marks(trace, STEADY, find_hardware(run.device)).active)
+    return Planned(peak, kinds_at_peak(trace, STEADY), plan.verdict, plan.device.usable)
+
+
+def _of_stage(trace: Trace) -> Planned:
+    found = replay(trace).phases[STEP]
+    peak = PhasePeak(STEP, found.active, found.allocated, found.reserved, 0, 0, requested=found.requested)
+    return Planned(peak, kinds_at_peak(trace, STEP))
+
+
+def kinds_at_peak(trace: Trace, phase: str) -> dict[str, int]:
+    """By kind of memory the bytes live when the most are asked for."""
+    found: dict[str, int] = defaultdict(int)
+    for number in trace.alive_at_peak(phase):
+        found[trace.storages[number].kind] += trace.storages[number].bytes
+    return dict(found)
+
+
+def amount(row: Row, metric: str, unit: str) -> float:
+    """What is planned, in a unit."""
+    return float(getattr(planned(row.run, row.stack).peak, metric)) / UNITS[unit]
+
+
+def error_of(row: Row, metric: str, unit: str) -> float:
+    """Planned over published, less one."""
+    return amount(row, metric, unit) / row.published[metric] - 1
+
+
+def table(group: Group) -> list[str]:
+    """A line for each figure."""
+    lines = [
+        f"| row | stack | metric | published, {group.unit} | planned, {group.unit} | error |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in group.rows:
+        for metric, published in row.published.items():
+            figures = f"{published:.2f} | {amount(row, metric, group.unit):.2f}"
+            error = error_of(row, metric, group.unit)
+            lines.append(f"| {row.name} | {row.whose} | {METRICS[metric]} | {figures} | {error:+.1%} |")
+    return lines

@@ -1,0 +1,118 @@
+"""What the ranks of a pipeline hold of a 7B: ours and torch's runtime on the simulated device. Used by pp_memory.py.
+
+Also what torch's runtime held before its #138119 and #138504, by planting what they took away.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the length of sequences is given
+
+from benchmarks.pp_torch_stages import RECIPE, recipe_class
+from recipe_lib.cli.recipes import RecipeFile, load_module
+from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.units import GIB
+
+CONFIG, RANKS, COUNT, TOKENS, CARD = "llama2/7B_full", 4, 8, 4096, "h100"
+SCHEDULES, MODES = ("1f1b", "interleaved_zero_bubble", "zbv"), ("none", "full")
+LAST_STAGE = {"interleaved_zero_bubble": RANKS - 1, "zbv": 0}  # whose schedules the fix changed
+OURS, TORCH, BEFORE = "ours", "torch", "torch before the fix"
+_HELD = ("parameters", "gradients", "optimizer")
+
+SECTION = """## A 7B, planned
+
+Llama 2 7B in bf16 with AdamW, {ranks} ranks, {count} micro-batches of one sequence of {tokens} tokens, no clipping: the
+second step of each rank, traced on the simulated device of `tune plan`, whose tensors have sizes and no bytes
+(`benchmarks/pp_torch_stages.py`). **Nothing here is measured on a GPU.** torch {torch}'s `PipelineStage` and schedule
+classes run the same layers on the same device with the same optimizer; shapes are given to them, and stages are even.
+
+- **held**: parameters, gradients and AdamW's two states, all bf16, of ours. **ours, torch**: the most live bytes at a
+  time, held ones included. **besides held**: the peaks less what parameters, gradients and states take at that moment.
+- **before**: torch's runtime with what [#138119](https://github.com/pytorch/pytorch/pull/138119) and #138504 changed
+  planted back: outputs and losses keep their graphs, and the losses are held until the next step has returned its own,
+  as a training loop that logs them does. **saved**: what the change saves of the peak.
+
+{tables}
+
+What #138119 reports is 10 % saved without activation checkpointing and 50 % with it, "7B model on titan"; schedule,
+ranks, micro-batches and the rank are not stated, so these are other runs. Here the change saves, on the rank with the
+last stage, whose graphs the losses hold, {none} of the peak without checkpointing and {full} with it
+(`interleaved_zero_bubble` and `zbv`): a held graph has each checkpointed block's recomputation once for each group of
+weights. Other ranks return no losses: not planned here. `1f1b` does not split its backward: it was not changed.
+
+Ours makes logits and loss at the beginning of the last stage's backward, in pieces; torch's last stage makes whole
+logits in its forward, {logits:.2f} GiB a micro-batch in bf16 and twice that in fp32, which are in its figures.
+"""
+HEAD = [
+    "schedule", "rank", "held, GiB", "ours, GiB", "torch, GiB", "torch / ours", "ours besides held, GiB",
+    "torch besides held, GiB", "torch / ours besides held", "before, GiB", "saved",
+]  # fmt: skip
+
+
+def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -> tuple[int, int]:
+    """(the most live bytes of a rank's steady step, what of them are parameters, gradients and states)."""
+    overrides = (
+        f"max_seq_len={TOKENS}", f"parallel.pipeline={RANKS}", f"parallel.pipeline_schedule={schedule}", "batch_size=1",
+        f"gradient_accumulation_steps={COUNT}", f"memory.activation_checkpointing={mode}", "clip_grad_norm=null",
+    )  # fmt: skip
+    cfg, _ = plannable(load_config(config, overrides, FullFinetuneConfig))
+    settings = PlanSettings(find_hardware(CARD), planned_sequence(cfg, str(TOKENS)), RANKS, phases=())
+    ours = load_module(RecipeFile.find(RECIPE).path).FullFinetune
+    recipe = ours if kind == OURS else recipe_class(attached=kind == BEFORE)
+    trace = simulate_rank(recipe, cfg, settings, rank, traced=COUNT).trace
+    alive = [trace.storages[number] for number in trace.alive_at_peak(STEADY)]
+    return trace.active_peaks()[STEADY], sum(one.bytes for one in alive if one.kind in _HELD)
+
+
+Job = tuple[str, str, str, int]
+
+
+def _jobs() -> list[Job]:
+    """Kind, schedule, mode and rank of each simulation; before the fix that of the rank with the last stage."""
+    places = [(schedule, mode, rank) for mode in MODES for schedule in SCHEDULES for rank in range(RANKS)]
+    jobs = [(kind, *place) for place in places for kind in (OURS, TORCH)]
+    return jobs + [(BEFORE, name, mode, rank) for mode in MODES for name, rank in LAST_STAGE.items()]
+
+
+def _run(job: Job) -> tuple[int, int]:
+    found = peak(*job)
+    print("7B", *job, f"{found[0] / GIB:.2f} GiB", flush=True)
+    return found
+
+
+def _row(found: dict[Job, tuple[int, int]], schedule: str, mode: str, rank: int) -> list[str]:
+    """The cells of a rank."""
+    (ours, held), (torch, held_there) = (found[kind, schedule, mode, rank] for kind in (OURS, TORCH))
+    besides = ours - held, torch - held_there
+    cells = [f"`{schedule}`", str(rank), *(f"{size / GIB:.2f}" for size in (held, ours, torch)), f"{torch / ours:.2f}x"]
+    cells += [*(f"{size / GIB:.2f}" for size in besides), f"{besides[1] / besides[0]:.2f}x"]
+    if (BEFORE, schedule, mode, rank) not in found:
+        return [*cells, "", ""]
+    before, _ = found[BEFORE, schedule, mode, rank]
+    return [*cells, f"{before / GIB:.2f}", f"{1 - torch / before:.0%}"]
+
+
+def section(version: str) -> str:
+    """The page's section. version: of torch."""
+    jobs, tables, shares = _jobs(), [], {}
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        found = dict(zip(jobs, pool.map(_run, jobs), strict=True))
+    for mode in MODES:
+        rows = [_row(found, schedule, mode, rank) for schedule in SCHEDULES for rank in range(RANKS)]
+        tables.append(f"### Activation checkpointing: {mode}\n\n{_table(HEAD, rows)}")
+        shares[mode] = " and ".join(cells[-1] for cells in rows if cells[-1])
+    logits = TOKENS * 32000 * 2 / GIB
+    return SECTION.format(
+        ranks=RANKS, count=COUNT, tokens=TOKENS, torch=version, tables="\n\n".join(tables), logits=logits, **shares
+    )
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])

@@ -1,0 +1,122 @@
+"""Losses of a small Llama over steps of training, on one process and on four gloo ranks. Used by tp_trace.py.
+
+The model and its settings are those of nanotron's check (tied embedding, as many key heads as query heads, AdamW with
+betas 0.9 and 0.95, clipping at 1, two micro-batches a step, a warm-up of two steps and a cosine), with smaller numbers.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.tp_ways import one_buffer
+from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
+from recipe_lib.models import build_meta, init_weights, spec_from_config
+from recipe_lib.ops.head_losses import CrossEntropy
+from recipe_lib.parallel import all_reduce_gradients, materialize, parallelize, start_world
+from recipe_lib.training import clip_grad_norm
+from tests.distributed.ranks import run_ranks
+
+RANKS, STEPS, MICRO_BATCHES = 4, 100, 2
+ROWS, LENGTH, BYTES = 1, 512, 256  # of a micro-batch; a token is a byte
+RATE, LEAST_RATE, WARM_UP = 1e-3, 1e-5, 2
+STORIES = "datasets/tinystories/tinystories_train_head.txt"
+SPEC = spec_from_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": BYTES,
+        "max_position_embeddings": LENGTH,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "small",
+)
+
+
+def stories() -> Tensor:
+    """The bytes of stories, in rows `[n, LENGTH + 1]`. FileNotFoundError without REALDATA_DIR, which has them."""
+    folder = os.environ.get("REALDATA_DIR")
+    if not folder:
+        raise FileNotFoundError(f"REALDATA_DIR: not set, expected a folder with {STORIES}; set it")
+    return rows_of((Path(folder) / STORIES).read_bytes())
+
+
+def rows_of(text: bytes) -> Tensor:
+    """The bytes in rows `[n, LENGTH + 1]`; what is left over at the end is left out."""
+    count = len(text) // (LENGTH + 1)
+    return torch.tensor(list(text[: count * (LENGTH + 1)])).view(count, LENGTH + 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """regather: the value of `parallel.tensor_regather_in_backward`. one_buffer: all gathered tokens lie in the same
+    memory, whoever still needs them."""
+
+    regather: str = "true"
+    one_buffer: bool = False
+
+
+WRONG = Run("false", one_buffer=True)
+
+
+def losses(rows: Tensor, steps: int, ranks: int, runs: Sequence[Run] = (Run(),)) -> list[list[float]]:
+    """Of each run the mean loss of each step, in fp32. rows: `[n, s + 1]`."""
+    return run_ranks(_train_each, ranks, rows, steps, ranks, runs, timeout=1200.0)[0]  # type: ignore[no-any-return]
+
+
+def _train_each(rows: Tensor, steps: int, ranks: int, runs: Sequence[Run]) -> list[list[float]]:
+    return [_train(rows, steps, ranks, run) for run in runs]
+
+
+def _train(rows: Tensor, steps: int, ranks: int, run: Run) -> list[float]:
+    cfg = FullFinetuneConfig(device="cpu", dtype="fp32")
+    cfg.parallel = ParallelConfig(tensor=ranks, tensor_regather_in_backward=run.regather)
+    with start_world(cfg) as world, one_buffer() if run.one_buffer else nullcontext():
+        model = build_meta(SPEC, torch.float32)
+        divided = parallelize(model, cfg, world)
+        materialize(model, cfg.memory, world.device)
+        init_weights(model, 1, SPEC)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
+        found = []
+        for step in range(steps):
+            loss = torch.zeros(())
+            for number in range(MICRO_BATCHES):
+                first = (step * MICRO_BATCHES + number) * ROWS
+                batch = rows[torch.arange(first, first + ROWS) % len(rows)]
+                tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+                part = model(tokens, labels=labels, head_loss=CrossEntropy(1)) / (MICRO_BATCHES * labels.numel())
+                part.backward()
+                loss += part.detach()
+            all_reduce_gradients(model, divided, world)
+            clip_grad_norm(model.parameters(), 1.0, world, divided, None)
+            for group in optimizer.param_groups:
+                group["lr"] = _rate(step, steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            found.append(float(world.all_reduce_sum(loss)))
+        return found
+
+
+def _rate(step: int, steps: int) -> float:
+    if step < WARM_UP:
+        return RATE * (step + 1) / WARM_UP
+    done = (step - WARM_UP) / max(1, steps - WARM_UP)
+    return LEAST_RATE + (RATE - LEAST_RATE) * (1 + math.cos(math.pi * done)) / 2
+
+
+def difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest difference of two curves, of the loss."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,133 @@
+"""Losses of models of transformers on four tensor-parallel ranks against one process, step by step.
+
+    REALDATA_DIR=FOLDER python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md
+
+Each row is two runs of `tune run` with model.implementation=transformers on the CPU, from the same start, on the same
+sequences: with one process, and with parallel.tensor=4, by the plan that is inferred. FOLDER/stories260K-hf holds real
+weights (Llama, 260,032 parameters); another model has SmolLM2 1.7B's shape at an eighth of its width, and random
+weights, a third is of GPT-2's class.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+STEPS, RANKS = 100, 4
+# SmolLM2-1.7B has width 2048, 32 heads of 64, an MLP of 8192, 24 layers, 49,152 tokens; tied.
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 130000.0,
+    "tie_word_embeddings": True,
+}
+# A class that computes in the type of its weights throughout.
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 256,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 256,
+    "vocab_size": 512,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+REAL = "stories260K, real weights"
+MODELS = {REAL: None, "SmolLM2's shape, random weights": SMOLLM2, "GPT-2's class, random weights": GPT2}
+
+TEXT = """# Losses of inferred tensor-parallel plans
+
+`{command}`, torch {torch}, transformers {transformers}, on the CPU (gloo).
+
+Full fine-tuning with `model.implementation=transformers`, {steps} steps of AdamW on the demo's rows: one process, and
+`parallel.tensor={ranks}` by the plan that is inferred. stories260K are real weights in transformers' Llama class; the
+second model is of the same class, with the shape of SmolLM2 1.7B at an eighth of its width (4 layers of width 256, 4
+heads of 64, 512 tokens), the third of GPT-2's, as wide. Differences are relative, of whichever step has the largest.
+
+| model | type | first loss | last, one process | last, {ranks} ranks | losses differ by | gradient norms differ by |
+|---|---|---:|---:|---:|---:|---:|
+{rows}
+
+The differences are those of sums in another order. In fp64 the Llama class still computes its norms in fp32: a last bit
+there decides on 6e-8. GPT-2's class does not.
+"""
+
+
+def run(folder: Path, model: str, dtype: str, tensor: int, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step of a run."""
+    output = folder / f"{dtype}-{tensor}"
+    if model == REAL:
+        real = Path(os.environ["REALDATA_DIR"]) / "stories260K-hf"
+        of_model = ["~model.preset", f"model.path={real}", f"tokenizer.path={real}"]
+    else:
+        (folder / "config.json").write_text(json.dumps(MODELS[model]))
+        of_model = [f"model.preset={folder}/config.json"]
+    words = [*of_model, "model.implementation=transformers", f"dtype={dtype}", f"parallel.tensor={tensor}",
+             "epochs=100", f"max_steps={steps}", "batch_size=4", "data.max_samples=400", "~validation",
+             "optimizer.lr=1e-3", "checkpoint.save_model=false", f"output_dir={output}"]  # fmt: skip
+    command = [sys.executable, "-m", "recipe_lib", "run", "--nproc_per_node", str(tensor), "full_finetune_distributed",
+               "--config", "demo/full", *words]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def furthest(one: list[float], other: list[float]) -> float:
+    """The largest relative difference of two series."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+def row(model: str, dtype: str, steps: int) -> str:
+    """A line of the table."""
+    with tempfile.TemporaryDirectory(prefix="tp-losses-") as name:
+        one, several = (run(Path(name), model, dtype, tensor, steps) for tensor in (1, RANKS))
+    assert len(one) == steps
+    losses, norms = (furthest([line[at] for line in several], [line[at] for line in one]) for at in (0, 1))
+    numbers = f"{one[0][0]:.6f} | {one[-1][0]:.6f} | {several[-1][0]:.6f} | {losses:.1e} | {norms:.1e}"
+    return f"| {model} | {dtype} | {numbers} |"
+
+
+def main(argv: list[str]) -> None:
+    """Runs all of it and writes the page."""
+    options = argparse.ArgumentParser(description="losses of inferred tensor-parallel plans")
+    options.add_argument("--output", type=Path, required=True)
+    options.add_argument("--steps", type=int, default=STEPS)
+    arguments = options.parse_args(argv)
+    rows = []
+    for model in MODELS:
+        for dtype in ("fp32", "fp64"):
+            rows.append(row(model, dtype, arguments.steps))
+            print(rows[-1], flush=True)
+    command = shlex.join(["python", "-m", "benchmarks.tp_losses", *argv])
+    page = TEXT.format(
+        command=command, torch=torch.__version__, transformers=transformers.__version__, steps=arguments.steps,
+        ranks=RANKS, rows="\n".join(rows),
+    )  # fmt: skip
+    arguments.output.write_text(page)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,175 @@
+"""Other programs' ways of keeping a tensor-parallel layer's tensors, taken by our full fine-tuning recipe.
+
+Used by tp_trace.py. Each is our recipe with the parts exchanged that keep other tensors, written from what the others'
+code does; embedding, head, loss, pipeline and optimizer are ours in all of them.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.tp_memory import stock_layer
+from recipe_lib import training
+from recipe_lib.models.decoder import ACTIVATIONS, Decoder, DecoderLayer
+from recipe_lib.ops import gathered
+from recipe_lib.parallel import World, parallelize, tensor
+
+# How the MLP makes its product of gate and up.
+REMADE, FUSED, WRITTEN_OUT = "made again", "fused", "written out"
+
+
+@dataclass(frozen=True)
+class Way:
+    """name: of the line. regather: the value of `parallel.tensor_regather_in_backward`. product: of the MLP: `made
+    again` in backward from gate and up, as ours; `fused`, the activation made again, the product kept; `written out`:
+    gate, up, activation and product kept. normed_again: the norm's output is made again before it is gathered again.
+    one_buffer: all gathered tokens lie in one buffer, which stays. styles: torch's DTensor styles, not our nodes.
+    elements: kept of a token, times the ranks of a group, in words.
+    """
+
+    name: str
+    elements: str
+    regather: str = "true"
+    product: str = REMADE
+    normed_again: bool = True
+    one_buffer: bool = False
+    styles: bool = False
+
+    def kept_elements(self, h: int, q: int, k: int, f: int, t: int) -> int:
+        """Elements that a layer keeps of a token, times t. h, f: widths, q, k: of all query and key heads."""
+        whole = self.styles or self.regather == "false"
+        tokens = 2 * h * t if whole else 0 if self.normed_again else 2 * h
+        return 2 * h + tokens + 2 * q + 2 * k + {REMADE: 2, FUSED: 3, WRITTEN_OUT: 4}[self.product] * f
+
+
+STYLES = Way("DTensor styles", "2h + 2ht + 2q + 2k + 4F", product=WRITTEN_OUT, styles=True)
+NANOTRON = Way("nanotron", "4h + 2q + 2k + 4F", product=WRITTEN_OUT, normed_again=False, one_buffer=True)
+MEGATRON = Way("Megatron", "4h + 2q + 2k + 3F", product=FUSED, normed_again=False, one_buffer=True)
+KEPT = Way("ours, gather kept", "2h + 2ht + 2q + 2k + 2F", regather="false")
+OURS = Way("ours", "2h + 2q + 2k + 2F")
+WAYS = (STYLES, NANOTRON, MEGATRON, KEPT, OURS)
+
+
+@contextmanager
+def taken(way: Way) -> Iterator[None]:
+    """While entered, our tensor-parallel layers are of that way."""
+    with ExitStack() as stack:
+
+        def exchange(owner: Any, name: str, by: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, by))
+
+        if way.styles:
+            exchange(sys.modules[parallelize.__module__], "shard_tensors", _with_styles)
+            exchange(training, "clip_grad_norm", _clip_summed(training.clip_grad_norm))
+        elif way.product != REMADE:
+            exchange(tensor, "gated_linear", _product_fused if way.product == FUSED else _product_written_out)
+        if not way.normed_again:
+            exchange(tensor, "gather_linears", _shard_kept)
+        if way.one_buffer:
+            stack.enter_context(one_buffer())
+        yield
+
+
+@contextmanager
+def one_buffer() -> Iterator[None]:
+    """While entered, all tokens that linears gather are written to the same memory, one after another.
+
+    Right where nobody reads them after the next gather has begun; with `tensor_regather_in_backward: false` autograd
+    does, and is not told, as in the first version of nanotron's change.
+    """
+    own = staticmethod(_gather_gradient(gathered.start_gather))
+    with (
+        mock.patch.object(gathered, "start_gather", _Buffer().start_gather),
+        mock.patch.object(gathered._Scatter, "backward", own),
+    ):
+        yield
+
+
+def _shard_kept(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
+    return gathered.gather_linears(*args, **kwargs)
+
+
+def _product_fused(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    return F.linear(gathered.gated(gate, up, activation), weight)
+
+
+def _product_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    return F.linear(ACTIVATIONS[activation](gate) * up, weight)
+
+
+class _Buffer:
+    """The one that all gathers write to; made when first asked for, and never given back."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def start_gather(self, shard: Tensor, group: gathered.Group) -> Tensor:
+        """As `gathered.start_gather`."""
+        count = shard.numel() * group.size
+        if self._memory is None or self._memory.numel() < count or self._memory.dtype != shard.dtype:
+            self._memory = shard.new_empty(count)
+        out = self._memory[:count].view(group.size * shard.shape[0], *shard.shape[1:]).data
+        operator = torch.ops._c10d_functional.all_gather_into_tensor_out
+        return operator(shard.contiguous(), group.size, group.name, out=out)  # type: ignore[no-any-return]
+
+
+def _gather_gradient(start_gather: Any) -> Any:
+    """Backward of a reduce-scatter, which gathers into memory of its own."""
+
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gathered.wait(start_gather(gradients[0], ctx.group)), None
+
+    return backward
+
+
+def _with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> dict[str, str]:
+    """As `shard_tensors`, of a decoder whose layers are under torch's styles; a micro-batch is one sequence."""
+    gradients: dict[str, str] = {}
+    assert world.tensor is not None
+    for number, layer in model.model.layers.named_children():
+        stock_layer(layer, world)
+        layer.forward = MethodType(_on_a_row, layer)
+        gradients |= {f"model.layers.{number}.{name}": "sharded" for name, _ in layer.named_parameters()}
+    outside: dict[str, nn.Module | None] = {"model.embed_tokens": model.model.embed_tokens}
+    outside |= {"model.norm": model.model.norm, "lm_head": model.lm_head}
+    for path, module in outside.items():
+        if module is not None:
+            placed = tensor._place_parameters(
+                nn.ModuleDict({path.rpartition(".")[2]: module}), world.mesh["tensor"], ()
+            )
+            gradients |= {f"{path}.{name.rpartition('.')[2]}": what for name, what in placed.items()}
+    for module, forward in ((model.model.embed_tokens, tensor._embedding), (model.lm_head, tensor._head)):
+        if module is not None:
+            tensor._replace_forward(module, tensor._given(forward, world.tensor))
+    if model.model.norm is not None:
+        tensor._replace_forward(model.model.norm, tensor._norm)
+    model.forward = tensor._in_rows(model.forward)  # type: ignore[method-assign]
+    return gradients
+
+
+def _clip_summed(clip: Any) -> Any:
+    """Clipping that first sums what DTensor left as parts of a sum: the gradients of replicated norms."""
+
+    def run(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
+        parameters = list(parameters)
+        for parameter in parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        return clip(parameters, *args)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _on_a_row(layer: DecoderLayer, hidden: Tensor, *others: Any) -> Tensor:
+    """A layer of `[b, s, d]` on one sequence's `[n, d]`."""
+    return DecoderLayer.forward(layer, hidden.unsqueeze(0), *others).squeeze(0)

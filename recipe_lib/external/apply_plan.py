@@ -1,0 +1,275 @@
+"""Tensor parallel for a model that somebody else trains: a loop of one's own, or the Trainer of transformers.
+
+    plan = infer_tensor_plan(model, batch)   # batch: what the forward is called with
+    plan.certify(model, mesh.size())
+    plan.apply(model, mesh)                  # in place; every rank has loaded the whole model
+    with seen_as_one_process():              # for transformers' Trainer; a plain loop needs nothing
+        ...                                  # all ranks of the mesh take the same batches
+    plan.save_pretrained(model, folder)
+
+The model's class runs as it is, its parameters are DTensors, and each backward leaves the gradients of the whole model
+in them. See docs/external_models.md.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.external.find_modules import embedding_and_head
+from recipe_lib.external.plan_executor import framed_forward
+from recipe_lib.external.plan_proof import plan_differences
+from recipe_lib.external.tensor_parallel import plan_runs, project, with_loss_of_parts
+from recipe_lib.external.tensor_plan import sharding_plan
+from recipe_lib.external.tensor_plan.certificate import certify
+from recipe_lib.external.tensor_plan.exchanges import own_part
+from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
+from recipe_lib.external.tensor_plan.infer import infer_plan
+from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
+from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
+from recipe_lib.models.checkpoint_parts import ordered
+from recipe_lib.ops.gathered import Group, all_reduce
+
+_LENGTH = 16  # tokens of a row that a small copy is certified with; two rows
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SMALL = 2**20  # elements of a model that needs no smaller copy
+
+
+def infer_tensor_plan(
+    model: nn.Module, inputs: Mapping[str, Any], size: int = 0, tokens: bool = False
+) -> "InferredTensorPlan":
+    """How ranks can share a model, found in one forward of it; the model is not changed.
+
+    inputs: what training calls its forward with, token ids first, such as a batch of two short rows; labels are left
+    out. Another set of arguments may go another way through the forward, which `apply`'s model refuses. size: takes
+    what so many ranks can share; 0: all that can be shared. tokens: shares out tokens, too (sequence parallel): rows
+    have to be padded to a length that the ranks divide. Raises SetupError where the forward cannot be traced.
+    """
+    called = {name: value for name, value in inputs.items() if name != "labels"}
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        called.setdefault("use_cache", False)
+    return InferredTensorPlan(infer_plan(model, called, size, tokens), called)
+
+
+@dataclass(frozen=True)
+class InferredTensorPlan:
+    """A tensor-parallel plan of one model.
+
+    sharding: which parameter is cut how, and where ranks exchange what. inputs: what it was inferred with.
+    """
+
+    sharding: sharding_plan.TensorPlan
+    inputs: dict[str, Any] = field(repr=False, compare=False)
+
+    @property
+    def legal_sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks that can share the model, above 1."""
+        return self.sharding.legal_sizes
+
+    def certify(self, model: nn.Module, size: int) -> int:
+        """Proves the plan for so many ranks, in this process and on the CPU; returns the number of comparisons.
+
+        Everything that a rank does not hold is lost, and what it computes has to be the same bit for bit; then its
+        gradients have to be the whole model's. A large model of transformers is proven on a small copy of its class
+        and its kinds of layers, whose plan has to be this one; adapters are added afterwards. Raises SetupError.
+        """
+        small, plan, inputs, ranks = copy.deepcopy(model).cpu().float(), self.sharding, self.inputs, size
+        if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+            small, inputs = _small_copy(model, self.inputs)
+            plan, ranks = _plan_of_copy(small, inputs, size, self.sharding)
+        randomize(small)
+        inputs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        proof = certify(small, plan, ranks, inputs)
+        faults = list(proof.failures) or gradient_failures(small, plan, ranks, inputs)
+        if faults or not proof.checked:
+            said = faults[0] if faults else "nothing was compared"
+            raise SetupError(
+                f"tensor plan of {type(model).__name__} for {size} ranks: is wrong ({said}); do not use it"
+            )
+        return proof.checked + len(plan.parameters)
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Makes the model that of one rank of a mesh of one dimension, in place. Every rank has the whole model.
+
+        Parameters become DTensors, those of transposed or fused matrices in an order of their own; the optimizer is
+        made afterwards. A gradient of which each rank has a part is summed in backward. Logits are whole on every rank.
+        Raises ConfigError for a number of ranks that the plan does not allow.
+        """
+        size, plan = mesh.size(), self.sharding
+        if mesh.ndim != 1 or size not in plan.legal_sizes:
+            raise ConfigError(
+                f"tensor plan of {type(model).__name__}: found a mesh of {tuple(mesh.shape)}, expected one dimension "
+                f"of {' or '.join(map(str, plan.legal_sizes)) or 'no number of'} ranks"
+            )
+        group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
+        found = embedding_and_head(model)
+        head = None if found is None else found[1]
+        own = [] if head is None else list(head.parameters())
+        names = {name for name, one in model.named_parameters() if any(one is each for each in own)}
+        plan, columns = with_loss_of_parts(plan, names)
+        if head is None or (not columns and any(axis.output for axis in plan.axes)):
+            raise ConfigError(
+                f"tensor plan of {type(model).__name__}: its logits come of no output projection; found none"
+            )
+        _cut(model, plan, mesh)
+        head.forward = partial(project, head, group, columns)
+        partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
+        whole = model.forward
+        shared = framed_forward(model, plan, group, head, whole)
+        model.forward = wraps(whole)(_summing(model, partial_names, shared, mesh, group))
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # as it was inferred; what a class keeps for generating takes calls of its own
+
+    @torch.no_grad()
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole model's `state_dict()` on the host, on the mesh's first rank; empty on the others. A collective."""
+        runs = self._runs(model)
+        found, first = {}, _mesh_of(model).get_local_rank() == 0
+        for name, value in model.state_dict().items():
+            whole = ordered(value.full_tensor(), runs.get(name)) if isinstance(value, DTensor) else value
+            if first:
+                found[name] = torch.empty_like(whole, device="cpu").copy_(whole)
+        return found
+
+    @torch.no_grad()
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Reads a whole model's `state_dict()`, which every rank has. Raises ConfigError for a name that is missing."""
+        mesh, plans = _mesh_of(model), self._plans(model)
+        for name, value in model.state_dict().items():
+            if name not in state:
+                raise ConfigError(f"load_full_state_dict: found no {name}, expected every tensor of the model's state")
+            whole, each = state[name], plans.get(name)
+            if isinstance(value, DTensor) and each is not None and each.dim >= 0:
+                whole = own_part(whole, each.dim, each.segments, mesh.get_local_rank(), mesh.size())
+            (value.to_local() if isinstance(value, DTensor) else value).copy_(whole)
+
+    def save_pretrained(self, model: Any, folder: str | Path, **more: Any) -> None:
+        """Writes what the class' own `save_pretrained(folder, **more)` writes of the whole model. A collective."""
+        state = self.full_state_dict(model)
+        mesh = _mesh_of(model)
+        if mesh.get_local_rank() == 0:
+            model.save_pretrained(folder, state_dict=state, **more)
+        torch.distributed.barrier(mesh.get_group())
+
+    def _plans(self, model: nn.Module) -> dict[str, ParameterPlan]:
+        """By every name that a parameter has."""
+        ids = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        return {name: self.sharding.parameter(ids[id(parameter)]) for name, parameter in every}
+
+    def _runs(self, model: nn.Module) -> dict[str, Any]:
+        size = _mesh_of(model).size()
+        found = {name: (each.dim, plan_runs(each, size)) for name, each in self._plans(model).items()}
+        return {name: runs for name, runs in found.items() if runs[1]}
+
+
+@contextmanager
+def seen_as_one_process() -> Iterator[None]:
+    """Inside the block no variable of torchrun is in the environment, while the process group stays what it is.
+
+    So transformers' Trainer, which asks them, leaves out DistributedDataParallel, gives all ranks the same batches, and
+    counts each once.
+    """
+    hidden = {name: os.environ.pop(name) for name in _OF_TORCHRUN if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _cut(model: nn.Module, plan: sharding_plan.TensorPlan, mesh: DeviceMesh) -> None:
+    """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    placed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in placed:
+                placed[id(parameter)] = _part(parameter, plan.parameter(names[id(parameter)]), mesh)
+            setattr(module, name, placed[id(parameter)])
+
+
+def _part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> nn.Parameter:
+    whole = parameter.detach()
+    if plan.dim >= 0:
+        part = own_part(whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()).contiguous()
+    else:
+        part = whole
+    placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
+    shaped = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(shaped, parameter.requires_grad)
+
+
+def _summing(
+    model: nn.Module, names: list[str], forward: Callable[..., Any], mesh: DeviceMesh, group: Group
+) -> Callable[..., Any]:
+    """The forward, after which backward sums the gradients of these parameters over ranks, before it adds them up.
+
+    The hooks are put on anew each time: `model.to` takes parameters' hooks away.
+    """
+    handles: list[Any] = []
+
+    def add(gradient: Tensor) -> Tensor:
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return DTensor.from_local(all_reduce(own, "sum", group), mesh, [Replicate()], run_check=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        while handles:
+            handles.pop().remove()
+        parameters = [model.get_parameter(name) for name in names]
+        handles.extend(each.register_hook(add) for each in parameters if each.requires_grad)
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh:
+    found = next((each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None)
+    if found is None:
+        raise SetupError(f"{type(model).__name__}: its parameters are not shared by ranks yet; call apply first")
+    return found
+
+
+def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model of the same class with random weights, and two short rows of the same kind of inputs."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(type(model), "_from_config"):
+        raise SetupError(
+            f"{type(model).__name__}: is too large to be certified, expected a model of transformers, which has a "
+            "small copy; certify before adapters are added"
+        )
+    small = type(model)._from_config(
+        shrink(config), attn_implementation=config._attn_implementation, dtype=torch.float32
+    )
+    words = small.get_input_embeddings().weight.shape[0]
+    cut = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            rows = value[:2, ..., :_LENGTH] if value.dim() < 4 else value[:2, ..., :_LENGTH, :_LENGTH]
+            value = rows % words if name == "input_ids" else rows
+        cut[name] = value.cpu() if isinstance(value, Tensor) else value
+    return small.eval(), cut
+
+
+def _plan_of_copy(
+    small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.TensorPlan
+) -> tuple[sharding_plan.TensorPlan, int]:
+    """The plan of a small copy, and for how many ranks it is: as many as can share it, as it may have fewer heads."""
+    plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
+    ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)
+    other = plan_differences(large, plan)
+    if other or not ranks:
+        raise SetupError(
+            f"tensor plan of {type(small).__name__}: could not be proven on a small model: {other or 'no legal size'}"
+        )
+    return plan, ranks

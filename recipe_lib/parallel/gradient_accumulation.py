@@ -1,0 +1,120 @@
+"""How the gradients of a step's micro-batches are added up: when FSDP reduces them, and in which precision.
+
+FSDP2 reduces a unit's gradients in each backward, so that a rank never has more than one unit's whole: the least
+memory, and one reduction and two gathers of every unit for each micro-batch. `parallel.reduce_gradients: step` keeps
+the sums of the micro-batches whole on a rank, and reduces them with the last one. With
+`parallel.reshard_after_forward: false` beside it weights stay gathered meanwhile too, from the first micro-batch's
+forward to the last one's backward: weights and gradients whole, states sharded, which is ZeRO-1 (arXiv 1910.02054) and
+Megatron's distributed optimizer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import ConfigError
+
+
+def reduces_once(parallel: ParallelConfig) -> bool:
+    """Whether FSDP reduces gradients once a step."""
+    return parallel.reduce_gradients == "step" and parallel.strategy != "ddp"
+
+
+def once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
+    """The collectives among data ranks that a step has once, however many micro-batches it has."""
+    if not reduces_once(parallel):
+        return ()
+    return ("reduce_scatter", "all_reduce", *(() if parallel.reshard_after_forward else ("all_gather",)))
+
+
+class GradientAccumulation:
+    """What happens to a model's gradients before and after the backward of each micro-batch of a step.
+
+    Without a pipeline `begin` comes before each micro-batch and `add` after its backward; a pipeline calls
+    `hold_all`, `add` after each action that makes gradients, and reduces its stages itself. `finish` ends both.
+
+    once: FSDP reduces gradients once a step. keeps_weights: they stay gathered as long. sums: in fp32, so far.
+    """
+
+    def __init__(self, model: nn.Module, parallel: ParallelConfig) -> None:
+        """model: sharded by FSDP, or whole on every rank that has it."""
+        sharded = isinstance(model, FSDPModule)
+        self.once = sharded and reduces_once(parallel)
+        self.keeps_weights = self.once and not parallel.reshard_after_forward
+        self._model = model
+        self._root: Any = model
+        self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once  # else FSDP sums them, in reduce_dtype
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        self._done = False
+
+    def hold_all(self) -> None:
+        """From here on the gradients of all units stay whole, and where weights are to be kept these do."""
+        if self.once:
+            self._set(is_last=False)
+
+    def begin(self, is_last: bool) -> None:
+        """A micro-batch begins. is_last: of the step."""
+        if self.once:
+            self._set(is_last)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Gradients that backward has made are moved to the sums in fp32, if these are asked for."""
+        if not self._in_fp32:
+            return
+        for parameter in self._model.parameters():
+            if parameter.grad is None:
+                continue
+            gradient, parameter.grad = _local(parameter.grad), None
+            if parameter in self.sums:
+                self.sums[parameter].add_(gradient)
+            else:
+                self.sums[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the last backward: sums in fp32 become the parameters' gradients, rounded once to their type."""
+        self._done = True
+        while self.sums:
+            parameter, total = self.sums.popitem()
+            parameter.grad = _like(parameter, total.to(parameter.dtype))
+
+    def check(self) -> None:
+        """ConfigError if a recipe has gone backward by itself, so that nothing of this was done; once a step."""
+        if not self._done and (self.once or self._in_fp32):
+            key = "reduce_gradients" if self.once else "accumulate_grad_in_fp32"
+            found = "step" if self.once else "true"
+            raise ConfigError(
+                f"parallel.{key}: found {found} for a recipe that calls backward itself, expected one that calls "
+                "training.sum_gradients or training.backward_each, which say which micro-batch is the last; call one "
+                f"of them, or remove parallel.{key}"
+            )
+        self._done = False
+
+    def _set(self, is_last: bool) -> None:
+        self._root.set_requires_gradient_sync(is_last)
+        if self.keeps_weights:
+            self._root.set_reshard_after_backward(is_last)
+
+
+def is_kept(unit: FSDPModule) -> bool:
+    """Whether a unit's weights stay gathered from one micro-batch to the next."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and not group.reshard_after_backward
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """This rank's part of a gradient, as its parameter lies on the ranks."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    size, stride = parameter.size(), parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)

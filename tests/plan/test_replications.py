@@ -1,0 +1,126 @@
+"""The replications: commands of `tune plan`, Megatron's imitated stack by formula, and memory that FSDP1 marks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_check, planner_megatron, planner_replications
+from benchmarks.megatron_stack import STEP, Gpt, Layout, Stage, trace_stages
+from benchmarks.planner_rows import Run, error_of, kinds_at_peak
+from benchmarks.planner_streams import HOST_WAIT, MarkedTrace, held_with_marks
+from recipe_lib.cli import plan_request
+from recipe_lib.config import FullFinetuneConfig, load_config
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Storage, Sync, Trace
+
+pytestmark = pytest.mark.benchmark
+
+SMALL = Gpt(layers=4, hidden=64, heads=4, feed_forward=160, vocabulary=500, sequence=32)
+LAYOUTS = (
+    Layout(2, data=2, pipeline=1, tensor=1),
+    Layout(2, data=2, pipeline=1, tensor=2),
+    Layout(2, data=1, pipeline=2, tensor=1),
+    Layout(2, data=2, pipeline=2, tensor=2),
+)
+
+
+def test_replications_are_command_lines_of_tune_plan() -> None:
+    rows = [entry for group in planner_replications.groups() for entry in group.rows]
+    assert sum(entry.goal for entry in rows) >= 8
+    for run in {entry.run for entry in rows if isinstance(entry.run, Run)}:
+        read = plan_request.read(run.command.split()[2:])
+        assert (read.config, tuple(read.overrides), read.sequence) == ([run.config], run.overrides, str(run.tokens))
+        assert load_config(run.config, run.overrides, FullFinetuneConfig).max_seq_len == run.tokens
+
+
+def test_the_model_has_as_many_parameters_as_their_tool_prints() -> None:
+    """It leaves out the last norm, and two thirds of the biases of queries, keys and values."""
+    one: Any = SimpleNamespace(size=lambda: 1)
+    stage = Stage(Gpt(vocabulary=50432), Layout(4, data=1, pipeline=1, tensor=1), 0, one, "meta")
+    found = sum(parameter.numel() for parameter in stage.parameters())
+    assert found == 6_642_245_632 + 2 * 4096 + 32 * 2 * 4096
+
+
+def parameters_of(gpt: Gpt, layout: Layout, place: int) -> int:
+    """Of a rank, written out."""
+    h, f, t = gpt.hidden, gpt.feed_forward, layout.tensor
+    layer = 3 * h * h // t + 3 * h // t + h * h // t + h + 2 * f * h // t + 2 * f // t + f * h // t + h + 4 * h
+    vocabulary = 512 // t * h  # 500 rows padded to a multiple of 128 t, of t = 1 and 2
+    first, last = place == 0, place == layout.pipeline - 1
+    ends = (vocabulary + gpt.sequence * h if first else 0) + (2 * h if last else 0)
+    return gpt.layers // layout.pipeline * layer + ends + (vocabulary if last and not first else 0)
+
+
+def kept_of(gpt: Gpt, layout: Layout) -> int:
+    """Bytes that a layer keeps of a micro-batch for backward, bf16."""
+    n, h, f, t = gpt.sequence * layout.micro_batch, gpt.hidden, gpt.feed_forward, layout.tensor
+    norms = 2 * (2 * n * h + 2 * 4 * n)  # outputs; mean and deviation of each token in fp32
+    attention = 3 * 2 * n * h // t + 2 * 2 * n * h // t + 4 * n * gpt.heads // t  # q, k, v; output twice; sums in fp32
+    return norms + attention + 2 * 4 * n * f // t + 2 * 3 * n * h  # gate and up, silu, product; results and masks
+
+
+def most_activations(trace: Trace) -> int:
+    """The most bytes of them at a time."""
+    now = most = 0
+    for kind, number in trace.events:
+        if kind in (ALLOC, FREE) and trace.storages[number].kind == "activations":
+            now += trace.storages[number].bytes * (1 if kind == ALLOC else -1)
+            most = max(most, now)
+    return most
+
+
+def test_megatrons_stack_holds_what_formulas_say() -> None:
+    def run() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for layout in LAYOUTS:
+            double = Gpt(**{**vars(SMALL), "layers": 2 * SMALL.layers})
+            stages = zip(trace_stages(SMALL, layout), trace_stages(double, layout), strict=True)
+            for place, (one, two) in enumerate(stages):
+                kinds = kinds_at_peak(one, STEP)
+                stored = [kinds[kind] for kind in ("parameters", "gradients", "optimizer")]
+                found[f"{layout}{place}"] = [*stored, most_activations(two) - most_activations(one)]
+        return found
+
+    found = gpu_check.run_apart(run, 120)
+    assert len(found) == 6, found
+    for layout in LAYOUTS:
+        for place in range(layout.pipeline):
+            count = parameters_of(SMALL, layout, place)
+            even = count + count % layout.data
+            waiting = layout.pipeline - place  # micro-batches between forward and backward
+            kept = SMALL.layers // layout.pipeline * waiting * kept_of(SMALL, layout)
+            *stored, more = found[f"{layout}{place}"]
+            assert stored == [2 * count, 4 * even, 12 * even // layout.data]
+            assert more == pytest.approx(kept, abs=64 * SMALL.layers * waiting)  # states of random numbers
+
+
+@pytest.mark.slow
+def test_megatrons_runs_are_predicted_better_than_by_its_own_tool() -> None:
+    def run() -> dict[str, Any]:
+        errors = {row.name: error_of(row, "allocated", "GiB") for row in planner_megatron.rows_of(Gpt())}
+        return errors | {"mean": planner_megatron.mean_errors()}
+
+    found = gpu_check.run_apart(run, 300)
+    theirs, ours = found.pop("mean")
+    assert ours < theirs == pytest.approx(0.00521, abs=1e-4)
+    assert len(found) == 4 and max(map(abs, found.values())) < planner_replications.GOAL
+
+
+@pytest.mark.parametrize(("marked", "waits", "active"), [(False, False, 1), (True, False, 2), (True, True, 1)])
+def test_marked_memory_is_active_until_its_stream_is_done(marked: bool, waits: bool, active: int) -> None:
+    """A block of another stream is freed while the first still works for a second; then one more is taken."""
+    size, hardware = 2**21, find_hardware("a100-80gb")
+    trace = MarkedTrace(
+        storages=[Storage(size, stream=1), Storage(size, stream=1)],
+        ops=[Op("aten::mm", stream=0, bytes=int(hardware.bandwidth))],
+        syncs=[Sync(0, 0), Sync(0, 1)],
+        phases=[STEP, "after"],
+    )
+    trace.marks[0] |= {0} if marked else set()
+    trace.events = [(PHASE, 0), (ALLOC, 0), (OP, 0), (RECORD, 0), (FREE, 0), (ALLOC, 1), (FREE, 1), (PHASE, 1)]
+    if waits:
+        trace.events[5:5] = [(WAIT, 1), (HOST_WAIT, 0)]
+    held = held_with_marks(trace, STEP, hardware)
+    assert held.active == active * size
+    assert held.seconds > 1

@@ -1,0 +1,110 @@
+"""Adapters beside frozen weights of other kinds, in models of transformers by inferred plans: as in one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import LORA, arguments, furthest, latest, run_here, steps
+from tests.selection import slow_except
+
+COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.1}
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": WIDE | {"num_key_value_heads": 2, "head_dim": 32},
+    "gpt_neox": WIDE | {"hidden_dropout": 0.0, "attention_dropout": 0.0},  # biases; queries, keys and values in one
+    "phi3": WIDE | {"num_key_value_heads": 2},  # gate and up in one
+}
+LEVERS: dict[str, tuple[str, ...]] = {
+    "nf4": ("lora.quantize_base=nf4",),
+    "int8": ("lora.quantize_base=int8", "lora.target_modules=[o_proj, dense, gate_proj]"),
+    "wide adapters": ("dtype=bf16", "lora.dtype=fp32"),
+    "dora": ("lora.dora=true",),
+    "dora on nf4": ("lora.dora=true", "lora.quantize_base=nf4", "lora.dropout=0"),
+    "nf4, sharded": ("lora.quantize_base=nf4", "memory.activation_checkpointing=full"),
+}
+CASES = [
+    ("qwen3", "nf4"),
+    ("qwen3", "int8"),
+    ("gpt_neox", "wide adapters"),
+    ("phi3", "dora"),
+    ("gpt_neox", "dora on nf4"),
+    ("qwen3", "nf4, sharded"),
+]
+TOLERANCE = {
+    "nf4": (1e-5, 1e-4),
+    "int8": (1e-5, 1e-4),
+    "wide adapters": (2e-3, 2e-2),
+    "nf4, sharded": (1e-5, 1e-4),
+    "dora": (1e-5, 1e-4),
+    "dora on nf4": (1e-5, 1e-4),
+}
+
+
+def words(folder: Path, kind: str, lever: str, ranks: int, tensor: int) -> list[str]:
+    config = folder / f"{kind}.json"
+    config.write_text(json.dumps(COMMON | MODELS[kind] | {"model_type": kind}))
+    targets = [word for word in LEVERS[lever] if "target_modules" not in word]
+    if "int8" in lever and kind == "qwen3":
+        targets.append("lora.target_modules=[o_proj, gate_proj]")
+    base = [*arguments(folder / f"{kind}-{lever}-{ranks}-{tensor}", "demo/lora"), "~model.path",
+            f"model.preset={config}", "tokenizer.path=examples/demo/tokenizer",
+            "model.implementation=transformers", "dtype=fp32", "device=cpu", "max_steps=3",
+            f"batch_size={4 * tensor // ranks}", "log.every_n_steps=1000", "data.packing=false", "optimizer.lr=1e-2",
+            "lora.rank=4", f"parallel.tensor={tensor}"]  # fmt: skip
+    return latest(*base, *targets)
+
+
+def train(folder: Path, kind: str, lever: str, ranks: int, tensor: int) -> None:
+    run = run_here(words(folder, kind, lever, ranks, tensor), recipe=LORA)
+    assert run.code == 0, run.said
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, [("qwen3", "nf4")]), ids=lambda case: " ".join(case))
+def test_losses_are_those_of_one_process(case: tuple[str, str], tmp_path: Path) -> None:
+    kind, lever = case
+    ranks = 4 if "sharded" in lever else 2
+    run_ranks(train, 1, tmp_path, kind, lever, 1, 1)
+    run_ranks(train, ranks, tmp_path, kind, lever, ranks, 2, timeout=300)
+    one, several = (steps(tmp_path / f"{kind}-{lever}-{size}") for size in ("1-1", f"{ranks}-2"))
+    assert len(one) == 3 and one[-1][1] < one[0][1] and all(norm > 0.05 for _, _, norm in one)
+    for at, limit in zip((1, 2), TOLERANCE[lever], strict=True):
+        assert furthest([line[at] for line in several], [line[at] for line in one]) <= limit
+
+
+def refused(folder: Path, kind: str) -> list[str]:
+    return run_here(words(folder, kind, "nf4", 2, 2), recipe=LORA).said
+
+
+@pytest.mark.slow
+def test_a_fused_matrix_in_blocks_is_refused(tmp_path: Path) -> None:
+    said = run_ranks(refused, 2, tmp_path, "phi3")[0][-1]
+    assert "lora.quantize_base=nf4 keeps model.layers.0." in said and "holds several matrices; set" in said
+
+
+def test_a_quantized_product_is_one_call() -> None:
+    """To whatever watches calls, as an inferred plan does; with the result that it has alone."""
+    from torch import nn
+    from torch.overrides import TorchFunctionMode
+
+    from recipe_lib.adapters.quantized import QuantizedLinear
+
+    class Names(TorchFunctionMode):
+        seen: list[str] = []
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    module = QuantizedLinear(nn.Linear(64, 64, device="meta"), "nf4").to_empty(device="cpu")
+    weight = torch.randn(64, 64)
+    module.fill_weight(lambda start, stop, columns: weight[start:stop, columns])
+    torch.nn.init.zeros_(module.bias)
+    hidden = torch.randn(3, 64)
+    with Names() as names:
+        watched = module(hidden)
+    assert names.seen[-1] == "linear" and names.seen.count("linear") == 1
+    assert torch.equal(watched, module(hidden)) and (watched - hidden @ weight.t()).abs().max() < 3
