@@ -64,10 +64,11 @@ def trained(model: Any, folder: Path) -> tuple[list[float], list[float]]:
     return [line["loss"] for line in steps], [float(line["grad_norm"]) for line in steps]
 
 
-def shared(kind: str, folder: str) -> dict[str, Any]:
+def shared(kind: str, folder: str, tokens: bool) -> dict[str, Any]:
     """One rank's view of a model that a Trainer has trained on all of them."""
     model, mesh = model_of(kind), init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = infer_tensor_plan(model, batch(), mesh.size())
+    plan = infer_tensor_plan(model, batch(), mesh.size(), tokens)
+    assert bool(plan.sharding.shared_tokens) == tokens
     plan.apply(model, mesh)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     with seen_as_one_process():
@@ -80,13 +81,13 @@ def shared(kind: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_trainer_on_two_ranks_is_one_of_one_process(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "tokens"), [*((kind, False) for kind in MODELS), ("qwen3", True)])
+def test_a_trainer_on_two_ranks_is_one_of_one_process(kind: str, tokens: bool, tmp_path: Path) -> None:
     """Losses, gradient norms and final weights in float64; and the folder that it writes is one of transformers'."""
     model = model_of(kind)
     losses, norms = trained(model, tmp_path / "one")
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.3 and max(norms) > 0.5
-    first, second = run_ranks(shared, 2, kind, str(tmp_path / "two"), timeout=300)
+    first, second = run_ranks(shared, 2, kind, str(tmp_path / "two"), tokens, timeout=300)
     assert first["losses"] == second["losses"]
     assert first["losses"] == pytest.approx(losses, rel=1e-9)
     assert first["norms"] == pytest.approx(norms, rel=1e-6)
