@@ -9,13 +9,14 @@ Outputs are kept in docs/five_systems.json, so that the page can be checked with
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.five_systems_rows import SYSTEMS, Row, System
+from benchmarks.five_systems_rows import LONG, SYSTEMS, Row
 from recipe_lib.files import replace_text
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -47,7 +48,7 @@ def output_of(command: str) -> str:
         words = [sys.executable, "-m", "recipe_lib", *words[1:]]
     elif words[0] in ("pytest", "python"):
         words = [sys.executable, *(["-m", "pytest"] if words[0] == "pytest" else []), *words[1:]]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, env=None)
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"})
     printed = _SECONDS.sub("", done.stdout)
     patterns = [row.pattern for system in SYSTEMS for row in system.rows if row.command == command]
     lines = [line for line in printed.splitlines() if any(re.search(pattern, line) for pattern in patterns)]
@@ -67,7 +68,9 @@ def found(row: Row, kept: dict[str, str]) -> str:
             break
     if not cells:
         raise SystemExit(f"{row.page}: has nothing like {row.pattern!r}, for the row {row.shown!r}")
-    return "; ".join(cells).replace("|", "/").replace("**", "")
+    # As plain words in a cell: a link would lead from another folder.
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", "; ".join(cells))
+    return text.replace("|", "/").replace("**", "")
 
 
 def page(kept: dict[str, str]) -> str:
@@ -80,6 +83,10 @@ def page(kept: dict[str, str]) -> str:
         "docs/five_systems.md` writes the page from the commands' output and from the pages under "
         "[measurements](measurements/README.md) that they write. Figures are planned or come from a CPU; none was "
         "measured on a GPU. A `-` says what is not shown.",
+        "",
+        "Long commands, by their letters:",
+        "",
+        *(f"- {letter}: `{command}`" for command, letter in LONG.items()),
     ]
     for system in SYSTEMS:
         lines += ["", f"## {system.title}", "", f"{system.link}. {system.text}", ""]
@@ -91,12 +98,7 @@ def page(kept: dict[str, str]) -> str:
 
 def _command(row: Row) -> str:
     where = f", [{Path(row.page).stem}]({row.page.removeprefix('docs/')})" if row.page else ""
-    return f"`{row.command}`{where}"
-
-
-def rows_of(system: System) -> int:
-    """How many rows a system has, those that are not shown included."""
-    return len(system.rows) + len(system.missing)
+    return (LONG[row.command] if row.command in LONG else f"`{row.command}`") + where
 
 
 if __name__ == "__main__":

@@ -44,8 +44,14 @@ SIXTEEN = (
     "memory.activation_checkpointing=none --full"
 )
 ALL_RANKS = "docs/measurements/all_ranks.md"
+PLANS, LOSSES = "docs/measurements/tensor_plans.md", "docs/measurements/tp_losses.md"
+TP_PLANS = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
+TP_LOSSES = "python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md"
 ZERO_1 = "python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md"
 ZERO_1_PAGE = "docs/measurements/gradient_reduction.md"
+
+
+LONG = {SIXTEEN: "A", FOUR_CARDS: "B", REPLICATE: "C", TP_TRACE: "D", TP_MEMORY: "E", PP_MEMORY: "F"}  # -> a letter
 
 
 def planner_row(run: str, metric: str, stack: str = "theirs") -> str:
@@ -156,7 +162,7 @@ ZERO_BUBBLE = System(
 MEGATRON = System(
     "Megatron-LM's analysis tool: memory and communication before the run",
     "[NVIDIA/Megatron-LM#482](https://github.com/NVIDIA/Megatron-LM/pull/482)",
-    f"Where a row names all_ranks.md, its command is `{SIXTEEN}`.",
+    "Figures of data sheets and shapes: nothing runs on a GPU.",
     (
         Row("measured peaks of Llama 2 7B on 8 H800, 69.1 / 55.7 / 49.8 / 28.8 GB, predicted within 0.7 %", REPLICATE,
             r"^\| (\d / \d+ / \d / \d / \d \| [\d.]+ \| [\d.]+ \| -.*) \|$", PLANNER, 4,
@@ -199,4 +205,40 @@ MEGATRON = System(
       "with a GPU is `python benchmarks/gpu_check.py plan`, of which there is no report yet"),),
 )  # fmt: skip
 
-SYSTEMS = (TORCHTUNE, NANOTRON, ZERO_BUBBLE, MEGATRON)
+DEEPSPEED = System(
+    "DeepSpeed #5445: automatic tensor parallel in training",
+    "[microsoft/DeepSpeed#5445](https://github.com/microsoft/DeepSpeed/pull/5445)",
+    "Models are those of transformers; plans are inferred from one traced forward and certified.",
+    (
+        Row("training without Megatron and without a plan by hand: matrices found and exchanged",
+            "tune tp-plan llama3/8B --tensor 2,4,8", r"^llama3/8B: plan .*"),
+        Row("any simple model of transformers", TP_PLANS, r"(\d+ model types; \d+ certified[^.]*)", PLANS),
+        Row("directly with transformers' Trainer, data parallel 1",
+            "pytest tests/external/test_apply_plan.py -q", PASSED,
+            note=": on 2 ranks, losses, norms and weights of one process; `infer_tensor_plan`, `certify`, `apply`"),
+        Row("a data loader changed so that all ranks of a group have the same data",
+            "pytest tests/recipes/test_external_runs.py -q -m \"not slow\"", PASSED,
+            note="; a group is one data rank of the recipes"),
+        Row("`autotp_size` in the config", "tune cat llama3/8B_full --resolved", r"^ +(tensor: .*)"),
+        Row("llama 7B fine-tuned on 4 and 8 GPUs, the loss falls as expected", TP_LOSSES,
+            r"^\| (stories260K.*) \|$", LOSSES, 2, note="; real weights, 100 steps, tensor 4 beside one process"),
+        Row("backward of the exchanged modules, attributes for the norm of gradients, `requires_grad`",
+            "pytest tests/external/test_tensor_parallel.py -q", PASSED),
+        Row("broadcast and all-reduce groups, switched off there; compatible with ZeRO's data parallel: to be done",
+            "pytest tests/recipes/test_external_tensor.py -q", PASSED,
+            note="; with FSDP beside it, and quantized bases, DoRA"),
+        Row("70 % of ZeRO-3's speed at the same batch", "tune plan --nproc_per_node 4 full_finetune_distributed "
+            "--config llama2/7B_full --device h100 batch_size=4 --full", r"^ +tokens .*",
+            note="; FSDP, which is ZeRO-3"),
+        Row("", "tune plan --nproc_per_node 4 full_finetune_distributed --config llama2/7B_full --device h100 "
+            "parallel.tensor=4 batch_size=4 gradient_accumulation_steps=4 --full",
+            r"^ +tokens .*", note="; tensor 4, planned from data sheets"),
+        Row("counting samples, and the schedule of the learning rate, by real rows: to be done",
+            "pytest tests/recipes/test_tensor_runs.py -q -m \"not slow\"", PASSED),
+        Row("saving and loading, sharded the other way: to be done",
+            "pytest tests/recipes/test_external_outputs.py -q", PASSED,
+            note="; exports open in transformers, merge as PEFT does, and answer as its greedy generate"),
+    ),
+)  # fmt: skip
+
+SYSTEMS = (TORCHTUNE, NANOTRON, ZERO_BUBBLE, DEEPSPEED, MEGATRON)

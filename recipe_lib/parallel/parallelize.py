@@ -82,4 +82,7 @@ def describe_units(model: nn.Module, parallel: Parallel) -> str:
         named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
         parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
     root = parameter_bytes(model) - sum(unit.bytes for unit in units)
-    return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}"
+    accumulation = parallel.accumulation
+    once = "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""
+    once += ", weights gathered once a step" if accumulation is not None and accumulation.keeps_weights else ""
+    return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}{once}"

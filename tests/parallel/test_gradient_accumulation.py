@@ -17,7 +17,15 @@ from recipe_lib.data.batches import Batch
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, parallelize, start_world
+from recipe_lib.parallel import (
+    Parallel,
+    World,
+    all_reduce_gradients,
+    describe_units,
+    materialize,
+    parallelize,
+    start_world,
+)
 from recipe_lib.training import backward_each
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, gradient_difference, plain_gradients, small_batch, small_spec
@@ -130,6 +138,21 @@ class Collectives(TorchDispatchMode):
             if name.startswith("c10d::") and kind in name:
                 self.found[kind] = self.found.get(kind, 0) + 1
         return func(*args, **(kwargs or {}))
+
+
+def described() -> list[str]:
+    lines = []
+    for parallel in ({}, STEP, ZERO_1):
+        cfg = config(parallel, {})
+        with start_world(cfg) as world:
+            lines.append(describe_units(*made(cfg, world, tied=False)).rpartition("always gathered: ")[2])
+    return lines
+
+
+def test_the_log_says_what_is_once_a_step():
+    plain, once, zero_1 = run_ranks(described, 2)[0]
+    assert once == f"{plain}; gradients reduced once a step"
+    assert zero_1 == f"{once}, weights gathered once a step"
 
 
 def counted(cases: list[dict[str, Any]], tied: bool) -> list[tuple[dict[str, int], int]]:
