@@ -25,7 +25,7 @@ _SECONDS = re.compile(r" in \d+(\.\d+)?s( \([\d:]+\))?")  # of pytest, never the
 
 
 def main() -> None:
-    """Runs the commands whose output is not kept, or that `--only` names, and writes the page."""
+    """Runs the commands whose output is not kept yet, or that `--only` names, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", help="run the commands again that have this in them")
@@ -36,6 +36,7 @@ def main() -> None:
         if command not in kept or (arguments.only and arguments.only in command):
             print(command, flush=True)
             kept[command] = output_of(command)
+            replace_text(KEPT, json.dumps(kept, indent=1) + "\n")
     kept = {command: kept[command] for command in wanted}
     replace_text(KEPT, json.dumps(kept, indent=1) + "\n")
     replace_text(arguments.output, page(kept))

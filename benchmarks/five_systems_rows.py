@@ -46,6 +46,8 @@ SIXTEEN = (
 ALL_RANKS = "docs/measurements/all_ranks.md"
 PLANS, LOSSES = "docs/measurements/tensor_plans.md", "docs/measurements/tp_losses.md"
 TP_PLANS = "python -m benchmarks.tensor_plans --output docs/measurements/tensor_plans.md"
+INFERRED = "python -m benchmarks.inferred_tp_memory --output docs/measurements/inferred_tp_memory.md"
+INFERRED_PAGE = "docs/measurements/inferred_tp_memory.md"
 TP_LOSSES = "python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md"
 ZERO_1 = "python -m benchmarks.gradient_reduction --output docs/measurements/gradient_reduction.md"
 ZERO_1_PAGE = "docs/measurements/gradient_reduction.md"
@@ -212,14 +214,16 @@ DEEPSPEED = System(
     (
         Row("training without Megatron and without a plan by hand: matrices found and exchanged",
             "tune tp-plan llama3/8B --tensor 2,4,8", r"^llama3/8B: plan .*"),
+        Row("optimizations of Megatron's, such as sharing tokens: to be done (\"TP oom\")", INFERRED,
+            r"^\| (llama3/8B \| .*) \|$", INFERRED_PAGE, 3, note=" (t; MiB a layer: native, inferred, ratio, all)"),
         Row("any simple model of transformers", TP_PLANS, r"(\d+ model types; \d+ certified[^.]*)", PLANS),
         Row("directly with transformers' Trainer, data parallel 1",
             "pytest tests/external/test_apply_plan.py -q", PASSED,
-            note=": on 2 ranks, losses, norms and weights of one process; `infer_tensor_plan`, `certify`, `apply`"),
+            note=": on 2 ranks, losses, norms, weights of one process; `infer_tensor_plan`, `certify`, `apply`"),
         Row("a data loader changed so that all ranks of a group have the same data",
             "pytest tests/recipes/test_external_runs.py -q -m \"not slow\"", PASSED,
             note="; a group is one data rank of the recipes"),
-        Row("`autotp_size` in the config", "tune cat llama3/8B_full --resolved", r"^ +(tensor: .*)"),
+        Row("`autotp_size` in the config", "tune cat llama3/8B_full --resolved", r"^(parallel\.tensor: .*)"),
         Row("llama 7B fine-tuned on 4 and 8 GPUs, the loss falls as expected", TP_LOSSES,
             r"^\| (stories260K.*) \|$", LOSSES, 2, note="; real weights, 100 steps, tensor 4 beside one process"),
         Row("backward of the exchanged modules, attributes for the norm of gradients, `requires_grad`",
@@ -234,7 +238,8 @@ DEEPSPEED = System(
             "parallel.tensor=4 batch_size=4 gradient_accumulation_steps=4 --full",
             r"^ +tokens .*", note="; tensor 4, planned from data sheets"),
         Row("counting samples, and the schedule of the learning rate, by real rows: to be done",
-            "pytest tests/recipes/test_tensor_runs.py -q -m \"not slow\"", PASSED),
+            "pytest tests/parallel/test_world.py -q", PASSED,
+            note="; which ranks count as one, and what each of them reads"),
         Row("saving and loading, sharded the other way: to be done",
             "pytest tests/recipes/test_external_outputs.py -q", PASSED,
             note="; exports open in transformers, merge as PEFT does, and answer as its greedy generate"),

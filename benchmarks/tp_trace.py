@@ -202,7 +202,7 @@ OPTIONS = [
     [
         "`tp_mode: ALL_REDUCE`",
         "none for these decoders. The plans inferred for other models ([tensor_parallel.md](../tensor_parallel.md)) "
-        "all-reduce, with all tokens on every rank",
+        "share tokens where their proof holds, and all-reduce where it does not",
     ],
     [
         "`tp_recompute_allgather: true` (default)",
