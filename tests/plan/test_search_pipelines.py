@@ -45,7 +45,14 @@ def searched(folder: Path) -> dict[str, Any]:
     recipe_class, cfg, plain = settings("llama3/8B_lora", 2, *typed(folder, *more), device="rtx4090")
     plan, estimate = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
     assert plan.time is not None
+    once = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "parallel.pipeline=2")
+    recipe_class, cfg, plain = settings(
+        "llama3/8B_full", 4, *typed(folder, *once, "gradient_accumulation_steps=8"), device="rtx4090"
+    )
+    whole, zero_1 = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
+    assert whole.time is not None
     return {
+        "zero-1": (zero_1.active / whole.heaviest.peak.active, zero_1.seconds / whole.time.step),
         "changes": [one.changes for one in result.found],
         "typed": [override_text(one.changes) for one in result.found],
         "global_batch_size": result.global_batch_size,
@@ -76,6 +83,8 @@ def test_the_estimate_of_a_pipeline(found: dict[str, Any]):
     assert found["active"] == pytest.approx(1, abs=0.005)
     assert found["seconds"] == pytest.approx(1, abs=0.02)
     assert found["tokens"][0] == found["tokens"][1]
+    assert found["zero-1"][0] == pytest.approx(1, abs=0.005)
+    assert found["zero-1"][1] == pytest.approx(1, abs=0.02)
 
 
 def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (), **more: bool) -> list[dict[str, Any]]:
@@ -103,14 +112,21 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
 def test_which_pipelines_are_tried():
     """The demo has four layers: ZBV, with two stages on a rank, can be at most two ranks long."""
     key, schedule, copies = "parallel.pipeline", "parallel.pipeline_schedule", "parallel.data_replicate"
+    reduce, reshard = "parallel.reduce_gradients", "parallel.reshard_after_forward"
     found = tried(4, "rtx4090")
-    assert [(one[key], one[schedule], one[copies]) for one in found] == [
-        (2, "1f1b", 1),
-        (2, "1f1b", 2),
-        (2, "zbv", 1),
-        (2, "zbv", 2),
-        (4, "1f1b", 1),
+    assert [(one[key], one[schedule], one[copies], one.get(reduce)) for one in found] == [
+        (2, "1f1b", 1, None),
+        (2, "1f1b", 1, "step"),
+        (2, "1f1b", 2, None),
+        (2, "1f1b", 2, "step"),
+        (2, "zbv", 1, None),
+        (2, "zbv", 1, "step"),
+        (2, "zbv", 2, None),
+        (2, "zbv", 2, "step"),
+        (4, "1f1b", 1, None),
     ]
+    assert all(one.get(reshard) is (False if reduce in one else None) for one in found)
+    assert not any(reduce in one for one in tried(4, "rtx4090", fixed=(reshard,)))
     assert {one[schedule] for one in tried(4, "rtx4090", splits=False)} == {"1f1b"}
     assert {one[copies] for one in tried(4, "rtx4090", fixed=(copies,))} == {1}
     for strategy in ("ddp", "auto"):  # stages are copied and divided by FSDP

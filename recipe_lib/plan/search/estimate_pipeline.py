@@ -22,7 +22,7 @@ from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.pipeline_plan import first_of_each_place
 from recipe_lib.plan.search.estimate_facts import Estimate, parameter_bytes, trained_bytes
-from recipe_lib.plan.timing.pipeline_time import messages_of, parts_of
+from recipe_lib.plan.timing.pipeline_time import messages_of, of_all, parts_of
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, taken_of, traced_micro_batches
@@ -37,7 +37,8 @@ _Key = tuple[int, str]
 @dataclass
 class _Place:
     """One simulation. before, change, most: by action bytes before it, left by it and at its height beyond those
-    before; outside: the most outside of actions; held: between two steps; gaps: seconds outside of actions."""
+    before; outside: the most outside of actions; held: between two steps; gaps: seconds outside of actions. every:
+    seconds of each action of a step, where not all micro-batches are alike."""
 
     found: Simulated
     before: dict[_Key, int]
@@ -47,6 +48,7 @@ class _Place:
     held: int
     idle: tuple[int, int]
     seconds: dict[_Key, float]
+    every: dict[Action, float]
     messages: dict[_Key, float]
     gaps: float
     module: str
@@ -71,14 +73,15 @@ def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Esti
     place, active = places[heaviest], peaks[heaviest]
     seconds: dict[_Key, float] = {}
     messages: dict[_Key, float] = {}
+    every: dict[Action, float] = {}
     for one in places:
-        seconds, messages = seconds | one.seconds, messages | one.messages
+        seconds, messages, every = seconds | one.seconds, messages | one.messages, every | one.every
     step = max(one.gaps for one in places)
     if settings.timed:
         step += simulate(
             orders,
             cfg.parallel,
-            lambda action: seconds[action.stage, action.kind],
+            lambda action: every.get(action, seconds[action.stage, action.kind]),
             lambda send: messages.get((send.stage, send.kind), 0.0),
         ).total
     return Estimate(
@@ -116,6 +119,7 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, t
     before, change, most, outside, held, module = _bytes(trace, gone, _boundary(trace))
     idle = (0, 0)
     seconds: dict[_Key, float] = {}
+    every: dict[Action, float] = {}
     messages: dict[_Key, float] = {}
     gaps = 0.0
     if settings.timed:
@@ -124,23 +128,11 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, t
         waits, runs = parts_of(trace, schedule(trace, STEADY, settings.hardware, settings.calibration))
         gaps = sum(waits)
         for run in runs:  # a reference's forwards too: the later, of what is trained, replace them
-            seconds |= _in_the_middle(run) if reduces_once(cfg.parallel) else _by_key(run)
+            seconds |= {(action.stage, action.kind): found for action, found in run.items()}
+        if reduces_once(cfg.parallel):
+            every = of_all(runs[-1], cfg.parallel, place, micro_batches(cfg)[1], True)
         messages = messages_of(trace, STEADY, settings.hardware, settings.calibration)
-    return _Place(found, before, change, most, outside, held, idle, seconds, messages, gaps, module)
-
-
-def _by_key(run: Mapping[Action, float]) -> dict[_Key, float]:
-    """Seconds by stage and kind, of the last action of each."""
-    return {(action.stage, action.kind): seconds for action, seconds in run.items()}
-
-
-def _in_the_middle(run: Mapping[Action, float]) -> dict[_Key, float]:
-    """The same of the action in the middle: the first may gather what later ones have, and the last reduce what
-    earlier ones have left."""
-    found: dict[_Key, list[float]] = defaultdict(list)
-    for action, seconds in run.items():
-        found[action.stage, action.kind].append(seconds)
-    return {key: values[len(values) // 2] for key, values in found.items()}
+    return _Place(found, before, change, most, outside, held, idle, seconds, every, messages, gaps, module)
 
 
 def _whole_peak(found: _Place) -> int:

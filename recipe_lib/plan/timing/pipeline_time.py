@@ -61,7 +61,7 @@ def pipeline_time(
         training = any(action.kind in ("B", "I") for action in run)
         seconds: _Seconds = {}
         for place, found in parts.items():
-            seconds |= _of_all(found[1][number], parallel, place, count, training)
+            seconds |= of_all(found[1][number], parallel, place, count, training)
         timeline = simulate(
             orders_of(parallel, count, training=training),
             parallel,
@@ -94,7 +94,7 @@ def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds
     return gaps, runs
 
 
-def _of_all(run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool) -> _Seconds:
+def of_all(run: _Seconds, parallel: ParallelConfig, place: int, count: int, training: bool) -> _Seconds:
     """Seconds of a rank's actions with all micro-batches, from those that were traced."""
     traced = len({action.micro_batch for action in run})
     stands = stand_ins(parallel, place, traced, count, training=training)

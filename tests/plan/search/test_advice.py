@@ -94,6 +94,22 @@ def test_levers_that_the_table_refuses_are_left_out():
     assert {"batch_size=16 gradient_accumulation_steps=2", "dtype=bf16", "parallel.data_replicate=2"} <= offered
 
 
+def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
+    from recipe_lib.plan.search.advice import levers
+    from recipe_lib.plan.search.trials import changed, override_text
+    from recipe_lib.plan.world.sequence_lengths import Sequence
+
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(4, Sequence(100, ""))
+    once = "parallel.reduce_gradients=step"
+    both = f"{once} parallel.reshard_after_forward=false"
+    for accumulation, fits in ((1, False), (4, True)):
+        cfg = load("demo/full", f"gradient_accumulation_steps={accumulation}")
+        offered = {override_text(lever.changes): lever.changes for lever in levers(cfg, wanted)}
+        assert [changed(cfg, offered[text]) is not None for text in (once, both)] == [fits, fits]
+    back = {override_text(lever.changes) for lever in levers(changed(cfg, offered[both]), wanted)}
+    assert {"parallel.reduce_gradients=micro_batch", "parallel.reshard_after_forward=true"} <= back
+
+
 def test_overrides_are_typed_as_they_stand():
     from recipe_lib.config import load_config
     from recipe_lib.plan.search.trials import override_text

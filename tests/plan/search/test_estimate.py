@@ -35,16 +35,17 @@ def measure(name: str, ranks: int, *overrides: str) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "ranks", "checkpointing", "turns"),
+    ("kind", "ranks", "checkpointing", "turns", "more"),
     [
-        ("full", 2, "none", 3),
-        ("lora", 1, "selective", 1),
-        ("qlora", 2, "full", 1),
+        ("full", 2, "none", 3, ()),
+        ("full", 2, "full", 4, ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false")),
+        ("lora", 1, "selective", 1, ()),
+        ("qlora", 2, "full", 1, ()),
     ],
 )
-def test_the_whole_depth(kind: str, ranks: int, checkpointing: str, turns: int):
+def test_the_whole_depth(kind: str, ranks: int, checkpointing: str, turns: int, more: tuple[str, ...]):
     """Six layers from three and four: active bytes, time, and what is reserved."""
-    typed = (*SMALL, f"memory.activation_checkpointing={checkpointing}", f"gradient_accumulation_steps={turns}")
+    typed = (*SMALL, f"memory.activation_checkpointing={checkpointing}", f"gradient_accumulation_steps={turns}", *more)
     found = apart(measure, NAMES[kind], ranks, *typed)
     assert found["active"] == pytest.approx(1, abs=0.005)
     assert found["phase"] == 1
