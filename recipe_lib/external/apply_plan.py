@@ -1,7 +1,7 @@
 """Tensor parallel for a model that somebody else trains: a loop of one's own, or the Trainer of transformers.
 
     plan = infer_tensor_plan(model, batch)   # batch: what the forward is called with
-    plan.certify(model, mesh.size())
+    plan.certify()
     plan.apply(model, mesh)                  # in place; every rank has loaded the whole model
     with seen_as_one_process():              # for transformers' Trainer; a plain loop needs nothing
         ...                                  # all ranks of the mesh take the same batches
@@ -46,43 +46,53 @@ _SMALL = 2**20  # elements of a model that needs no smaller copy
 
 
 def infer_tensor_plan(
-    model: nn.Module, inputs: Mapping[str, Any], size: int = 0, tokens: bool = False
+    model: nn.Module, inputs: Mapping[str, Any] | Tensor, size: int = 0, tokens: bool = False
 ) -> "InferredTensorPlan":
     """How ranks can share a model, found in one forward of it; the model is not changed.
 
-    inputs: what training calls its forward with, token ids first, such as a batch of two short rows; labels are left
-    out. Another set of arguments may go another way through the forward, which `apply`'s model refuses. size: takes
-    what so many ranks can share; 0: all that can be shared. tokens: shares out tokens, too (sequence parallel): rows
-    have to be padded to a length that the ranks divide. Raises SetupError where the forward cannot be traced.
+    inputs: what training calls its forward with, token ids first, such as a batch of two short rows, or these ids
+    alone; labels are left out. Another set of arguments may go another way through the forward, which `apply`'s model
+    refuses. size: takes what so many ranks can share; 0: all that can be shared. tokens: shares out tokens, too
+    (sequence parallel): rows have to be padded to a length that the ranks divide. Raises SetupError where the forward
+    cannot be traced.
     """
+    inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     called = {name: value for name, value in inputs.items() if name != "labels"}
     if hasattr(getattr(model, "config", None), "use_cache"):
         called.setdefault("use_cache", False)
-    return InferredTensorPlan(infer_plan(model, called, size, tokens), called)
+    return InferredTensorPlan(infer_plan(model, called, size, tokens), called, model, size)
 
 
 @dataclass(frozen=True)
 class InferredTensorPlan:
     """A tensor-parallel plan of one model.
 
-    sharding: which parameter is cut how, and where ranks exchange what. inputs: what it was inferred with.
+    sharding: which parameter is cut how, and where ranks exchange what. inputs, model, size: what it was inferred with.
     """
 
     sharding: sharding_plan.TensorPlan
     inputs: dict[str, Any] = field(repr=False, compare=False)
+    model: nn.Module = field(repr=False, compare=False)
+    size: int = 0
 
     @property
     def legal_sizes(self) -> tuple[int, ...]:
         """Numbers of ranks that can share the model, above 1."""
         return self.sharding.legal_sizes
 
-    def certify(self, model: nn.Module, size: int) -> int:
+    def certify(self, model: nn.Module | None = None, size: int | None = None) -> int:
         """Proves the plan for so many ranks, in this process and on the CPU; returns the number of comparisons.
+
+        model: None: the one that it was inferred of, before `apply`. size: None: what it was inferred for, or else the
+        fewest ranks that can share the model.
 
         Everything that a rank does not hold is lost, and what it computes has to be the same bit for bit; then its
         gradients have to be the whole model's. A large model of transformers is proven on a small copy of its class
         and its kinds of layers, whose plan has to be this one; adapters are added afterwards. Raises SetupError.
         """
+        model, size = model or self.model, size or self.size or min(self.legal_sizes, default=0)
+        if not size:
+            raise SetupError(f"tensor plan of {type(model).__name__}: no number of ranks can share the model")
         small, plan, inputs, ranks = copy.deepcopy(model).cpu().float(), self.sharding, self.inputs, size
         if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
             small, inputs = _small_copy(model, self.inputs)
