@@ -224,4 +224,7 @@ def _levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
     found = [override for share, options in memory for override in draw.maybe(share, options)]
     found += draw.maybe(0.3, wrapping) if ranks > 1 else []
     found += draw.maybe(0.2, [["parallel.reduce_dtype=fp32"]]) if dtype != "fp64" and ranks > 1 else []
-    return found
+    once = "parallel.reduce_gradients=step"
+    found += draw.maybe(0.4, [[once], [once, "parallel.reshard_after_forward=false"]]) if ranks > 1 else []
+    found += draw.maybe(0.3, [["parallel.accumulate_grad_in_fp32=true"]]) if dtype == "bf16" else []
+    return list(dict.fromkeys(found))
