@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.errors import SetupError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
 from recipe_lib.external.stages import keep_parts, only, run_alone
 from recipe_lib.logs import get_logger
@@ -111,7 +111,13 @@ class ExternalModel(LanguageModel):
         inputs = self.inputs_of(tokens, positions, attention)
         run = partial(run_alone, self, self.stage_parts(), hidden, inputs, list(layers))
         self._try_packing_once(attention, run)
-        return run()
+        output, dtype = run(), _dtype(self)
+        if output.dtype != dtype:
+            raise ConfigError(
+                f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of {output.dtype} where its "
+                f"weights are of {dtype}, expected one type; set dtype=fp32, or parallel.pipeline=1"
+            )
+        return output
 
     def run_head(
         self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
