@@ -143,18 +143,32 @@ def _whole(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _prove(model: Any, parts: StageParts) -> None:
-    """Cuts a model at each of its layers. What a forward leaves in it must not help: another one runs in between."""
-    tokens = _tokens(model, 0)
+    """Cuts a model at each of its layers, and compares what each gives with what it gave in the whole model.
+
+    What a forward leaves in the model must not help: another one runs before, and the last layers are first.
+    """
+    family, tokens = model.spec.family, _tokens(model, 0)
+    given: list[Tensor] = []
+    hooks = [
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, output: given.append((output[0] if isinstance(output, tuple) else output).clone())
+        )
+        for name in parts.layers
+    ]
     whole = _whole(model, tokens)
+    for hook in hooks:
+        hook.remove()
     _whole(model, _tokens(model, 1))
-    hidden: Tensor | None = None
-    for number in range(len(parts.layers)):
+    with only(model, parts, given[-1], None):
+        if not torch.equal(_whole(model, tokens), whole):
+            raise refusal(family, "what is behind its layers takes more from them than hidden states")
+    for number in reversed(range(len(parts.layers))):
+        received = given[number - 1] if number else None
         try:
-            hidden = run_alone(model, parts, hidden, model.inputs_of(tokens), range(number, number + 1))
+            found = run_alone(model, parts, received, model.inputs_of(tokens), [number])
         except Exception as error:  # of the class' own code
             line = f"{type(error).__name__}: {one_line(error)}"
-            raise refusal(model.spec.family, f"{parts.layers[number]} does not run by itself ({line})") from error
-    with only(model, parts, hidden, None):
-        found = _whole(model, tokens)
-    if not torch.equal(found, whole):
-        raise refusal(model.spec.family, "its layers take more from those before them than hidden states")
+            raise refusal(family, f"{parts.layers[number]} does not run by itself ({line})") from error
+        if not torch.equal(found, given[number]):
+            reason = f"{parts.layers[number]} takes more from the layers before it than hidden states"
+            raise refusal(family, reason)

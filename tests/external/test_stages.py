@@ -1,7 +1,7 @@
 """Classes of transformers divided among the ranks of a pipeline, against the plain classes in float64; and classes that
 cannot be divided."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -11,16 +11,26 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from recipe_lib.config import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.module_spec import ModuleSpec, read_spec
+from recipe_lib.external.module_spec import read_spec
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
+from recipe_lib.models.external_spec import StageParts
+from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_model, split_pipeline
-from recipe_lib.parallel import start_world as start
+from recipe_lib.parallel import (
+    Parallel,
+    World,
+    all_reduce_gradients,
+    materialize,
+    shard_model,
+    split_pipeline,
+    start_world,
+)
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from tests.distributed.ranks import run_ranks
 
@@ -50,6 +60,7 @@ class Case:
     schedule: str
     checkpointing: str = "none"
     parallel: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False  # two documents in a row
 
 
 def precision(kind: str) -> tuple[torch.dtype, float]:
@@ -77,31 +88,47 @@ def plain(kind: str) -> nn.Module:
     return model
 
 
+def documents(length: int) -> list[tuple[int, int]]:
+    """The lengths of the documents of each row."""
+    return [(length // 4, length - length // 4), (length // 2, length // 2)]
+
+
 @cache
-def batches() -> list[Batch]:
+def batches(packed: bool = False) -> list[Batch]:
     generator = torch.Generator().manual_seed(5)
     found = []
     for length in LENGTHS * 2:
         tokens = torch.randint(3, COMMON["vocab_size"], (ROWS, length), generator=generator)
         labels = torch.randint(3, COMMON["vocab_size"], (ROWS, length), generator=generator)
         labels[torch.rand(ROWS, length, generator=generator) < 0.3] = -100
-        found.append(Batch(tokens, labels))
+        batch = Batch(tokens, labels)
+        if packed:
+            parts = documents(length)
+            positions, info = document_positions(parts, length), make_attention_info(parts, length)
+            batch = replace(batch, positions=positions, attention=info)
+        found.append(batch)
     return found
 
 
 @cache
-def expected(kind: str, count: int) -> tuple[list[float], dict[str, Tensor]]:
+def expected(kind: str, count: int, packed: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and gradients of the plain model over the first `count` micro-batches."""
     model, used = plain(kind), batches()[:count]
     model.zero_grad()
     trained = sum(int((batch.labels != -100).sum()) for batch in used)
     losses = []
     for batch in used:
-        logits = model(batch.tokens).logits
+        logits = torch.cat(by_document(model, batch)) if packed else model(batch.tokens).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / trained
         loss.backward()
         losses.append(float(loss.detach()))
     return losses, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def by_document(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Logits `[1, s, v]` of each row, its documents each alone in a forward."""
+    rows = zip(batch.tokens, documents(batch.tokens.shape[1]), strict=True)
+    return [torch.cat([model(part[None]).logits for part in row.split(list(of))], dim=1) for row, of in rows]
 
 
 def build(case: Case, world: World) -> tuple[nn.Module, Parallel]:
@@ -126,14 +153,17 @@ def own_part(parameter: Tensor, of: Tensor) -> Tensor:
 
 def differences(case: Case, world: World) -> list[str]:
     count = len(LENGTHS) * world.data_ranks
-    (losses, gradients), tolerance = expected(case.kind, count), precision(case.kind)[1]
-    used = batches()[:count]
+    (losses, gradients), tolerance = expected(case.kind, count, case.packed), precision(case.kind)[1]
+    used = batches(case.packed)[:count]
     trained = sum(int((batch.labels != -100).sum()) for batch in used)
     model, divided = build(case, world)
     found = torch.zeros(count, dtype=torch.float64)
 
     def loss_of(number: int, batch: Batch) -> Tensor:
-        loss = model(batch.tokens, labels=batch.labels, head_loss=CrossEntropy(3)) / trained
+        loss = (
+            model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=CrossEntropy(3))
+            / trained
+        )
         found[number * world.data_ranks + world.data_rank] = loss.detach()
         return loss
 
@@ -159,7 +189,7 @@ def differences(case: Case, world: World) -> list[str]:
 
 def compare(cases: list[Case]) -> list[str]:
     faults = []
-    with start(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2))) as world:
+    with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2))) as world:
         for case in cases:
             faults += [f"{case}: {fault}" for fault in differences(case, world)]
     return faults
@@ -167,6 +197,7 @@ def compare(cases: list[Case]) -> list[str]:
 
 def test_two_ranks_give_the_gradients_of_the_plain_class() -> None:
     cases = [Case("llama", "zbv"), Case("gpt2", "1f1b", "full"), Case("bloom", "interleaved_zero_bubble")]
+    cases.append(Case("qwen3", "1f1b", packed=True))
     for faults in run_ranks(compare, 2, cases):
         assert not faults
 
@@ -187,3 +218,83 @@ def test_stages_that_are_sharded_on_four_ranks() -> None:
     cases += [Case(kind, "zbv", parallel=step) for kind in ("gpt2", "mixtral")]
     for faults in run_ranks(compare, 4, cases):
         assert not faults
+
+
+class Layer(nn.Module):
+    """Adds to what it reads, also to what the first layer has put down if `recalls`."""
+
+    def __init__(self, number: int, notes: list[Tensor], recalls: bool) -> None:
+        super().__init__()
+        self.linear, self.number, self.notes, self.recalls = nn.Linear(8, 8), number, notes, recalls
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.number:
+            self.notes[:] = [hidden]
+        return hidden + torch.tanh(self.linear(self.notes[0] if self.recalls and self.number == 2 else hidden))
+
+
+class Toy(nn.Module):
+    """fault: what keeps it from being cut."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(32, 8), nn.LayerNorm(8), nn.Linear(8, 32)
+        self.layers = nn.ModuleList(Layer(number, notes, fault == "recalls") for notes in [[]] for number in range(4))
+        self.fault = fault
+        if fault == "bias":
+            self.bias = nn.Parameter(torch.zeros(8))
+        if fault == "lists":
+            self.others = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(self.norm(hidden) if self.fault == "between" else hidden)
+        for other in getattr(self, "others", ()):
+            hidden = other(hidden)
+        if self.fault == "twice":
+            hidden = self.layers[0](hidden)
+        if self.fault == "behind":
+            hidden = hidden + self.layers[0].notes[0]
+        return self.head(self.norm(hidden + self.bias if self.fault == "bias" else hidden))
+
+
+FAULTS = {
+    "recalls": "layers.2 takes more from the layers before it than hidden states",
+    "behind": "what is behind its layers takes more from them than hidden states",
+    "bias": "bias is in no module that one stage could have",
+    "lists": "it has 2 lists of layers, not one",
+    "between": "norm runs with layers of several stages",
+    "twice": "its forward does not call each layer once, in the order of the list",
+}
+
+
+def parts_of_toy(fault: str) -> StageParts:
+    register("model", "toy")(lambda config: Toy(config["fault"]))
+    return read_spec({"model_type": "toy", "fault": fault}, "toy", "toy").stage_parts()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_class_that_cannot_be_cut_is_refused_with_the_reason(fault: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        parts_of_toy(fault)
+    assert found.value.faults == [
+        f"parallel.pipeline: toy cannot be cut into stages: {FAULTS[fault]}; set parallel.pipeline=1"
+    ]
+
+
+def test_a_plugin_without_a_fault_is_cut() -> None:
+    parts = parts_of_toy("")
+    assert (parts.first, parts.last, parts.width) == (("embedding",), ("norm", "head"), 8)
+
+
+def test_a_large_model_is_cut_where_a_small_one_of_its_class_is() -> None:
+    config = transformers.AutoConfig.for_model("bloom", hidden_size=1024, n_layer=3, n_head=8, vocab_size=4096)
+    parts = read_spec(config.to_dict() | {"model_type": "bloom"}, "bloom").stage_parts()
+    assert (len(parts.layers), parts.width, parts.returned) == (3, 1024, 2)
+
+
+def test_a_tied_embedding_of_another_class_in_a_v_is_refused() -> None:
+    model: Any = build_meta(read_spec(config_of("gemma2"), "gemma2"), torch.float32)
+    with pytest.raises(ConfigError, match="tied embedding is a Gemma2TextScaledWordEmbedding"):
+        model.keep_stages([0, 4], first=True, last=True)

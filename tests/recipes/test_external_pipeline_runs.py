@@ -29,7 +29,7 @@ def words(folder: Path, name: str, config: str, *more: str) -> list[str]:
     return latest(
         *arguments(folder / name, config), f"model.preset={folder}/config.json", "model.implementation=transformers",
         "dtype=fp32", "device=cpu", f"max_steps={STEPS}", "batch_size=2", "gradient_accumulation_steps=4",
-        "log.every_n_steps=1000", "lr_scheduler.type=constant", "data.packing=false", *more,
+        "log.every_n_steps=1000", "lr_scheduler.type=constant", "data.packing=false", "epochs=2", *more,
     )  # fmt: skip
 
 
@@ -75,7 +75,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ["full-2", "1-to-2", "2-to-1", "lora-2"])
-@pytest.mark.slow
 def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
     alone, divided = steps(folder / ("lora-1" if "lora" in name else "full-1")), steps(folder / name)
@@ -86,7 +85,6 @@ def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: 
         assert furthest([each[column] for each in divided], [each[column] for each in wanted]) <= most
 
 
-@pytest.mark.slow
 def test_transformers_opens_what_stages_exported(found: tuple[Path, torch.Tensor]) -> None:
     folder, logits = found
     for name in ("full-2", "1-to-2"):
@@ -98,7 +96,6 @@ def test_transformers_opens_what_stages_exported(found: tuple[Path, torch.Tensor
             assert (model(probe(), use_cache=False).logits - logits).abs().max() <= 1e-4
 
 
-@pytest.mark.slow
 def test_peft_opens_the_adapters_of_stages(found: tuple[Path, torch.Tensor]) -> None:
     folder, _ = found
     made = []
