@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
-from recipe_lib.external.stages import keep_parts, only, run_alone
+from recipe_lib.external.run_stages import keep_parts, only, run_alone
 from recipe_lib.logs import get_logger
 from recipe_lib.models.external_spec import ExternalSpec, StageParts
 from recipe_lib.models.language_model import LanguageModel

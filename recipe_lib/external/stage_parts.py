@@ -1,7 +1,8 @@
 """Where a class of another library is cut into the stages of a pipeline, and the proof that it can be.
 
-It is cut at its list of layers (`recipe_lib.external.stages`). That hidden states are all that one layer has from those
-before it is proven on a small model of the class: cut at every layer, it has to come to the same numbers, bit for bit.
+It is cut at its list of layers (`recipe_lib.external.run_stages`). That hidden states are all that one layer has from
+those before it is proven on a small model of the class: cut at every layer, it has to come to the same numbers, bit for
+bit.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from recipe_lib.errors import ConfigError
 from recipe_lib.external.call import logits_of
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
-from recipe_lib.external.stages import only, refusal, run_alone
+from recipe_lib.external.run_stages import only, refusal, run_alone
 from recipe_lib.external.tensor_plan.transformers_models import randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
 from recipe_lib.models.external_spec import StageParts

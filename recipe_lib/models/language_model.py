@@ -1,5 +1,6 @@
 """What the library knows of a model's tensors besides their values, whoever wrote its forward."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,15 +40,16 @@ class LanguageModel(nn.Module):
     runs: Mapping[str, Runs] = MappingProxyType({})
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
 
+    @abstractmethod
     def stage_parts(self) -> StageParts:
         """Where it is cut into the stages of a pipeline. Raises ConfigError for a model that cannot be."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """Leaves out what other ranks of a pipeline have: layers of other numbers, and unless it has the first or the
         last stage, what is before or behind the layers. A tied embedding is on both."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_stage(
         self,
         hidden: Tensor | None,
@@ -60,13 +62,12 @@ class LanguageModel(nn.Module):
 
         tokens, positions, attention: see `Decoder.forward`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def run_head(
         self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
         """What is behind the layers: logits, or the loss; see `Decoder.forward`. hidden: behind the last layer."""
-        raise NotImplementedError
 
     def note_built(self) -> None:
         """What it has now is its own: parameters and buffers that it is given later are extra."""

@@ -30,7 +30,7 @@ class _EndOfStage(Exception):  # noqa: N818  (no error)
         self.hidden = hidden
 
 
-class _StandIn(nn.Module):
+class _OfOtherStage(nn.Module):
     """In place of a module of another stage, with what a forward may ask it for, and no values of its tensors."""
 
     def __init__(self, held: nn.Module, output: Any = None) -> None:
@@ -50,7 +50,7 @@ class _StandIn(nn.Module):
         return self.output
 
 
-class _Last(_StandIn):
+class _Last(_OfOtherStage):
     """Runs a stage's last layer, and ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,10 +82,10 @@ def only(model: Any, parts: StageParts, hidden: Tensor | None, layers: list[int]
     for number, name in enumerate(parts.layers):
         if number not in running:
             output = (hidden, *[None] * (parts.returned - 1)) if parts.returned else hidden
-            swaps[name] = _StandIn(_held(model, name), output)
+            swaps[name] = _OfOtherStage(_held(model, name), output)
     if hidden is not None:
         blank = hidden.new_zeros(()).expand(hidden.shape)
-        swaps |= {name: _StandIn(_held(model, name), blank) for name in parts.first}
+        swaps |= {name: _OfOtherStage(_held(model, name), blank) for name in parts.first}
     if running:
         last = parts.layers[running[-1]]
         swaps[last] = _Last(model.get_submodule(last))
