@@ -39,7 +39,7 @@ class _Division:
     """How a model is called. head, owner, name: the projection and where it hangs. whole: it makes all logits.
 
     accepted: the names that its forward takes. windows: some layers see a window, which a mask of ours would undo.
-    packs: it has run with several documents in a row.
+    packs: it has run with several documents in a row. dtype: of its weights, where it is noted.
     """
 
     head: Any
@@ -49,6 +49,7 @@ class _Division:
     windows: bool
     whole: bool
     packs: bool = False
+    dtype: torch.dtype | None = None
 
 
 class ExternalModel(LanguageModel):
@@ -96,6 +97,7 @@ class ExternalModel(LanguageModel):
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """See `LanguageModel.keep_stages`."""
+        self._division.dtype = _dtype(self)  # the parameter that says so may be left out
         found = keep_parts(self, self.stage_parts(), layers, first=first, last=last)
         self.elsewhere, self.modules_elsewhere = found
 
@@ -225,8 +227,10 @@ def _try_packing(family: str, run: Callable[[], Any]) -> None:
         ) from None
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+def _dtype(model: ExternalModel) -> torch.dtype:
+    return model._division.dtype or next(
+        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
+    )
 
 
 def external_inputs(

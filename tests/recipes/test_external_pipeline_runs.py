@@ -105,3 +105,28 @@ def test_peft_opens_the_adapters_of_stages(found: tuple[Path, torch.Tensor]) -> 
         with torch.no_grad():
             made.append(model(probe(), use_cache=False).logits)
     assert (made[0] - made[1]).abs().max() <= 1e-4
+
+
+WIDE = {
+    "model_type": "qwen3", "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def quantized(folder: Path, name: str, *more: str) -> None:
+    packed = ("data.packing=true", "data.max_samples=200", "lora.quantize_base=nf4", "lora.rank=4", *more)
+    packed += ("tokenizer.path=examples/demo/tokenizer",)
+    done(run_here([*words(folder, name, "demo/lora", *packed), "~model.path"], recipe=LORA))
+
+
+@pytest.mark.slow
+def test_quantized_stages_and_packs_record_the_losses_of_one_process(tmp_path: Path) -> None:
+    """A rank without the embedding begins with stored numbers of another type."""
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    run_ranks(quantized, 1, tmp_path, "alone")
+    run_ranks(quantized, 2, tmp_path, "divided", *ZBV, timeout=300)
+    alone, divided = steps(tmp_path / "alone"), steps(tmp_path / "divided")
+    assert len(alone) == STEPS
+    for column in (1, 2):
+        assert furthest([each[column] for each in divided], [each[column] for each in alone]) <= 1e-4
