@@ -7,9 +7,10 @@ gathers, makes the loss in chunks of tokens. Where a forward cannot be divided l
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.errors import SetupError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
+from recipe_lib.external.run_stages import keep_parts, only, run_alone
 from recipe_lib.logs import get_logger
-from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec, StageParts
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.linear_head import LinearHead, LogitsAfter
 from recipe_lib.ops.attention import AttentionInfo
@@ -37,7 +39,7 @@ class _Division:
     """How a model is called. head, owner, name: the projection and where it hangs. whole: it makes all logits.
 
     accepted: the names that its forward takes. windows: some layers see a window, which a mask of ours would undo.
-    packs: it has run with several documents in a row.
+    packs: it has run with several documents in a row. dtype: of its weights, where it is noted.
     """
 
     head: Any
@@ -47,15 +49,18 @@ class _Division:
     windows: bool
     whole: bool
     packs: bool = False
+    dtype: torch.dtype | None = None
 
 
 class ExternalModel(LanguageModel):
     """Mixed into the class of a model of another library, which then has our call signature (`Decoder.forward`).
 
-    class_forward: the forward of its class, or what tensor parallel makes of it.
+    class_forward: the forward of its class, or what tensor parallel makes of it. elsewhere: modules that other ranks of
+    a pipeline have, by name.
     """
 
     class_forward: Callable[..., Any]
+    elsewhere: Mapping[str, nn.Module] = MappingProxyType({})
     _division: _Division
 
     @classmethod
@@ -84,6 +89,56 @@ class ExternalModel(LanguageModel):
         else:
             _say_whole(model, "its output projection is no plain linear")
         return cast(ExternalModel, model)
+
+    def stage_parts(self) -> StageParts:
+        """See `LanguageModel.stage_parts`."""
+        parts: StageParts = self.spec.stage_parts()
+        return parts
+
+    def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
+        """See `LanguageModel.keep_stages`."""
+        self._division.dtype = _dtype(self)  # the parameter that says so may be left out
+        found = keep_parts(self, self.stage_parts(), layers, first=first, last=last)
+        self.elsewhere, self.modules_elsewhere = found
+
+    def run_stage(
+        self,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor | None,
+        attention: AttentionInfo | None,
+        layers: Iterable[int],
+    ) -> Tensor:
+        """See `LanguageModel.run_stage`."""
+        inputs = self.inputs_of(tokens, positions, attention)
+        run = partial(run_alone, self, self.stage_parts(), hidden, inputs, list(layers))
+        self._try_packing_once(attention, run)
+        output, dtype = run(), _dtype(self)
+        if output.dtype != dtype:
+            raise ConfigError(
+                f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of {output.dtype} where its "
+                f"weights are of {dtype}, expected one type; set dtype=fp32, or parallel.pipeline=1"
+            )
+        return output
+
+    def run_head(
+        self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+    ) -> Tensor:
+        """See `LanguageModel.run_head`."""
+        with only(self, self.stage_parts(), hidden, None):
+            return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
+
+    def inputs_of(
+        self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
+    ) -> dict[str, Any]:
+        """What its class' forward is called with."""
+        division = self._division
+        return external_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(self))
+
+    def _try_packing_once(self, attention: AttentionInfo | None, run: Callable[[], Any]) -> None:
+        if attention is not None and not self._division.packs:
+            _try_packing(self.spec.family, run)
+            self._division.packs = True
 
     def run_class_forward_by(self, forward: Callable[..., Any]) -> None:
         """Replaces the forward of its class, with the same inputs and outputs."""
@@ -128,10 +183,8 @@ class ExternalModel(LanguageModel):
             raise SetupError(
                 f"{self.spec.family}: found a cache, expected none: only our own families generate with one"
             )
-        inputs = external_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(self))
-        if attention is not None and not division.packs:
-            _try_packing(self, inputs)
-            division.packs = True
+        inputs = self.inputs_of(tokens, positions, attention)
+        self._try_packing_once(attention, partial(self.class_forward, **inputs))
         if labels is None:
             return logits_of(self.class_forward(**inputs))
         if not division.whole:
@@ -161,22 +214,23 @@ def _has_windows(config: dict[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _try_packing(model: Any, inputs: dict[str, Any]) -> None:
+def _try_packing(family: str, run: Callable[[], Any]) -> None:
     """Raises SetupError for a model whose forward fails where documents share a row: it takes no mask for them."""
     try:
-        model.class_forward(**inputs)
+        run()
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         said = " ".join(str(error).split())[:150]
         raise SetupError(
-            f"data.packing: {model.spec.family} takes no mask that keeps documents of a row apart ({said}); "
-            "set data.packing=false"
+            f"data.packing: {family} takes no mask that keeps documents of a row apart ({said}); set data.packing=false"
         ) from None
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+def _dtype(model: ExternalModel) -> torch.dtype:
+    return model._division.dtype or next(
+        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
+    )
 
 
 def external_inputs(

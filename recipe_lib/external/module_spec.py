@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from recipe_lib.adapters.lora import adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.external import adapters, build, weight_conversions
+from recipe_lib.external import adapters, build, stage_parts, weight_conversions
 from recipe_lib.external.build import ModuleSource, make_module
 from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.transformers_models import shrink
 from recipe_lib.external.transformers_config import TRANSFORMERS, looks_ahead, one_line, transformers_config
-from recipe_lib.models.external_spec import ExternalSpec, TensorLayout, WeightEntry, WrittenLayout
+from recipe_lib.models.external_spec import ExternalSpec, StageParts, TensorLayout, WeightEntry, WrittenLayout
 from recipe_lib.models.families import refuse_quantized
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.sizes import check_sizes
@@ -71,9 +71,12 @@ class ModuleSpec(ExternalSpec):
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)
 
-    def shrunk(self) -> "ModuleSpec":
-        """Of a small model of the same class of transformers."""
-        config = shrink(transformers_config(self.source.config, self.family))
+    def stage_parts(self) -> StageParts:
+        return stage_parts.find_parts(self)
+
+    def shrunk(self, layers: int = 2) -> "ModuleSpec":
+        """Of a small model of the same class of transformers, with so many layers at least."""
+        config = shrink(transformers_config(self.source.config, self.family), layers)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipe_lib.models.external_spec import StageParts
 from recipe_lib.models.kv_cache import KVCache
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import DecoderSpec, RopeSpec
@@ -237,9 +238,32 @@ class Decoder(LanguageModel):
         if self.spec.tied and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def stage_parts(self) -> StageParts:
+        """Embedding, layers, final norm and head."""
+        layers = tuple(f"model.layers.{number}" for number in range(self.spec.num_layers))
+        embedding = "model.embed_tokens"
+        return StageParts((embedding,), layers, ("model.norm", "lm_head"), embedding, self.spec.width)
+
+    def run_stage(
+        self,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor | None,
+        attention: AttentionInfo | None,
+        layers: Iterable[int],
+    ) -> Tensor:
+        """See `LanguageModel.run_stage`; tensor-parallel ranks have hidden states of a part of the tokens."""
+        hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
+        return self.model.run_layers(hidden, tokens.shape, positions, attention, layers=layers)
+
+    def run_head(
+        self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+    ) -> Tensor:
+        """See `LanguageModel.run_head`; tokens are not read."""
+        return self.lm_head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
+
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Leaves out what other ranks of a pipeline have: other layers, and unless this one has the first or the last
-        stage, embedding or final norm and head. A tied embedding is on both."""
+        """See `LanguageModel.keep_stages`."""
         whole = {name for name, _ in self.named_modules() if name}
         for name in [name for name in self.model.layers._modules if int(name) not in layers]:
             del self.model.layers._modules[name]

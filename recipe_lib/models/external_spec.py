@@ -93,6 +93,23 @@ class WrittenLayout:
 
 
 @dataclass(frozen=True)
+class StageParts:
+    """Where a model is cut into the stages of a pipeline, by names of modules.
+
+    first: what runs before the layers, and what text does not run through. layers: in order. last: what runs after
+    them. embedding: the one of `first` whose weight may be the output projection too. width: of the hidden states
+    `[b, s, width]` between layers. returned: the length of the tuple that a layer returns; 0: hidden states alone.
+    """
+
+    first: tuple[str, ...]
+    layers: tuple[str, ...]
+    last: tuple[str, ...]
+    embedding: str
+    width: int
+    returned: int = 0
+
+
+@dataclass(frozen=True)
 class ExternalSpec(ABC):
     """A model of another library or of a user's plugin: what its users have to know, and what only it can do."""
 
@@ -143,6 +160,10 @@ class ExternalSpec(ABC):
     @abstractmethod
     def token_reader(self, model: Any) -> "Callable[[Tensor], Tensor]":
         """For generating: a function of tokens `[1, s]` that follow one another, to the logits `[1, v]` after them."""
+
+    @abstractmethod
+    def stage_parts(self) -> StageParts:
+        """Where its layers are divided among the ranks of a pipeline. Raises ConfigError if they cannot be."""
 
     @abstractmethod
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: Any) -> dict[str, str]:

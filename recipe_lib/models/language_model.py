@@ -1,13 +1,16 @@
 """What the library knows of a model's tensors besides their values, whoever wrote its forward."""
 
-from collections.abc import Collection, Mapping
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.external_spec import ExternalSpec, StageParts
+from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.dtensor_shards import Runs
+from recipe_lib.ops.head_losses import HeadLoss
 
 
 class WriteMark(NamedTuple):
@@ -36,6 +39,35 @@ class LanguageModel(nn.Module):
     loaded_extras: frozenset[str] = frozenset()
     runs: Mapping[str, Runs] = MappingProxyType({})
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
+
+    @abstractmethod
+    def stage_parts(self) -> StageParts:
+        """Where it is cut into the stages of a pipeline. Raises ConfigError for a model that cannot be."""
+
+    @abstractmethod
+    def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
+        """Leaves out what other ranks of a pipeline have: layers of other numbers, and unless it has the first or the
+        last stage, what is before or behind the layers. A tied embedding is on both."""
+
+    @abstractmethod
+    def run_stage(
+        self,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor | None,
+        attention: AttentionInfo | None,
+        layers: Iterable[int],
+    ) -> Tensor:
+        """Hidden states behind layers of these numbers. hidden: those before the first of them; None: it is layer 0.
+
+        tokens, positions, attention: see `Decoder.forward`.
+        """
+
+    @abstractmethod
+    def run_head(
+        self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+    ) -> Tensor:
+        """What is behind the layers: logits, or the loss; see `Decoder.forward`. hidden: behind the last layer."""
 
     def note_built(self) -> None:
         """What it has now is its own: parameters and buffers that it is given later are extra."""

@@ -5,6 +5,7 @@ from torch import nn
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP, Attention, Decoder, DecoderLayer, Norm, SandwichLayer
 from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.language_model import LanguageModel
 
 _KNOWN = tuple(kind.forward for kind in (Attention, MLP, DecoderLayer, SandwichLayer, Norm))
 
@@ -36,16 +37,15 @@ def _changed(model: Decoder) -> list[str]:
     return found
 
 
-def refuse_for_pipeline(model: Decoder, stages: list[range]) -> None:
+def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
     """ConfigError for extra parameters that no stage, or more than one, would have. The model is still whole."""
     extras = extra_tensors(model)
     if not extras:
         return
-    last = len(stages) - 1
-    stage_of = {f"model.layers.{layer}.": stage for stage, layers in enumerate(stages) for layer in layers}
-    stage_of |= {"model.norm.": last, "lm_head.": last}
-    if not model.spec.tied:
-        stage_of["model.embed_tokens."] = 0
+    last, parts = len(stages) - 1, model.stage_parts()
+    stage_of = {f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers}
+    stage_of |= {f"{name}.": last for name in parts.last}
+    stage_of |= {f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied}
     places: dict[int, set[int]] = {}
     for name, tensor in _named(model):
         prefix = next((start for start in stage_of if name.startswith(start)), None)

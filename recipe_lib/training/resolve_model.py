@@ -51,8 +51,8 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     if isinstance(spec, DecoderSpec):
         quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)
-        if cfg.parallel.pipeline > 1:
-            split_layers(spec, cfg)
+    if cfg.parallel.pipeline > 1:
+        split_layers(spec, cfg)
 
 
 def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:

@@ -10,13 +10,14 @@ is there before; so the splits found here are the best ones, and each rank that 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank, token_ranks
 from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.schema import OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -26,15 +27,16 @@ _BLOCKS = {8: 256, 4: 128}  # numbers of a state of so many bits that share a sc
 _AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
 
 
-def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
+def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
     """The layers of each stage, first to last.
 
     cfg: a recipe's config. shards: ranks that share one copy of a stage's parameters (FSDP), for
     `parallel.pipeline_balance: memory`. Raises ConfigError for fewer layers than stages, and for a
-    `parallel.pipeline_layers_per_stage` that does not fit the model.
+    `parallel.pipeline_layers_per_stage` that does not fit the model; see `ExternalSpec.stage_parts`.
     """
     parallel: ParallelConfig = cfg.parallel
-    stages, layers = stage_count(parallel), spec.num_layers
+    sizes = sizes_of(spec)
+    stages, layers = stage_count(parallel), sizes.num_layers
     if stages > layers:
         raise ConfigError(
             f"parallel.pipeline: found {stages} stages for {layers} layers, expected a layer for each stage at least; "
@@ -43,9 +45,9 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
         )
     counts = parallel.pipeline_layers_per_stage
     if counts is None:
-        layer, head = time_of(spec, cfg)
+        layer, head = time_of(sizes, cfg)
         by_time = parallel.pipeline_balance == "compute"
-        cost = _time_cost(parallel, layer, head) if by_time else memory_of(spec, cfg, shards)
+        cost = _time_cost(parallel, layer, head) if by_time else memory_of(sizes, cfg, shards)
         counts = _balanced(parallel, layers, cost, head / layer)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         none = next((f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), "")
@@ -57,6 +59,39 @@ def split_layers(spec: DecoderSpec, cfg: Any, shards: int = 1) -> list[range]:
         )
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of a model that the library does not implement: a decoder whose layers have as many weights as its layers have
+    on average, all in one gated MLP besides attention of full width. Weights of all experts count."""
+
+    num_layers: int
+    width: int
+    vocab_size: int
+    mlp_width: int
+    windows: tuple[None, ...]
+    tied: bool
+    num_heads: int = 1
+    num_kv_heads: int = 1
+
+    @property
+    def head_width(self) -> int:
+        return self.width
+
+
+Sizes = DecoderSpec | _Sizes  # what times and bytes are counted by
+
+
+def sizes_of(spec: ModelSpec) -> Sizes:
+    """A model's sizes. Raises ConfigError: see `ExternalSpec.stage_parts`."""
+    if isinstance(spec, DecoderSpec):
+        return spec
+    parts = spec.stage_parts()
+    inside, count = tuple(f"{name}." for name in parts.layers), len(parts.layers)
+    elements = sum(prod(shape) for name, shape in spec.layout().shapes.items() if name.startswith(inside))
+    rest = max(0, elements // count - 4 * parts.width**2)
+    return _Sizes(count, parts.width, spec.vocab_size, rest // (3 * parts.width), (None,) * count, spec.tied)
 
 
 Cost = Callable[[int, dict[int, int]], float]  # of a rank with so many layers in each of its stages
@@ -144,13 +179,13 @@ def state_bytes(optimizer: OptimizerConfig | None, width: int, *, in_layer: bool
     return count * each + (4 if facts.keeps_master(optimizer) else 0)
 
 
-def layer_weights(spec: DecoderSpec) -> int:
+def layer_weights(spec: Sizes) -> int:
     """Elements of one layer's matrices: queries and output, keys and values, MLP."""
     heads = spec.num_heads + spec.num_kv_heads
     return 2 * spec.width * heads * spec.head_width + 3 * spec.width * spec.mlp_width
 
 
-def time_of(spec: DecoderSpec, cfg: Any) -> tuple[float, float]:
+def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
     """(a layer's, the head's) time for a token, forward and backward, in floating-point operations.
 
     A layer: 2 for each weight forward, as many for the gradient of its input, and of its weights if they are trained;
@@ -170,7 +205,7 @@ def _time_cost(parallel: ParallelConfig, layer: float, head: float) -> Cost:
     return lambda rank, counts: layer * sum(counts.values()) + (head if rank == last else 0)
 
 
-def memory_of(spec: DecoderSpec, cfg: Any, shards: int = 1) -> Cost:
+def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     """The bytes of a rank: parameters, gradients and optimizer states, embedding and head where they are, and what the
     layers keep of the micro-batches in flight; the head's gradient before it is added, and one chunk of its logits.
 
@@ -223,7 +258,7 @@ def _flights(parallel: ParallelConfig, count: int) -> dict[int, set[tuple[tuple[
     return found
 
 
-def kept_of_layer(spec: DecoderSpec, checkpointing: str) -> int:
+def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
     """Elements a token that a layer keeps from forward to backward: `memory.activation_checkpointing` none, selective
     or full. budget: as full, since what is kept beyond the inputs does not depend on the number of layers."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
@@ -234,14 +269,14 @@ def kept_of_layer(spec: DecoderSpec, checkpointing: str) -> int:
     return 4 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width
 
 
-def deferred_of_layer(spec: DecoderSpec) -> int:
+def deferred_of_layer(spec: Sizes) -> int:
     """Elements a token that a layer's weight gradients take: each linear's input, shared ones once, and its output's
     gradient."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     return 4 * spec.width + 2 * queries + 2 * keys + 3 * spec.mlp_width
 
 
-def _adapter_weights(spec: DecoderSpec, rank: int) -> int:
+def _adapter_weights(spec: Sizes, rank: int) -> int:
     """Elements of a layer's adapters, one on each of its seven linears."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     return rank * (2 * (spec.width + queries) + 2 * (spec.width + keys) + 3 * (spec.width + spec.mlp_width))

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, token_ranks
 from recipe_lib.errors import ConfigError
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
 from recipe_lib.ops.device import holds_values
@@ -35,7 +36,6 @@ from recipe_lib.parallel.pipeline.transport import OnItsWay, Transport, sum_with
 from recipe_lib.parallel.pipeline.watchdog import watch_over
 
 if TYPE_CHECKING:
-    from recipe_lib.models.decoder import Decoder
     from recipe_lib.parallel.pipeline.stages import PipelineConfig
     from recipe_lib.parallel.world import World
 
@@ -77,7 +77,7 @@ class Pipeline:
     """The stages of one rank. `layers`: by stage, the numbers of its layers."""
 
     def __init__(
-        self, model: "Decoder", cfg: "PipelineConfig", world: "World", layers: dict[int, range], dtype: torch.dtype
+        self, model: LanguageModel, cfg: "PipelineConfig", world: "World", layers: dict[int, range], dtype: torch.dtype
     ) -> None:
         """model: cut down to these layers; it runs by `run_part` from now on. dtype: of hidden states."""
         assert world.pipeline is not None
@@ -89,7 +89,8 @@ class Pipeline:
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step
         self._known: dict[tuple[bool, int], tuple[list[Action], dict[int, list[Action]]]] = {}
         self._dtype = dtype
-        self._turn: tuple[int, torch.Size] | None = None
+        self._parts = model.stage_parts()
+        self._turn: tuple[int, Tensor] | None = None
         self._hidden: Tensor | None = None
 
     @property
@@ -109,16 +110,14 @@ class Pipeline:
     ) -> Tensor:
         """The model's forward: the part whose turn it is. Behind the last stage's layers, norm and head.
 
-        tokens: of the first stage; of another one what the stage before gave; of the head nothing that is read.
+        tokens: of the first stage and the head; of another stage what the one before gave.
         """
-        trunk = self._model.model
         if self._hidden is not None:
-            return self._model.lm_head(trunk.norm(self._hidden), labels=labels, head_loss=head_loss)
+            return self._model.run_head(self._hidden, tokens, labels=labels, head_loss=head_loss)
         if self._turn is None:
             raise RuntimeError("a model that is divided among the ranks of a pipeline runs by `train` or `evaluate`")
-        stage, shape = self._turn
-        hidden = trunk.embed_tokens(tokens) if stage == 0 else tokens
-        return trunk.run_layers(hidden, shape, positions, attention, layers=self.layers[stage])
+        stage, own = self._turn
+        return self._model.run_stage(tokens if stage else None, own, positions, attention, self.layers[stage])
 
     def train(
         self,
@@ -148,7 +147,9 @@ class Pipeline:
         """Adds up the gradients of an embedding that is the head on another rank, on both; once a step."""
         last = rank_of_stage(self._parallel, self._stages - 1)
         if self._model.spec.tied and last != 0 and self._place in (0, last):
-            sum_with(last - self._place, self._model.model.embed_tokens.weight, self._use_transport())
+            sum_with(
+                last - self._place, self._model.get_parameter(f"{self._parts.embedding}.weight"), self._use_transport()
+            )
         self._world.heartbeat.count_anew()  # two ranks have exchanged more than the others
 
     @property
@@ -156,7 +157,7 @@ class Pipeline:
         """The tied embedding, where another rank has it too and this is the last: one of them counts in norms."""
         last = rank_of_stage(self._parallel, self._stages - 1)
         is_copy = self._model.spec.tied and last != 0 and self._place == last
-        return self._model.model.embed_tokens.weight if is_copy else None
+        return self._model.get_parameter(f"{self._parts.embedding}.weight") if is_copy else None
 
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
         """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
@@ -197,7 +198,7 @@ class Pipeline:
         """
         mine = {stage: _are_trained(self.layers_of(stage)) for stage in self.layers}
         if self.has_last:
-            mine[self._stages] = _are_trained([self._model.model.norm, self._model.lm_head])
+            mine[self._stages] = _are_trained(self.head())
         if not holds_values(self._world.device) or dist.get_backend() == "fake":  # alone: the others' are like ours
             return [mine.get(stage, any(mine.values())) for stage in range(self._stages + 1)]
         found: dict[str, bool] = {}
@@ -209,9 +210,13 @@ class Pipeline:
 
     def layers_of(self, stage: int) -> list[nn.Module]:
         """The layers of one of this rank's stages, and of the first the embedding: the head is after all stages."""
-        trunk = self._model.model
-        layers = [trunk.layers.get_submodule(str(number)) for number in self.layers[stage]]
-        return layers + ([trunk.embed_tokens] if stage == 0 else [])
+        names = [self._parts.layers[number] for number in self.layers[stage]]
+        names += self._parts.first if stage == 0 else ()
+        return [self._model.get_submodule(name) for name in names]
+
+    def head(self) -> list[nn.Module]:
+        """What is behind the last layer."""
+        return [self._model.get_submodule(name) for name in self._parts.last]
 
 
 def _are_trained(modules: Sequence[nn.Module]) -> bool:
@@ -274,7 +279,7 @@ class _Step:
         received = None if stage == 0 else self._take("F", stage, number)
         if received is not None and self._results is None and self._is_wanted(stage):
             received.requires_grad_()
-        pipeline._turn = stage, batch.tokens.shape
+        pipeline._turn = stage, batch.tokens
         try:
             output = pipeline._model(batch.tokens if received is None else received, batch.positions, batch.attention)
         finally:
@@ -321,7 +326,7 @@ class _Step:
         hidden, kept.hidden = kept.hidden, None
         assert hidden is not None
         loss = self._finished(number, hidden)
-        self._held.reduce_if_last([self._pipeline._model.lm_head])
+        self._held.reduce_if_last(self._pipeline.head())
         loss.backward()
         return hidden.grad
 
@@ -333,7 +338,7 @@ class _Step:
 
     def _weight_gradients(self, stage: int, number: int) -> None:
         pipeline = self._pipeline
-        head = [pipeline._model.lm_head] if stage == pipeline._stages - 1 else []
+        head = pipeline.head() if stage == pipeline._stages - 1 else []
         self._held.reduce_if_last([*pipeline.layers_of(stage), *head])
         self._held.add(self._later.pop((stage, number)))
 
@@ -383,7 +388,7 @@ class _Step:
     def _shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of hidden states between stages: `[b, s, d]`, or a tensor-parallel rank's `[n, d]`."""
         pipeline = self._pipeline
-        ranks, width = token_ranks(pipeline._parallel), pipeline._model.spec.width
+        ranks, width = token_ranks(pipeline._parallel), pipeline._parts.width
         shape = self._batches[number].tokens.shape
         return ((*shape, width) if ranks == 1 else (shape.numel() // ranks, width)), pipeline._dtype
 
