@@ -182,7 +182,8 @@ def _parameters(console: Console, plan: TensorPlan) -> None:
     groups = {each: names for each, names in parameter_groups(plan).items() if each.dim >= 0}
     shared = [each.name for each in groups]
     for each, names in groups.items():
-        segments = " + ".join(map(str, each.segments)) if len(each.segments) > 1 else ""
+        lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
+        segments = " + ".join(lengths) if len(lengths) > 1 else ""
         layers = f" (layers {ranges(layers_of(names))})" if shared.count(each.name) > 1 else ""
         shape = " x ".join(map(str, each.shape))
         rows.append([each.name + layers, str(len(names)), shape, each.role, str(each.dim), segments, str(each.unit)])

@@ -71,9 +71,9 @@ class ModuleSpec(ExternalSpec):
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)
 
-    def shrunk(self) -> "ModuleSpec":
-        """Of a small model of the same class of transformers."""
-        config = shrink(transformers_config(self.source.config, self.family))
+    def shrunk(self, keys: int) -> "ModuleSpec":
+        """Of a small model of the same class of transformers; keys: as in `shrink`."""
+        config = shrink(transformers_config(self.source.config, self.family), keys=keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
 
 

@@ -27,6 +27,7 @@ from recipe_lib.external.adapters import add_adapters
 from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
 from recipe_lib.external.tensor_plan.infer import infer_plan
+from recipe_lib.external.tensor_plan.propagation import period
 from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
 from recipe_lib.external.tensor_plan.summary import pattern_of
 from recipe_lib.external.tensor_plan.transformers_models import randomize
@@ -39,6 +40,8 @@ from recipe_lib.parallel.world import World
 
 LENGTH = 16  # tokens of a row that a forward is traced with; two rows
 _RANK = 4  # of a small model's adapters
+# Heads of keys of a small model, and the most ranks: either these divide them, or they are fewer.
+_SMALL_HEADS = ((4, 2**16), (2, 4))
 _SMALL = 2**20  # elements of a model that needs no smaller one
 
 
@@ -123,14 +126,18 @@ def proof(model: Any, plan: TensorPlan, size: int) -> str:
     file = _file_of(model, plan, size)
     if file.is_file():
         return f"proven before ({file})"
-    small, tokens = _small_model(model), plan.shared_tokens > 0
-    small_plan = plan_of_model(small, size, tokens)
-    ranks = size
-    if size not in small_plan.legal_sizes:  # it may have fewer heads
-        ranks = max((legal for legal in small_plan.legal_sizes if legal <= size), default=0)
-        small_plan = plan_of_model(small, ranks, tokens)
-    family = model.spec.family
-    other = plan_differences(plan, small_plan)
+    family, other, ranks = model.spec.family, "", 0
+    for keys, most in _SMALL_HEADS:
+        small, ranks = _small_model(model, keys), min(size, most)
+        small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
+        if ranks not in small_plan.legal_sizes:  # it may have fewer heads
+            ranks = max((legal for legal in small_plan.legal_sizes if legal <= ranks), default=0)
+            small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
+        found = plan_differences(plan, small_plan)
+        other = other or found
+        if not found and ranks:
+            other = ""
+            break
     if other or not ranks:
         raise SetupError(
             f"parallel.tensor={size}: the plan of {family} could not be proven on a small model: {other}; "
@@ -168,11 +175,11 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     return certificate.checked + len(plan.parameters)
 
 
-def _small_model(model: Any) -> Any:
-    """A model of the same class, without memory yet; of the same shape if that is small."""
+def _small_model(model: Any, keys: int) -> Any:
+    """A model of the same class, without memory yet; of the same shape if that is small. keys: as in `shrink`."""
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     large = sum(parameter.numel() for parameter in model.parameters()) > _SMALL
-    return _made_anew(model, model.spec.shrunk() if of_transformers and large else model.spec, torch.float32)
+    return _made_anew(model, model.spec.shrunk(keys) if of_transformers and large else model.spec, torch.float32)
 
 
 def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
@@ -201,7 +208,9 @@ def plan_differences(large: TensorPlan, small: TensorPlan) -> str:
 def _parameters(plan: TensorPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.parameters:
-        said = f"{each.role} {each.dim} {each.gradient} {len(each.segments)} {each.after_reduction}"
+        once = period(list(each.segments))  # as often as there are groups of heads, which may be fewer
+        segments = f"{len(once)} {len(each.segments) > len(once)}"
+        said = f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
         found.setdefault(pattern_of(each.name), set()).add(said)
     return found
 

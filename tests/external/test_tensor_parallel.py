@@ -49,6 +49,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "multi_query": True,
                "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt_bigcode": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 8, "multi_query": True, "embd_pdrop": 0.0,
+                    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    # Fewer heads of keys than ranks: every rank has all of them, and of each group of heads its part.
+    "llama, two key heads": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0},
+    "llama, one key head": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 1, "pad_token_id": 0},
     "mixtral": SMALL | {"num_key_value_heads": 4, "num_local_experts": 4},
     # A bias of the output projection, layers whose attention and MLP stand side by side.
     "phi": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
@@ -91,7 +96,7 @@ class Own(nn.Module):
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    return {"vocab_size": VOCABULARY, "model_type": kind} | CONFIGS.get(kind, {})
+    return {"vocab_size": VOCABULARY, "model_type": kind.partition(",")[0]} | CONFIGS.get(kind, {})
 
 
 def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> tuple[Any, Parallel]:
@@ -186,6 +191,7 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
 def test_a_few_models_on_two_ranks() -> None:
     """Of the cases of the next test: fused matrices, norms of heads, a model of a user's own."""
     cases = [("phi3", {"tensor": 2}, "packed full"), ("qwen3", {"tensor": 2}, "none"), ("own", {"tensor": 2}, "full")]
+    cases.append(("gpt_bigcode", {"tensor": 2}, "none"))
     for faults in run_ranks(compare, 2, cases):
         assert not faults, "\n".join(faults)
 
@@ -199,10 +205,12 @@ def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
         cases += [(kind, {"tensor": 2}, "packed full") for kind in ("gpt2", "phi3", "gemma2")]
     else:
         cases = [(kind, {"tensor": 4}, modes[at % 2]) for at, kind in enumerate(["gpt2", "qwen3", "phi3", "falcon"])]
+        few = ("gpt_bigcode", "llama, two key heads", "llama, one key head")
+        cases += [(kind, {"tensor": 4}, mode) for kind in few for mode in ("none", "packed full")]
         wrappings = ("layers", "memory_efficient")
         cases += [
             (kind, {"tensor": 2, "fsdp_wrap_policy": wrappings[at % 2]}, modes[at // 2 % 2])
-            for at, kind in enumerate(["gpt2", "qwen3", "opt", "bloom"])
+            for at, kind in enumerate(["gpt2", "qwen3", "opt", "bloom", "falcon", "gpt_bigcode"])
         ]
         cases.append(("phi3", {"tensor": 2, "data_replicate": 2}, "selective"))
     for faults in run_ranks(compare, ranks, cases, timeout=300):

@@ -85,17 +85,19 @@ def _forward(
 def _parts(
     model: torch.nn.Module, plan: TensorPlan, rank: int, size: int, part: Callable[..., torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a rank has of the parameters that are cut. part: `own_part`, or `_others_lost`."""
+    """What a rank computes with of the parameters that are cut. part: `own_part`, or `_others_lost`."""
     held = dict(model.named_parameters())
     cut = [each for each in plan.parameters if each.dim >= 0]
-    return {each.name: part(held[each.name].detach(), each.dim, each.segments, rank, size) for each in cut}
+    return {each.name: part(held[each.name].detach(), each.dim, each.segments, rank, size, each.whole) for each in cut}
 
 
-def _others_lost(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+def _others_lost(
+    tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
+) -> torch.Tensor:
     """The tensor with NaN wherever it is not the rank's own part (`own_part`)."""
     found = torch.full_like(tensor, torch.nan)
     repeated = segments * (tensor.shape[dim] // sum(segments))
-    for start, stop in bounds(repeated, rank, size):
+    for start, stop in bounds(repeated, rank, size, whole):
         found.narrow(dim, start, stop - start).copy_(tensor.narrow(dim, start, stop - start))
     return found
 

@@ -133,16 +133,28 @@ def sent_bytes(payload: int, size: int) -> int:
 def step_bytes(plan: TensorPlan, size: int, tokens: int) -> dict[str, int]:
     """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss, gradients.
 
-    forward, backward: activations in bf16, without activation checkpointing. loss: its sums, where logits stay cut.
+    forward, backward: activations in bf16, without activation checkpointing, and the parts of cut parameters that all
+    ranks use, gathered in both and their gradients scattered. loss: its sums, where logits stay cut.
     gradients: of parameters that ranks have whole and use in part, once a step. The last two in fp32.
     """
     found = {"forward": 0, "backward": 0}
     for each in exchanges(plan):
         for phase, halves in zip(found, each.halves, strict=True):
             found[phase] += max(len(each.layers), 1) * sent_bytes(BYTES * tokens * halves, size) // 2
+    gathered = sum(whole_elements(each) for each in plan.parameters)
+    found["forward"] += sent_bytes(BYTES * gathered, size) // 2
+    found["backward"] += sent_bytes(BYTES * gathered, size)
     loss = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
     partial = sum(prod(each.shape) for each in plan.parameters if each.gradient == "partial")
     return found | {"loss": sent_bytes(WIDE_BYTES * loss, size), "gradients": sent_bytes(WIDE_BYTES * partial, size)}
+
+
+def whole_elements(parameter: ParameterPlan) -> int:
+    """Elements of a cut parameter that every rank computes with."""
+    if not parameter.whole:
+        return 0
+    across = prod(parameter.shape) // parameter.shape[parameter.dim]
+    return across * sum(parameter.segments[number] for number in parameter.whole)
 
 
 def held_elements(plan: TensorPlan, size: int) -> int:

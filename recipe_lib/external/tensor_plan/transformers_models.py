@@ -120,21 +120,21 @@ def plan_and_mask(config: Any, size: int = 0, tokens: bool = True) -> tuple[Tens
     raise first
 
 
-def shrink(config: Any, layers: int = 2) -> Any:
+def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
     """A small copy of a transformers config, of the same class, with one layer of each kind but at least `layers`.
 
-    Fewer heads of keys and values than of queries stay fewer: one stays one. Token ids become small ones.
+    keys: heads of keys and values, where they are fewer than of queries; one stays one. Token ids become small ones.
     """
     small = copy.deepcopy(config)
     held = vars(small)
     count = _layer_lists(held, layers)
     for name, value in list(held.items()):
         if hasattr(value, "to_dict") and not isinstance(value, type):
-            held[name] = shrink(value, layers)
+            held[name] = shrink(value, layers, keys)
         elif name in _LAYERS and isinstance(value, int):
             held[name] = count
         elif name in _KEYS and isinstance(value, int):
-            held[name] = _keys(value, vars(config))
+            held[name] = _keys(value, vars(config), keys)
         elif name.endswith("token_id") and isinstance(value, int):
             held[name] = min(value, 2)
         elif name in _NEEDED and value is None:
@@ -151,11 +151,11 @@ def shrink(config: Any, layers: int = 2) -> Any:
     return small
 
 
-def _keys(value: int, original: dict[str, Any]) -> int:
+def _keys(value: int, original: dict[str, Any], fewer: int) -> int:
     """Heads of keys and values: one stays one, fewer than of queries stay fewer."""
     names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     heads = next((original[name] for name in names if isinstance(original.get(name), int)), value)
-    return 1 if value == 1 else 4 if value < heads else _HEADS
+    return 1 if value == 1 else fewer if value < heads else _HEADS
 
 
 def _rotary(held: dict[str, Any]) -> dict[str, Any]:
