@@ -256,6 +256,19 @@ def test_a_wrong_plan_is_not_run(
         plan_proof.proof(model, mistake(plan), 2)
 
 
+def test_fewer_key_heads_than_ranks_are_proven_on_a_model_that_has_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 4}
+    model: Any = build_meta(read_spec(config_of("qwen3") | sizes | {"head_dim": 16}, "qwen3"), torch.float32)
+    plan = plan_of_model(model, 8)
+    layer = "model.layers.0.self_attn"
+    assert [plan.parameter(f"{layer}.{each}_proj.weight").dim for each in "qkvo"] == [0, -1, -1, 1]
+    assert plan_proof.proof(model, plan, 8).startswith("proven on a model of")
+
+
 def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
