@@ -25,7 +25,7 @@ import torch
 from recipe_lib.errors import UserError
 from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.gradient_proof import WRONG, gradient_errors
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.tensor_plan.transformers_models import (
     example_inputs,
     plan_and_mask,
@@ -147,7 +147,7 @@ def _examined(name: str, tokens: bool) -> Row:
     return _certified(row, model, plan, inputs)
 
 
-def _certified(row: Row, model: torch.nn.Module, plan: TensorPlan, inputs: dict[str, Any]) -> Row:
+def _certified(row: Row, model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> Row:
     certificate = certify(model, plan, SIZE, inputs)
     row.outcome = "certified" if certificate.passed else "rejected"
     row.note = (certificate.failures or plan.refused or ("",))[0]
@@ -167,7 +167,7 @@ def _certified(row: Row, model: torch.nn.Module, plan: TensorPlan, inputs: dict[
     return row
 
 
-def gradients_of(model: torch.nn.Module, plan: TensorPlan, inputs: dict[str, Any]) -> dict[str, float]:
+def gradients_of(model: torch.nn.Module, plan: ShardingPlan, inputs: dict[str, Any]) -> dict[str, float]:
     """Errors of gradients in float64, or in float32 where a forward is not written for more."""
     try:
         return gradient_errors(model.double(), plan, SIZE, inputs)
@@ -175,13 +175,13 @@ def gradients_of(model: torch.nn.Module, plan: TensorPlan, inputs: dict[str, Any
         return gradient_errors(model.float(), plan, SIZE, inputs)
 
 
-def cut_share(plan: TensorPlan) -> float:
+def cut_share(plan: ShardingPlan) -> float:
     """Share of the elements of matrices that are cut."""
     sizes = [(torch.Size(each.shape).numel(), each.dim >= 0) for each in plan.parameters if len(each.shape) > 1]
     return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
 
 
-def compared(model: torch.nn.Module, plan: TensorPlan) -> str:
+def compared(model: torch.nn.Module, plan: ShardingPlan) -> str:
     """`12/12`: of the column and row entries of transformers' own plan, those that ours has as well."""
     theirs: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     agreed = found = 0

@@ -12,7 +12,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.external.tensor_plan import transformers_models
 from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.tensor_plan.summary import (
     BYTES,
     boundary_counts,
@@ -42,7 +42,7 @@ FORMULA = (
 
 def plans_for(
     config: Any, sizes: Sequence[int], tokens: bool = True
-) -> tuple[TensorPlan, dict[int, TensorPlan], dict[int, str]]:
+) -> tuple[ShardingPlan, dict[int, ShardingPlan], dict[int, str]]:
     """The plan that cuts every axis; size to plan; and size to why there is none.
 
     A size that cannot share every axis gets a plan of its own, around those that it can share. tokens: shares out
@@ -51,7 +51,7 @@ def plans_for(
     Raises ConfigError if no size has a plan.
     """
     whole = transformers_models.plan_for_config(config, 0, tokens)
-    plans: dict[int, TensorPlan] = {}
+    plans: dict[int, ShardingPlan] = {}
     illegal: dict[int, str] = {}
     for size in sizes:
         plan = whole if size in whole.legal_sizes else transformers_models.plan_for_config(config, size, tokens)
@@ -66,7 +66,7 @@ def plans_for(
     return whole, plans, illegal
 
 
-def certificates(config: Any, plans: dict[int, TensorPlan]) -> list[dict[str, Any]]:
+def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, Any]]:
     """The proof for each size, of a small copy of the model: size, ranks, plan, checked, failures (lines).
 
     Forward by taint and rehearsal (certificate.certify), and the gradient of every parameter. The copy has a plan of
@@ -101,8 +101,8 @@ def certificates(config: Any, plans: dict[int, TensorPlan]) -> list[dict[str, An
 
 def as_json(
     arguments: argparse.Namespace,
-    whole: TensorPlan,
-    plans: dict[int, TensorPlan],
+    whole: ShardingPlan,
+    plans: dict[int, ShardingPlan],
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -131,8 +131,8 @@ def as_json(
 def report(
     model: str,
     tokens: int,
-    whole: TensorPlan,
-    plans: dict[int, TensorPlan],
+    whole: ShardingPlan,
+    plans: dict[int, ShardingPlan],
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> None:
@@ -176,20 +176,21 @@ def _table(console: Console, title: str, header: list[str], rows: list[list[str]
         )
 
 
-def _parameters(console: Console, plan: TensorPlan) -> None:
+def _parameters(console: Console, plan: ShardingPlan) -> None:
     """What is cut."""
     rows = []
     groups = {each: names for each, names in parameter_groups(plan).items() if each.dim >= 0}
     shared = [each.name for each in groups]
     for each, names in groups.items():
-        segments = " + ".join(map(str, each.segments)) if len(each.segments) > 1 else ""
+        lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
+        segments = " + ".join(lengths) if len(lengths) > 1 else ""
         layers = f" (layers {ranges(layers_of(names))})" if shared.count(each.name) > 1 else ""
         shape = " x ".join(map(str, each.shape))
         rows.append([each.name + layers, str(len(names)), shape, each.role, str(each.dim), segments, str(each.unit)])
     _table(console, "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], rows)
 
 
-def _whole(console: Console, plan: TensorPlan) -> None:
+def _whole(console: Console, plan: ShardingPlan) -> None:
     """What every rank has, and why; partial: gradients are summed over ranks once a step."""
     rows = []
     for each, names in parameter_groups(plan).items():
@@ -200,7 +201,7 @@ def _whole(console: Console, plan: TensorPlan) -> None:
     _table(console, "whole on every rank", ["parameters", "count", "shape", "gradient", "why"], rows)
 
 
-def _boundaries(console: Console, plan: TensorPlan) -> None:
+def _boundaries(console: Console, plan: ShardingPlan) -> None:
     rows = []
     for each, count in boundary_counts(plan).items():
         cut = f", dim {each.dim}" if each.kind in ("leave", "cut", "gather", "slice") else ""
@@ -210,7 +211,7 @@ def _boundaries(console: Console, plan: TensorPlan) -> None:
     _table(console, "boundaries", ["kind", "module", "count", "call", "source"], rows)
 
 
-def _rewrites(console: Console, plan: TensorPlan) -> None:
+def _rewrites(console: Console, plan: ShardingPlan) -> None:
     counts = Counter(
         (pattern_of(each.module) or "the model itself", each.attribute, each.value) for each in plan.rewrites
     )
@@ -218,7 +219,7 @@ def _rewrites(console: Console, plan: TensorPlan) -> None:
     _table(console, "rewritten attributes", ["module", "attribute", "value", "count"], rows)
 
 
-def _collectives(console: Console, plan: TensorPlan, sizes: list[int], tokens: int) -> None:
+def _collectives(console: Console, plan: ShardingPlan, sizes: list[int], tokens: int) -> None:
     """Bytes that a rank sends: by part of the model, and for a step of one micro-batch."""
     rows = []
     for each in exchanges(plan):
@@ -247,7 +248,7 @@ _PHASES = {
 }
 
 
-def _held(console: Console, plan: TensorPlan, sizes: list[int]) -> None:
+def _held(console: Console, plan: ShardingPlan, sizes: list[int]) -> None:
     whole = held_elements(plan, 1)
     rows = [["1", format_count(whole), format_bytes(BYTES * whole)]]
     for size in sizes:

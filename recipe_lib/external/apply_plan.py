@@ -47,7 +47,7 @@ _SMALL = 2**20  # elements of a model that needs no smaller copy
 
 def infer_tensor_plan(
     model: nn.Module, inputs: Mapping[str, Any] | Tensor, size: int = 0, tokens: bool = False
-) -> "InferredTensorPlan":
+) -> "TensorPlan":
     """How ranks can share a model, found in one forward of it; the model is not changed.
 
     inputs: what training calls its forward with, token ids first, such as a batch of two short rows, or these ids
@@ -60,17 +60,17 @@ def infer_tensor_plan(
     called = {name: value for name, value in inputs.items() if name != "labels"}
     if hasattr(getattr(model, "config", None), "use_cache"):
         called.setdefault("use_cache", False)
-    return InferredTensorPlan(infer_plan(model, called, size, tokens), called, model, size)
+    return TensorPlan(infer_plan(model, called, size, tokens), called, model, size)
 
 
 @dataclass(frozen=True)
-class InferredTensorPlan:
+class TensorPlan:
     """A tensor-parallel plan of one model.
 
     sharding: which parameter is cut how, and where ranks exchange what. inputs, model, size: what it was inferred with.
     """
 
-    sharding: sharding_plan.TensorPlan
+    sharding: sharding_plan.ShardingPlan
     inputs: dict[str, Any] = field(repr=False, compare=False)
     model: nn.Module = field(repr=False, compare=False)
     size: int = 0
@@ -198,7 +198,7 @@ def seen_as_one_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _cut(model: nn.Module, plan: sharding_plan.TensorPlan, mesh: DeviceMesh) -> None:
+def _cut(model: nn.Module, plan: sharding_plan.ShardingPlan, mesh: DeviceMesh) -> None:
     """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays one."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     placed: dict[int, nn.Parameter] = {}
@@ -272,8 +272,8 @@ def _small_copy(model: Any, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str
 
 
 def _plan_of_copy(
-    small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.TensorPlan
-) -> tuple[sharding_plan.TensorPlan, int]:
+    small: nn.Module, inputs: dict[str, Any], size: int, large: sharding_plan.ShardingPlan
+) -> tuple[sharding_plan.ShardingPlan, int]:
     """The plan of a small copy, and for how many ranks it is: as many as can share it, as it may have fewer heads."""
     plan = infer_plan(small, inputs, tokens=large.shared_tokens > 0)
     ranks = max((legal for legal in plan.legal_sizes if legal <= size), default=0)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from recipe_lib.adapters.layers import AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.ops.dtensor_shards import Runs
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.parallel.tensor import local
@@ -24,7 +24,7 @@ _LENGTHS = "lora_magnitude_vector"
 _CALLS = 3  # of an adapted linear, before DoRA does anything else: the product, and the adapter's two
 
 
-def share_lengths(model: nn.Module, plan: TensorPlan, group: Group) -> dict[str, Placement]:
+def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
     """Makes adapted linears with DoRA compute lengths as one rank; how each one's trained lengths lie on the group.
 
     Raises ConfigError where ranks would exchange what DoRA changes, or cut an adapter by its rank.

@@ -74,9 +74,9 @@ class ModuleSpec(ExternalSpec):
     def stage_parts(self) -> StageParts:
         return stage_parts.find_parts(self)
 
-    def shrunk(self, layers: int = 2) -> "ModuleSpec":
-        """Of a small model of the same class of transformers, with so many layers at least."""
-        config = shrink(transformers_config(self.source.config, self.family), layers)
+    def shrunk(self, layers: int = 2, keys: int = 4) -> "ModuleSpec":
+        """Of a small model of the same class of transformers, with so many layers at least; keys: as in `shrink`."""
+        config = shrink(transformers_config(self.source.config, self.family), layers, keys)
         return read_spec(json.loads(config.to_json_string(use_diff=False)), self.family)
 
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from recipe_lib.external.kept_tensors import KeptTensors
 from recipe_lib.external.tensor_plan.calls import tensors_in
 from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, Total, rewritten, trained_length
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
@@ -41,7 +41,7 @@ class _Running(threading.local):
         self.entered: Entered = {}
 
 
-def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module, gathers_again: bool = True) -> None:
+def run_by_plan(model: Any, plan: ShardingPlan, group: Group, head: nn.Module, gathers_again: bool = True) -> None:
     """Makes the forward of an external model's class that of one rank, in place; its parameters are DTensors by then.
 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
@@ -54,7 +54,7 @@ def run_by_plan(model: Any, plan: TensorPlan, group: Group, head: nn.Module, gat
 
 def framed_forward(
     model: nn.Module,
-    plan: TensorPlan,
+    plan: ShardingPlan,
     group: Group,
     head: nn.Module,
     forward: Callable[..., Any],
@@ -74,7 +74,7 @@ def framed_forward(
 class _Execution(TorchFunctionMode):
     """The exchanges of one model."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group, gathers_again: bool) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, group: Group, gathers_again: bool) -> None:
         super().__init__()
         self.gathers_again = gathers_again
         self.model, self.plan, self.group = model, plan, group

@@ -27,7 +27,8 @@ from recipe_lib.external.adapters import add_adapters
 from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
 from recipe_lib.external.tensor_plan.infer import infer_plan
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.propagation import period
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.tensor_plan.summary import pattern_of
 from recipe_lib.external.tensor_plan.transformers_models import randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS
@@ -39,10 +40,12 @@ from recipe_lib.parallel.world import World
 
 LENGTH = 16  # tokens of a row that a forward is traced with; two rows
 _RANK = 4  # of a small model's adapters
+# Heads of keys of a small model, and the most ranks: either these divide them, or they are fewer.
+_SMALL_HEADS = ((4, 2**16), (2, 4))
 _SMALL = 2**20  # elements of a model that needs no smaller one
 
 
-def plan_of_model(model: Any, size: int, tokens: bool = True) -> TensorPlan:
+def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
     """The plan of an external model as `build_meta` made it, adapters included, for `size` ranks.
 
     It is traced without memory, and as training calls it: without a mask where the class does without one. tokens:
@@ -94,7 +97,7 @@ def example_inputs(model: Any, device: str) -> Iterator[dict[str, Any]]:
     yield {"input_ids": tokens, **cached, "attention_mask": mask.contiguous().to(device)}
 
 
-def prove(model: Any, plan: TensorPlan, world: World) -> str:
+def prove(model: Any, plan: ShardingPlan, world: World) -> str:
     """Proves the plan on the first rank, or finds that it was proven; one line on how. A collective.
 
     Raises SetupError on every rank if it is not right.
@@ -118,19 +121,23 @@ def prove(model: Any, plan: TensorPlan, world: World) -> str:
     return str(said[0])
 
 
-def proof(model: Any, plan: TensorPlan, size: int) -> str:
+def proof(model: Any, plan: ShardingPlan, size: int) -> str:
     """How the plan was proven for `size` ranks, in this process. Raises SetupError if it is not right."""
     file = _file_of(model, plan, size)
     if file.is_file():
         return f"proven before ({file})"
-    small, tokens = _small_model(model), plan.shared_tokens > 0
-    small_plan = plan_of_model(small, size, tokens)
-    ranks = size
-    if size not in small_plan.legal_sizes:  # it may have fewer heads
-        ranks = max((legal for legal in small_plan.legal_sizes if legal <= size), default=0)
-        small_plan = plan_of_model(small, ranks, tokens)
-    family = model.spec.family
-    other = plan_differences(plan, small_plan)
+    family, other, ranks = model.spec.family, "", 0
+    for keys, most in _SMALL_HEADS:
+        small, ranks = _small_model(model, keys), min(size, most)
+        small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
+        if ranks not in small_plan.legal_sizes:  # it may have fewer heads
+            ranks = max((legal for legal in small_plan.legal_sizes if legal <= ranks), default=0)
+            small_plan = plan_of_model(small, ranks, plan.shared_tokens > 0)
+        found = plan_differences(plan, small_plan)
+        other = other or found
+        if not found and ranks:
+            other = ""
+            break
     if other or not ranks:
         raise SetupError(
             f"parallel.tensor={size}: the plan of {family} could not be proven on a small model: {other}; "
@@ -150,7 +157,7 @@ def _keep(file: Path, text: str) -> None:
         temporary.replace(file)
 
 
-def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
+def _check(small: Any, plan: ShardingPlan, ranks: int, family: str) -> int:
     """The number of comparisons that came out equal. Raises SetupError."""
     materialize(small, MemoryConfig(), torch.device("cpu"))
     randomize(small)
@@ -168,11 +175,11 @@ def _check(small: Any, plan: TensorPlan, ranks: int, family: str) -> int:
     return certificate.checked + len(plan.parameters)
 
 
-def _small_model(model: Any) -> Any:
-    """A model of the same class, without memory yet; of the same shape if that is small."""
+def _small_model(model: Any, keys: int) -> Any:
+    """A model of the same class, without memory yet; of the same shape if that is small. keys: as in `shrink`."""
     of_transformers = model.spec.source.implementation == TRANSFORMERS
     large = sum(parameter.numel() for parameter in model.parameters()) > _SMALL
-    return _made_anew(model, model.spec.shrunk() if of_transformers and large else model.spec, torch.float32)
+    return _made_anew(model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec, torch.float32)
 
 
 def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
@@ -189,7 +196,7 @@ def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
     return made
 
 
-def plan_differences(large: TensorPlan, small: TensorPlan) -> str:
+def plan_differences(large: ShardingPlan, small: ShardingPlan) -> str:
     """What one of the plans does with a kind of parameter, or at a call, and the other does not; empty: nothing."""
     for found, there in ((_parameters(large), _parameters(small)), (_exchanges(large), _exchanges(small))):
         for name in sorted(found.keys() | there.keys()):
@@ -198,15 +205,17 @@ def plan_differences(large: TensorPlan, small: TensorPlan) -> str:
     return ""
 
 
-def _parameters(plan: TensorPlan) -> dict[str, set[str]]:
+def _parameters(plan: ShardingPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.parameters:
-        said = f"{each.role} {each.dim} {each.gradient} {len(each.segments)} {each.after_reduction}"
+        once = period(list(each.segments))  # as often as there are groups of heads, which may be fewer
+        segments = f"{len(once)} {len(each.segments) > len(once)}"
+        said = f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
         found.setdefault(pattern_of(each.name), set()).add(said)
     return found
 
 
-def _exchanges(plan: TensorPlan) -> dict[str, set[str]]:
+def _exchanges(plan: ShardingPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.boundaries:
         call = f"{each.kind} {each.call} {each.place} {each.function} {each.bias}"
@@ -215,7 +224,7 @@ def _exchanges(plan: TensorPlan) -> dict[str, set[str]]:
     return found
 
 
-def _file_of(model: Any, plan: TensorPlan, size: int) -> Path:
+def _file_of(model: Any, plan: ShardingPlan, size: int) -> Path:
     """Where the outcome is kept: by the plan, the class, and the releases of what runs it."""
     source = model.spec.source
     parts = [plan.hash(), str(size), torch.__version__, model.spec.family, source.implementation, source.attention]

@@ -23,7 +23,7 @@ from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.plan_executor import run_by_plan, total_over
 from recipe_lib.external.plan_proof import plan_of_model, prove
 from recipe_lib.external.tensor_plan.exchanges import Enter
-from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, TensorPlan, bounds
+from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
 from recipe_lib.logs import get_logger
 from recipe_lib.models.linear_head import LogitsAfter
 from recipe_lib.ops.device import holds_values
@@ -58,7 +58,7 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     return gradients | {name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()}
 
 
-def _take_parts(model: nn.Module, plan: TensorPlan, group: Group) -> dict[str, Placement]:
+def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
     """Tells quantized linears which part of their weight this rank computes with; how their storage lies on the group.
 
     Raises ConfigError where a part is not one of whole blocks, or of rows that follow one another.
@@ -88,7 +88,7 @@ def _take_parts(model: nn.Module, plan: TensorPlan, group: Group) -> dict[str, P
     return found
 
 
-def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> TensorPlan:
+def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingPlan:
     """The plan that ranks run: with tokens shared out, or without where that cannot be proven. A collective.
 
     Raises as `shard_module` does.
@@ -111,7 +111,7 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> TensorPla
     return plan
 
 
-def check_plan(model: Any, plan: TensorPlan, parallel: ParallelConfig) -> None:
+def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
     """Raises ConfigError where `parallel.tensor` ranks cannot run the plan, or would share nothing by it."""
     size, name = parallel.tensor, model.spec.family
     shared = [axis for axis in plan.axes if not axis.vocabulary]
@@ -128,7 +128,7 @@ def check_plan(model: Any, plan: TensorPlan, parallel: ParallelConfig) -> None:
         )
 
 
-def with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, int]:
+def with_loss_of_parts(plan: ShardingPlan, head: set[str]) -> tuple[ShardingPlan, int]:
     """The plan without what the output projection is exchanged for, which the loss does itself; tokens of a rank.
 
     head: names of the projection's parameters. 0 tokens: no rank has a part of the vocabulary, all have the whole.
@@ -145,7 +145,7 @@ def with_loss_of_parts(plan: TensorPlan, head: set[str]) -> tuple[TensorPlan, in
     return replace(plan, boundaries=kept), size
 
 
-def _place_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, stored: dict[str, Placement]) -> None:
+def _place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, stored: dict[str, Placement]) -> None:
     """Makes each parameter a DTensor over the group; one that several modules own stays one.
 
     stored: how parameters that are no weights of the class lie there.

@@ -19,7 +19,7 @@ from recipe_lib.errors import SetupError
 from recipe_lib.external import plan_proof, tensor_parallel
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.plan_proof import plan_of_model
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
 from recipe_lib.models.checkpoint_parts import own_parts
@@ -49,6 +49,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "multi_query": True,
                "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt_bigcode": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 8, "multi_query": True, "embd_pdrop": 0.0,
+                    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    # Fewer heads of keys than ranks: every rank has all of them, and of each group of heads its part.
+    "llama, two key heads": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0},
+    "llama, one key head": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 1, "pad_token_id": 0},
     "mixtral": SMALL | {"num_key_value_heads": 4, "num_local_experts": 4},
     # A bias of the output projection, layers whose attention and MLP stand side by side.
     "phi": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
@@ -91,7 +96,7 @@ class Own(nn.Module):
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    return {"vocab_size": VOCABULARY, "model_type": kind} | CONFIGS.get(kind, {})
+    return {"vocab_size": VOCABULARY, "model_type": kind.partition(",")[0]} | CONFIGS.get(kind, {})
 
 
 def build(kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: World | None) -> tuple[Any, Parallel]:
@@ -186,6 +191,7 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
 def test_a_few_models_on_two_ranks() -> None:
     """Of the cases of the next test: fused matrices, norms of heads, a model of a user's own."""
     cases = [("phi3", {"tensor": 2}, "packed full"), ("qwen3", {"tensor": 2}, "none"), ("own", {"tensor": 2}, "full")]
+    cases.append(("gpt_bigcode", {"tensor": 2}, "none"))
     for faults in run_ranks(compare, 2, cases):
         assert not faults, "\n".join(faults)
 
@@ -199,24 +205,26 @@ def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
         cases += [(kind, {"tensor": 2}, "packed full") for kind in ("gpt2", "phi3", "gemma2")]
     else:
         cases = [(kind, {"tensor": 4}, modes[at % 2]) for at, kind in enumerate(["gpt2", "qwen3", "phi3", "falcon"])]
+        few = ("gpt_bigcode", "llama, two key heads", "llama, one key head")
+        cases += [(kind, {"tensor": 4}, mode) for kind in few for mode in ("none", "packed full")]
         wrappings = ("layers", "memory_efficient")
         cases += [
             (kind, {"tensor": 2, "fsdp_wrap_policy": wrappings[at % 2]}, modes[at // 2 % 2])
-            for at, kind in enumerate(["gpt2", "qwen3", "opt", "bloom"])
+            for at, kind in enumerate(["gpt2", "qwen3", "opt", "bloom", "falcon", "gpt_bigcode"])
         ]
         cases.append(("phi3", {"tensor": 2, "data_replicate": 2}, "selective"))
     for faults in run_ranks(compare, ranks, cases, timeout=300):
         assert not faults, "\n".join(faults)
 
 
-def as_full(plan: TensorPlan) -> TensorPlan:
+def as_full(plan: ShardingPlan) -> ShardingPlan:
     """The mistake that shows in no loss: what ranks have of norms of heads is taken for the whole gradient."""
     return replace(
         plan, parameters=tuple(replace(each, gradient="full") if each.dim < 0 else each for each in plan.parameters)
     )
 
 
-def cut_through(plan: TensorPlan) -> TensorPlan:
+def cut_through(plan: ShardingPlan) -> ShardingPlan:
     """A fused matrix cut as if it were one."""
     return replace(
         plan,
@@ -234,7 +242,11 @@ def cut_through(plan: TensorPlan) -> TensorPlan:
     ],
 )
 def test_a_wrong_plan_is_not_run(
-    kind: str, mistake: Callable[[TensorPlan], TensorPlan], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    mistake: Callable[[ShardingPlan], ShardingPlan],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # what was proven cannot be kept, and is no hindrance
@@ -248,10 +260,23 @@ def test_a_wrong_plan_is_not_run(
         plan_proof.proof(model, mistake(plan), 2)
 
 
+def test_fewer_key_heads_than_ranks_are_proven_on_a_model_that_has_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 4}
+    model: Any = build_meta(read_spec(config_of("qwen3") | sizes | {"head_dim": 16}, "qwen3"), torch.float32)
+    plan = plan_of_model(model, 8)
+    layer = "model.layers.0.self_attn"
+    assert [plan.parameter(f"{layer}.{each}_proj.weight").dim for each in "qkvo"] == [0, -1, -1, 1]
+    assert plan_proof.proof(model, plan, 8).startswith("proven on a model of")
+
+
 def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def prove(model: Any, plan: TensorPlan, world: Any) -> str:
+    def prove(model: Any, plan: ShardingPlan, world: Any) -> str:
         asked.append(plan.shared_tokens)
         if plan.shared_tokens:
             raise SetupError("the plan is wrong")

@@ -105,11 +105,21 @@ def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attri
     return wanted, refused
 
 
-def goes_the_same_way(trace: ForwardTrace, courses: list[Course], wanted: Iterable[Attribute], size: int) -> bool:
-    """True if comparisons of sizes in the forward come out on each of `size` ranks as they do on the whole."""
+def goes_the_same_way(
+    trace: ForwardTrace, courses: list[Course], wanted: Iterable[Attribute], size: int, last: dict[str, int]
+) -> bool:
+    """True if the forward goes as far as its last boundaries on each of `size` ranks as it does on the whole.
+
+    last: by module, the number of the last call that has a boundary. A comparison of sizes that comes after it may come
+    out otherwise: `if groups == 1: return keys`.
+    """
     ranks = LocalSizes([course for course in courses if not course.vocabulary], size)
     divisors = dict.fromkeys(wanted, size)
-    return all(decided_alike(decision, ranks.size, divisors) for decision in trace.decisions)
+    return all(
+        decided_alike(decision, ranks.size, divisors)
+        for decision in trace.decisions
+        if decision.call <= last.get(decision.module, -1)
+    )
 
 
 def _right(demand: Demand, ranks: LocalSizes, divisors: dict[Attribute, int]) -> bool:

@@ -254,13 +254,21 @@ def layout(node: AxisNode, axis: AxisNode) -> list[int] | None:
 
     None where a part of the dimension does not carry the axis, or carries it twice.
     """
+    found = segments_of(node, axis)
+    return None if found is None or any(whole for _, whole in found) else [length for length, _ in found]
+
+
+def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
+    """Segments of a dimension as (length, whole): cut evenly along the axis, or without it, and so whole on each rank.
+
+    None where the dimension, or a part of it, carries the axis twice or not as one of the factors of a product.
+    """
     root, axis = find(node), find(axis)
     if root is axis:
-        return [root.size]
+        return [(root.size, False)]
     if root.kind == "parts":
-        found = [layout(part, axis) for part in parts(root)]
-        segments = [segment for part in found for segment in part or ()]
-        return None if any(part is None for part in found) else segments
+        pieces = [segments_of(part, axis) if carries(part, axis) else [(part.size, True)] for part in parts(root)]
+        return None if any(piece is None for piece in pieces) else [each for piece in pieces for each in piece or ()]
     if root.kind == "product":
         within = factors(root)
         having = [place for place, factor in enumerate(within) if carries(factor, axis)]
@@ -268,8 +276,8 @@ def layout(node: AxisNode, axis: AxisNode) -> list[int] | None:
             return None
         inner = prod(factor.size for factor in within[having[0] + 1 :])
         outer = prod(factor.size for factor in within[: having[0]])
-        segments = layout(within[having[0]], axis) or []
-        return [segment * inner for segment in segments] * outer or None
+        segments = segments_of(within[having[0]], axis) or []
+        return [(length * inner, whole) for length, whole in segments] * outer or None
     return None
 
 

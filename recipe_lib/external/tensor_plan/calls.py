@@ -45,6 +45,11 @@ class Calls(TorchFunctionMode):
         """The path of the module whose forward is running."""
         return str(self._open[-1][0])
 
+    @property
+    def next_call(self) -> CallKey:
+        """The call that comes next."""
+        return CallKey(*self._open[-1])
+
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

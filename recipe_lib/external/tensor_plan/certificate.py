@@ -17,7 +17,7 @@ import torch
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, places_in, replaced, tensors_in
 from recipe_lib.external.tensor_plan.exchanges import others_lost, own_part, part_of_tokens, rewritten, row_length
-from recipe_lib.external.tensor_plan.sharding_plan import Boundary, TensorPlan, bounds
+from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ShardingPlan, bounds
 
 # The whole and the sum of its parts differ by rounding, which some models do in float32 whatever their weights are.
 _ROUNDING = 2e-3
@@ -37,7 +37,7 @@ class Certificate:
 
 
 def certify(
-    model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any], rehearse: bool = True
+    model: torch.nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any], rehearse: bool = True
 ) -> Certificate:
     """Runs a small model on the CPU as each of `size` ranks would.
 
@@ -83,19 +83,21 @@ def _forward(
 
 
 def _parts(
-    model: torch.nn.Module, plan: TensorPlan, rank: int, size: int, part: Callable[..., torch.Tensor]
+    model: torch.nn.Module, plan: ShardingPlan, rank: int, size: int, part: Callable[..., torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a rank has of the parameters that are cut. part: `own_part`, or `_others_lost`."""
+    """What a rank computes with of the parameters that are cut. part: `own_part`, or `_others_lost`."""
     held = dict(model.named_parameters())
     cut = [each for each in plan.parameters if each.dim >= 0]
-    return {each.name: part(held[each.name].detach(), each.dim, each.segments, rank, size) for each in cut}
+    return {each.name: part(held[each.name].detach(), each.dim, each.segments, rank, size, each.whole) for each in cut}
 
 
-def _others_lost(tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+def _others_lost(
+    tensor: torch.Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
+) -> torch.Tensor:
     """The tensor with NaN wherever it is not the rank's own part (`own_part`)."""
     found = torch.full_like(tensor, torch.nan)
     repeated = segments * (tensor.shape[dim] // sum(segments))
-    for start, stop in bounds(repeated, rank, size):
+    for start, stop in bounds(repeated, rank, size, whole):
         found.narrow(dim, start, stop - start).copy_(tensor.narrow(dim, start, stop - start))
     return found
 
@@ -106,7 +108,7 @@ class _ProofForward(Calls):
     def __init__(
         self,
         model: torch.nn.Module,
-        plan: TensorPlan,
+        plan: ShardingPlan,
         kind: str,
         rank: int = 0,
         size: int = 1,
@@ -267,7 +269,7 @@ class _ProofForward(Calls):
 
 
 def _rehearse(
-    model: torch.nn.Module, plan: TensorPlan, size: int, clean: _ProofForward, inputs: dict[str, Any]
+    model: torch.nn.Module, plan: ShardingPlan, size: int, clean: _ProofForward, inputs: dict[str, Any]
 ) -> tuple[list[str], int]:
     """Runs every rank on its own parameters; the sums of what leaves must be what the whole model has."""
     failures: list[str] = []

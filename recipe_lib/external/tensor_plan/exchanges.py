@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.external.tensor_plan.calls import places_in, replaced
-from recipe_lib.external.tensor_plan.sharding_plan import Boundary, TensorPlan, bounds
+from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ShardingPlan, bounds
 
 Total = Callable[[Tensor], Tensor]
 Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
@@ -34,7 +34,7 @@ class Exchanges:
     gets every call that is made here, and whether what it gives costs little to make again.
     """
 
-    plan: TensorPlan
+    plan: ShardingPlan
     rank: int
     size: int
     collectives: Collectives
@@ -72,6 +72,10 @@ class Exchanges:
     def _pass(self, tensor: Tensor, here: list[Boundary]) -> Tensor:
         """A tensor through the boundaries of one place."""
         found = {boundary.kind: boundary for boundary in here}
+        if (parts := found.get("assemble")) is not None:
+            whole = cast(Tensor, _Assemble.apply(tensor, parts, self))
+            self.note(_assembled, (tensor, parts, self), {}, whole, True)
+            return whole
         if not self.length():
             found = {kind: each for kind, each in found.items() if kind not in ("gather", "slice")}
         if (cut := found.get("slice")) is not None:
@@ -168,6 +172,48 @@ class Leave(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Assemble(torch.autograd.Function):
+    """A rank's part of a parameter, with all of the segments that every rank computes with; a sum of their gradients.
+
+    Each rank uses those segments for its heads alone, so that its gradient of them is a part of a sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, parts: Boundary, ranks: Exchanges) -> Tensor:
+        ctx.settings = (parts, ranks)
+        return _assembled(tensor, parts, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        parts, ranks = ctx.settings
+        dim, pieces = parts.dim, list(gradients[0].split(_lengths(parts, ranks.size, parts.whole), parts.dim))
+        needed = torch.cat([_by_rank(pieces[at], dim, ranks.size) for at in parts.whole], dim + 1)
+        summed = ranks.collectives.scatter(needed.contiguous())[0]
+        own = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
+        for at, piece in zip(parts.whole, own, strict=True):
+            pieces[at] = piece
+        return torch.cat(pieces, dim), None, None
+
+
+def _lengths(parts: Boundary, size: int, whole: tuple[int, ...] = ()) -> list[int]:
+    return [stop - start for start, stop in bounds(parts.segments, 0, size, whole)]
+
+
+def _by_rank(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A whole segment as `[ranks, ...]`."""
+    return tensor.unflatten(dim, (size, -1)).movedim(dim, 0)
+
+
+def _assembled(tensor: Tensor, parts: Boundary, ranks: Exchanges) -> Tensor:
+    pieces = list(tensor.split(_lengths(parts, ranks.size), parts.dim))
+    own = torch.cat([pieces[at] for at in parts.whole], parts.dim)
+    gathered = ranks.collectives.gather(own.unsqueeze(0).contiguous())
+    lengths = [parts.segments[at] // ranks.size for at in parts.whole]
+    for at, piece in zip(parts.whole, gathered.split(lengths, parts.dim + 1), strict=True):
+        pieces[at] = piece.movedim(0, parts.dim).flatten(parts.dim, parts.dim + 1)
+    return torch.cat(pieces, parts.dim)
+
+
 def gather_tokens(tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
     """A rank's tokens to those of all ranks. summed: its gradient is a part of a sum over ranks, not the whole."""
     return cast(Tensor, _GatherTokens.apply(tensor, where, ranks, summed))
@@ -238,14 +284,14 @@ def others_lost(tensor: Tensor, where: Boundary, length: int, rank: int, size: i
     return found
 
 
-def row_length(ids: Any, plan: TensorPlan, size: int) -> int:
+def row_length(ids: Any, plan: ShardingPlan, size: int) -> int:
     """Tokens in each row of the token ids `[b, s]` that a forward gets; 0 where none of them can be shared out."""
     if not plan.shared_tokens or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] % size:
         return 0
     return int(ids.shape[1])
 
 
-def trained_length(ids: Any, plan: TensorPlan, size: int) -> int:
+def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
     """As `row_length`, of a forward that may want gradients: without them every rank has all tokens.
 
     A forward that generates goes other ways, and keeps nothing anyway. Raises ValueError for rows of which the ranks
@@ -260,15 +306,20 @@ def trained_length(ids: Any, plan: TensorPlan, size: int) -> int:
     return found
 
 
-def own_part(tensor: Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int) -> Tensor:
-    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room."""
+def own_part(
+    tensor: Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
+) -> Tensor:
+    """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room, or all of it.
+
+    whole: numbers of the segments to take all of.
+    """
     repeated = segments * (tensor.shape[dim] // sum(segments))
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in bounds(repeated, rank, size)]
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in bounds(repeated, rank, size, whole)]
     return torch.cat(pieces, dim)
 
 
 @contextlib.contextmanager
-def rewritten(model: nn.Module, plan: TensorPlan, size: int) -> Iterator[None]:
+def rewritten(model: nn.Module, plan: ShardingPlan, size: int) -> Iterator[None]:
     """While it is entered, the plan's integer attributes are divided by size."""
     changed = []
     for each in plan.rewrites:

@@ -21,7 +21,7 @@ from recipe_lib.external.tensor_plan.exchanges import (
     rewritten,
     trained_length,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan, bounds
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan, bounds
 
 # Relative error of a gradient above which it is not rounding; some forwards compute in float32 whatever they are given.
 WRONG = 1e-3
@@ -73,7 +73,7 @@ class _GatherVocabulary(torch.autograd.Function):
 class _Rank(Calls):
     """Runs one rank's part of a plan among the threads of a group."""
 
-    def __init__(self, model: torch.nn.Module, plan: TensorPlan, group: _RankGroup, rank: int, length: int):
+    def __init__(self, model: torch.nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, length: int):
         super().__init__(model)
         entered: Entered = {}
         self.boundaries = plan.boundaries_by_call()
@@ -86,7 +86,7 @@ class _Rank(Calls):
         return function(*args, **kwargs) if here is None else self.exchanges.call(here, function, args, kwargs)
 
 
-def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any]) -> dict[str, float]:
+def gradient_errors(model: torch.nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> dict[str, float]:
     """For every parameter, how far the gradient that ranks come to is from the whole model's, relative to its norm.
 
     model: small, on the CPU; float64 tells rounding from mistakes. The loss is a random combination of all outputs.
@@ -120,7 +120,7 @@ def gradient_errors(model: torch.nn.Module, plan: TensorPlan, size: int, inputs:
     return {each.name: _error(plan, each.name, whole, found, least) for each in plan.parameters if each.name in whole}
 
 
-def gradient_failures(model: torch.nn.Module, plan: TensorPlan, size: int, inputs: dict[str, Any]) -> list[str]:
+def gradient_failures(model: torch.nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> list[str]:
     """A line for each parameter whose gradient is not the whole model's; empty if ranks come to the same.
 
     model: small, in float32. In float64, or in float32 where that cannot be run.
@@ -140,7 +140,7 @@ def gradient_failures(model: torch.nn.Module, plan: TensorPlan, size: int, input
 
 
 def _of_rank(
-    model: torch.nn.Module, plan: TensorPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
+    model: torch.nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     values = {}
     for name, parameter in model.named_parameters():
@@ -187,7 +187,7 @@ def _gradients(
 
 
 def _error(
-    plan: TensorPlan, name: str, whole: dict[str, torch.Tensor], found: list[dict[str, torch.Tensor]], least: float
+    plan: ShardingPlan, name: str, whole: dict[str, torch.Tensor], found: list[dict[str, torch.Tensor]], least: float
 ) -> float:
     each = plan.parameter(name)
     expected = whole[name]

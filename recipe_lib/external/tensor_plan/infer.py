@@ -10,12 +10,12 @@ import torch
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.attribute_rewrites import goes_the_same_way, rewrites_for
-from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, layout, leaves
-from recipe_lib.external.tensor_plan.propagation import Course, PendingBoundary, Refusal, axes_of, follow
-from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
+from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
+from recipe_lib.external.tensor_plan.propagation import MOVES, Course, PendingBoundary, Refusal, axes_of, follow
+from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, ShardingPlan
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
 from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, share_tokens
-from recipe_lib.external.tensor_plan.tracing import ForwardTrace, Record, Traced, trace
+from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Record, Traced, trace
 
 
 def infer_plan(
@@ -24,7 +24,7 @@ def infer_plan(
     size: int = 0,
     tokens: bool = True,
     others: Iterable[dict[str, Any]] = (),
-) -> TensorPlan:
+) -> ShardingPlan:
     """The tensor parallel plan of a model.
 
     model: any language model, on the meta device or another one; it is not changed. inputs: keyword arguments of its
@@ -49,10 +49,10 @@ def plan_of(
     size: int = 0,
     tokens: bool = True,
     unsteady: frozenset[str] = frozenset(),
-) -> TensorPlan:
+) -> ShardingPlan:
     """The plan that a trace leads to; shapes: of every parameter, by name."""
     courses, reasons = _courses(found, shapes, size)
-    courses.sort(key=lambda each: -sum(math.prod(shapes[name]) for name in each.carriers))
+    courses.sort(key=lambda each: (each.mixed, -sum(math.prod(shapes[name]) for name in each.carriers)))
     while True:
         chosen = _apart(courses)
         wanted, refused = rewrites_for(found, chosen)
@@ -97,8 +97,16 @@ def _courses(
             for name, numbers in held.items():
                 if len(numbers) > 1:
                     raise Refusal(f"two dimensions of {name} have the axis")
-                if layout(found.parameters[name].dims[numbers[0]], axis) is None:
+                if segments_of(found.parameters[name].dims[numbers[0]], axis) is None:
                     raise Refusal(f"a part of {name} does not have the axis")
+            lengths = [
+                length
+                for name, numbers in held.items()
+                for length, every in segments_of(found.parameters[name].dims[numbers[0]], axis) or []
+                if every
+            ]
+            if size and any(length % size for length in lengths):
+                raise Refusal(f"{size} ranks cannot share parts of {', '.join(held)} that all of them need")
             if size and axis.size % size and not any(axis in map(find, each.dims) for each in found.outputs):
                 raise Refusal(f"{size} ranks cannot share its {axis.size} steps")
             dims = {name: numbers[0] for name, numbers in held.items()}
@@ -129,7 +137,7 @@ def _assemble(
     wanted: dict[Attribute, set[Course]],
     reasons: dict[AxisNode, str],
     shared: SharedTokens,
-) -> TensorPlan:
+) -> ShardingPlan:
     axes = tuple(
         Axis(number, each.axis.size, tuple(filter(each.carriers.__contains__, shapes)), each.vocabulary, each.output)
         for number, each in enumerate(chosen)
@@ -155,25 +163,33 @@ def _assemble(
             continue
         course = chosen[numbers[name]]
         dim = course.carriers[name]
-        segments = layout(found.parameters[name].dims[dim], course.axis)
-        assert segments is not None
+        pieces = segments_of(found.parameters[name].dims[dim], course.axis) or []
+        segments = tuple(length for length, _ in pieces)
+        whole_segments = tuple(number for number, (_, every) in enumerate(pieces) if every)
         role = "row" if name in course.rows else "column" if name in multiplied else "sharded"
         role = "vocabulary" if course.vocabulary else role
-        unit = sum(segments) // course.axis.size
-        parameters.append(ParameterPlan(name, shape, role, dim, numbers[name], tuple(segments), unit, "sharded"))
+        unit = sum(length for length, every in pieces if not every) // course.axis.size
+        parameters.append(
+            ParameterPlan(name, shape, role, dim, numbers[name], segments, whole_segments, unit, "sharded")
+        )
     place = {course: number for number, course in enumerate(chosen)}
     rewrites = tuple(
         Rewrite(*attribute, axes=tuple(sorted(place[each] for each in users))) for attribute, users in wanted.items()
     )
+    gathered = [each.segments[number] for each in parameters for number in each.whole]
     common = math.gcd(*(axis.size for axis in axes if not axis.vocabulary), *(each.value for each in rewrites))
+    common = math.gcd(common, *gathered)
     sizes = [size for size in range(2, common + 1) if common % size == 0]
-    legal = tuple(size for size in sizes if goes_the_same_way(found, chosen, wanted, size))
+    boundaries = (*_boundaries(found, points, shared), *_token_boundaries(found, shared))
+    last: dict[str, int] = {}
+    for each in boundaries:
+        last[each.module] = max(each.call, last.get(each.module, 0))
+    legal = tuple(size for size in sizes if goes_the_same_way(found, chosen, wanted, size, last))
     whole = [name for name, shape in shapes.items() if name in used - set(numbers) and len(shape) > 1]
     other = [size for size in sizes if size not in legal]
     refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in other]
     refused += dict.fromkeys(_refusals(found, reasons, whole))
-    boundaries = (*_boundaries(found, points), *_token_boundaries(found, shared))
-    return TensorPlan(axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal, round(shared.share, 4))
+    return ShardingPlan(axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal, round(shared.share, 4))
 
 
 def _names(tensors: Iterable[Any]) -> set[str]:
@@ -234,16 +250,20 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
     return tuple(made_of.values())
 
 
-def _boundaries(found: ForwardTrace, points: list[tuple[int, PendingBoundary]]) -> tuple[Boundary, ...]:
+def _boundaries(
+    found: ForwardTrace, points: list[tuple[int, PendingBoundary]], shared: SharedTokens
+) -> tuple[Boundary, ...]:
     """Boundaries in the order of the forward; a tensor that enters wherever it is used does so where it is made."""
-    entering: dict[Traced, set[tuple[int, str]]] = {}
+    places = [*shared.gathers.items(), *shared.slices.items()]
+    exchanged = {each for (number, _), (tensor, _) in places for each in (number, tensor)}
+    entering: Uses = {}
     for _, point in points:
         if point.kind == "enter":
             entering.setdefault(point.tensor, set()).add((point.call, point.place))
-    users: dict[Traced, set[tuple[int, str]]] = {}
+    users: Uses = {}
     for number, call in enumerate(found.calls):
         for place, tensor, gradient in call.arguments:
-            if gradient and tensor in entering:
+            if gradient:
                 users.setdefault(tensor, set()).add((number, place))
     outputs = set(found.outputs)
     merged: dict[tuple[str, int, str], tuple[set[int], set[str], PendingBoundary]] = {}
@@ -254,11 +274,19 @@ def _boundaries(found: ForwardTrace, points: list[tuple[int, PendingBoundary]]) 
         names = set(point.parameters)
         if point.kind == "enter":
             names |= _names(each for _, each, _ in found.calls[number].arguments)
-            giving = _giving(found, tensor, users[tensor], entering[tensor])
-            if giving is not None and tensor not in outputs and runs[found.calls[giving].key] == 1:
+            while tensor not in outputs:
+                giving = _giving(found, tensor, users, entering)
+                if giving is None or runs[found.calls[giving].key] != 1:
+                    break
+                if number != point.call and found.calls[giving].key.module != found.calls[number].key.module:
+                    break
                 number = giving
                 held = found.calls[number].outputs
                 place = "output" if len(held) == 1 else f"output.{held.index(tensor)}"
+                moved = _moved(found.calls[number], users)
+                if moved is None or {number, tensor, moved} & exchanged:
+                    break
+                tensor, entering = moved, entering | {moved: users[moved]}
         entry = merged.setdefault((point.kind, number, place), (set(), set(), point))
         entry[0].update((axis,) if axis >= 0 else ())
         entry[1].update(names)
@@ -273,6 +301,7 @@ def _boundaries(found: ForwardTrace, points: list[tuple[int, PendingBoundary]]) 
                 taken=point.taken,
                 dim=point.dim,
                 segments=point.segments,
+                whole=point.whole,
                 function=call.function,
                 source=call.source,
                 width=_width(found, point),
@@ -284,16 +313,33 @@ def _boundaries(found: ForwardTrace, points: list[tuple[int, PendingBoundary]]) 
 
 def _width(found: ForwardTrace, point: PendingBoundary) -> int:
     """Numbers a token that ranks sum at a boundary; a tensor that is cut is summed over if it needs a gradient."""
+    if point.kind == "assemble":
+        return 0
     needed = point.kind != "cut" or any(
         gradient for place, _, gradient in found.calls[point.call].arguments if place == point.place
     )
     return math.prod(node.size for node in point.tensor.dims) // found.tokens if needed and found.tokens else 0
 
 
-def _giving(
-    found: ForwardTrace, tensor: Traced, users: set[tuple[int, str]], entering: set[tuple[int, str]]
-) -> int | None:
+Uses = dict[Traced, set[tuple[int, str]]]
+
+
+def _moved(call: FunctionCall, users: Uses) -> Traced | None:
+    """What a call only moves, if nothing else uses that: a sum over ranks may as well be one of its gradient.
+
+    The fewer calls come before it, the fewer ways there are to the same place: with a mask, or without.
+    """
+    if any(record.operator not in MOVES for record in call.records) or not call.records or len(call.outputs) != 1:
+        return None
+    given = [tensor for _, tensor, gradient in call.arguments if gradient]
+    if len(given) != 1 or len(call.arguments) != 1 or not given[0].activation:
+        return None
+    return given[0] if len(users[given[0]]) == 1 else None
+
+
+def _giving(found: ForwardTrace, tensor: Traced, used: Uses, needed: Uses) -> int | None:
     """The last call that gives a tensor or hands it on, if all who use it from there on need it to enter."""
+    users, entering = used[tensor], needed[tensor]
     giving = [
         number for number in range(max(tensor.call, 0), max(users)[0] + 1) if tensor in found.calls[number].outputs
     ]

@@ -22,7 +22,7 @@ class OperatorCall:
 
     contractions: dimensions that it sums over, of which inputs. lookup: it picks rows by token. uniform: what comes out
     is the same everywhere, whatever its size. values: it differs from place to place, and no input has those places.
-    ordered: it counts or sorts. added: what a product is added to.
+    ordered: it counts or sorts. added: what a product is added to. picked: the numbers within brackets, by place.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class OperatorCall:
         self.contractions: list[tuple[AxisNode, torch.Tensor, torch.Tensor]] = []
         self.lookup = self.uniform = self.values = self.ordered = False
         self.added: torch.Tensor | None = None
+        self.picked: dict[str, Any] = {}
         self._schema = function._schema.arguments
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -3,14 +3,17 @@
 import dataclasses
 from collections.abc import Iterable
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, carries, layout, leaves
+from recipe_lib.external.tensor_plan.axes import AxisNode, carries, layout, leaves, segments_of
 from recipe_lib.external.tensor_plan.calls import CallKey
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Record, Traced
 
 # What may follow a product within its call: nothing of it depends on values.
-_MOVES = frozenset(
+MOVES = frozenset(
     "view _unsafe_view _reshape_alias permute transpose t clone alias detach _to_copy squeeze unsqueeze".split()
 )
+
+# What takes parts of a dimension that was put together of several.
+_TAKES = frozenset("slice narrow split split_with_sizes chunk index".split())
 
 
 class Refusal(Exception):  # noqa: N818  (an answer, not an error)
@@ -31,11 +34,15 @@ class PendingBoundary:
     taken: str = ""
     dim: int = 0
     segments: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
 class Course:
     """An axis through the model. carriers: parameter to dimension. sharded: tensors of which a rank has a part.
+
+    mixed: some of the carriers have segments without the axis. What comes of these is sharded, too: a rank has all of
+    it, but uses it for its part of the axis alone, so that its gradient is a part of a sum.
 
     joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives has the axis.
     """
@@ -44,6 +51,7 @@ class Course:
     carriers: dict[str, int]
     vocabulary: bool = False
     output: bool = False
+    mixed: bool = False
     sharded: set[Traced] = dataclasses.field(default_factory=set)
     points: list[PendingBoundary] = dataclasses.field(default_factory=list)
     joins: list[PendingBoundary] = dataclasses.field(default_factory=list)
@@ -58,7 +66,8 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
     course = Course(axis, carriers, sharded={trace.parameters[name] for name in carriers})
     held = [any(carries(node, axis) for node in output.dims) for output in trace.outputs]
     course.vocabulary = course.output = any(held)
-    for record in records:
+    _assemble(trace, course)
+    for record in _reached(trace, course, records):
         if any(carries(node, axis) for node, _, _ in record.contractions):
             _leave(trace, course, record)
         elif record.lookup and _has(record.inputs[0], axis, course) and carries(record.inputs[0].dims[0], axis):
@@ -70,6 +79,8 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
         else:
             _pass(trace, course, record)
     for output, has in zip(trace.outputs, held, strict=True):
+        if not has and output in course.sharded:
+            raise Refusal("what every rank uses in part is in what the model gives")
         if has and (course.rows or output not in course.sharded or not carries(output.dims[-1], axis)):
             raise Refusal("the axis is in what the model gives")
     if not course.vocabulary and (len(carriers) < 2 or not course.rows):
@@ -80,11 +91,62 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
     return course
 
 
+def _assemble(trace: ForwardTrace, course: Course) -> None:
+    """Parameters of which some segments have the axis and others not: these are gathered wherever they are used."""
+    for name, dim in course.carriers.items():
+        segments = segments_of(trace.parameters[name].dims[dim], course.axis) or []
+        whole = tuple(number for number, (_, every) in enumerate(segments) if every)
+        if not whole:
+            continue
+        course.mixed = True
+        if 2 * sum(segments[number][0] for number in whole) > trace.parameters[name].dims[dim].size:
+            raise Refusal(f"most of {name} does not have the axis")
+        held = _as_stored(trace, trace.parameters[name])
+        for number, call in enumerate(trace.calls):
+            for place, tensor, _ in call.arguments:
+                if tensor in held:
+                    point = PendingBoundary("assemble", number, place, tensor, frozenset([name]))
+                    point.dim = next(at for at, node in enumerate(tensor.dims) if carries(node, course.axis))
+                    point.segments, point.whole = tuple(length for length, _ in segments), whole
+                    if segments_of(tensor.dims[point.dim], course.axis) != segments:
+                        raise Refusal(f"{name} is put in another form before {call.function} at {call.source}")
+                    course.points.append(point)
+
+
+def _as_stored(trace: ForwardTrace, parameter: Traced) -> set[Traced]:
+    """The parameter, and views of it that no call makes, such as `weight.T`; raises Refusal for any other such use."""
+    held = {parameter}
+    for record in trace.records:
+        if held.isdisjoint(record.inputs):
+            continue
+        if record.call < 0 and record.operator in MOVES:
+            held.update(record.outputs)
+        elif record.call < 0 or held.isdisjoint(each for _, each, _ in trace.calls[record.call].arguments):
+            raise Refusal(f"no torch function call uses {', '.join(parameter.parameters)} in {_where(trace, record)}")
+    return held
+
+
+def _reached(trace: ForwardTrace, course: Course, records: Iterable[Record]) -> Iterable[Record]:
+    """The records that have to do with the axis, or with what every rank uses in part."""
+    if not course.mixed:
+        yield from records
+        return
+    having = set(records)
+    for record in trace.records:
+        if record in having or not course.sharded.isdisjoint(record.inputs):
+            yield record
+
+
 def _pass(trace: ForwardTrace, course: Course, record: Record) -> None:
     """An operator that sums over no part of the axis: what comes out is cut if something that goes in is."""
     axis, sharded = course.axis, course.sharded
     going_in = [each for each in record.inputs if each in sharded]
     coming_out = [each for each in record.outputs if any(carries(node, axis) for node in each.dims)]
+    if going_in and course.mixed and not record.uniform:
+        having = [each for each in going_in if any(carries(node, axis) for node in each.dims)]
+        even = record.call >= 0 and trace.calls[record.call].function in ("chunk", "tensor_split")
+        if not having or (record.operator in _TAKES and not even):  # what every rank uses in part, or is taken from it
+            coming_out = record.outputs
     if not coming_out:
         if going_in and not record.uniform:
             raise Refusal(f"a part of a tensor does not have the axis in {_where(trace, record)}")
@@ -174,7 +236,7 @@ def _located(trace: ForwardTrace, record: Record, point: PendingBoundary) -> Pen
         if later.operator in ("add", "add_") and all(each.parameters for each in others):
             for each in others:
                 _bias(trace, later, point, each)
-        elif later.operator not in _MOVES:
+        elif later.operator not in MOVES:
             raise Refusal(f"{later.operator} follows {where} within {call.function} at {call.source}")
         after.update(later.outputs)
     if call.outputs[0] not in after:

@@ -16,6 +16,7 @@ class ParameterPlan:
     tokens), `sharded` (carries the axis without a product: a bias, a value per head) or `replicated`.
     dim: the dimension that is cut, -1 for none. axis: number of the axis, -1 for none.
     segments: lengths along dim; each of them is cut into equal consecutive parts, one a rank.
+    whole: numbers of the segments of which a rank holds its part but computes with all, gathered for each use.
     unit: elements of the whole dim that belong to one step of the axis.
     gradient: `sharded`; `full`, the same on each rank; `partial`, to be summed over ranks.
     after_reduction: a bias of a row product, to be added once, to the sum over ranks.
@@ -28,6 +29,7 @@ class ParameterPlan:
     dim: int = -1
     axis: int = -1
     segments: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
     unit: int = 0
     gradient: str = "full"
     after_reduction: bool = False
@@ -56,15 +58,16 @@ class Boundary:
     kind: `enter` (forward as it is; the gradient is summed over ranks), `leave` (what comes out is summed over ranks; a
     gradient passes as it is), `lookup` (a leave, of rows picked by token: tokens of other ranks give zeros), `cut` (a
     whole tensor of which the rank takes its part; its gradient is an enter's), `gather` (a rank's tokens become those
-    of all; its gradient is the rank's part), `slice` (of all tokens the rank's; its gradient is gathered). A gather
-    that enters has its gradient summed and scattered; what leaves and is sliced is summed and scattered.
+    of all; its gradient is the rank's part), `slice` (of all tokens the rank's; its gradient is gathered), `assemble`
+    (of a parameter, its `whole` segments are gathered; their gradient is summed and scattered). A gather that enters
+    has its gradient summed and scattered; what leaves and is sliced is summed and scattered.
     module, call: path of a module, and number of the torch function call in one forward of it (calls.Calls counts).
     place: `output` or `output.1` of that call; or the argument, `0`, `1.2` or `weight` (calls.places_in names them).
     axes: numbers. parameters: those of the product, or those that the activation enters.
     activation: entering calls with one number share one tensor, which has to enter once.
     bias: leave only: the argument that is to be added after the sum, empty for none.
     taken, dim, segments: the argument that carries the axis (leave) or is cut, the dimension, and the lengths that are
-    cut evenly; they repeat as often as the dimension has room for.
+    cut evenly; they repeat as often as the dimension has room for. Of an assemble, with `whole`, the parameter's.
     function, source: the torch function, and the file and line that calls it; for people.
     width: numbers a token of what ranks sum there: leave and lookup in the forward, enter and cut in the backward;
     0 where they sum nothing, or where the traced forward took no token ids.
@@ -83,6 +86,7 @@ class Boundary:
     taken: str = ""
     dim: int = 0
     segments: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
     function: str = ""
     source: str = ""
     width: int = 0
@@ -103,7 +107,7 @@ class Rewrite:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorPlan:
+class ShardingPlan:
     """A plan for a whole model. refused: why axes that look possible stay whole. legal_sizes: tensor sizes above 1.
 
     shared_tokens: of the elements of activations that no axis cuts, the share of those of which a rank has its own
@@ -149,12 +153,16 @@ class TensorPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def bounds(segments: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
-    """Start and stop of a rank's part of each segment. Parts of a segment that `size` does not divide are uneven."""
+def bounds(segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()) -> list[tuple[int, int]]:
+    """Start and stop of a rank's part of each segment. Parts of a segment that `size` does not divide are uneven.
+
+    whole: numbers of segments to take all of.
+    """
     found = []
     offset = 0
-    for length in segments:
+    for number, length in enumerate(segments):
         part = -(-length // size)
-        found.append((offset + min(rank * part, length), offset + min((rank + 1) * part, length)))
+        start, stop = (0, length) if number in whole else (min(rank * part, length), min((rank + 1) * part, length))
+        found.append((offset + start, offset + stop))
         offset += length
     return found

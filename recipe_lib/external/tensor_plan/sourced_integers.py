@@ -50,11 +50,16 @@ def _operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
 
 
 class Decision(NamedTuple):
-    """A comparison that the forward made, and perhaps went another way for. operator is one of _COMPARE."""
+    """A comparison that the forward made, and perhaps went another way for. operator is one of _COMPARE.
+
+    module, call: the module whose forward made it, and the number of the call that came next there.
+    """
 
     operator: str
     left: int
     right: int
+    module: str = ""
+    call: int = 0
 
 
 _COMPARE = {

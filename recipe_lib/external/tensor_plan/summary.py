@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
-from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, TensorPlan, bounds
+from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, ShardingPlan, bounds
 
 BYTES = 2  # of a number in bf16
 WIDE_BYTES = 4  # of a gradient that is summed over ranks after the backward, and of the loss's sums: fp32
@@ -37,7 +37,7 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def parameter_groups(plan: TensorPlan) -> dict[ParameterPlan, list[str]]:
+def parameter_groups(plan: ShardingPlan) -> dict[ParameterPlan, list[str]]:
     """The plan's parameters in their order: those that are held alike by a plan with the pattern of their names."""
     groups: dict[ParameterPlan, list[str]] = {}
     for each in plan.parameters:
@@ -46,7 +46,7 @@ def parameter_groups(plan: TensorPlan) -> dict[ParameterPlan, list[str]]:
     return groups
 
 
-def boundary_counts(plan: TensorPlan) -> dict[Boundary, int]:
+def boundary_counts(plan: ShardingPlan) -> dict[Boundary, int]:
     """The plan's boundaries in the order of the forward: how many are like one, which has patterns for names."""
     patterns = ((each, tuple(dict.fromkeys(map(pattern_of, each.parameters)))) for each in plan.boundaries)
     return Counter(
@@ -72,7 +72,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in said)
 
 
-def exchanges(plan: TensorPlan) -> list[Exchange]:
+def exchanges(plan: ShardingPlan) -> list[Exchange]:
     """What ranks exchange in one forward and backward: layers that exchange alike as one entry, the rest before them.
 
     An activation that enters, or is gathered, in several places does so once. A boundary counts as one run of its
@@ -130,22 +130,34 @@ def sent_bytes(payload: int, size: int) -> int:
     return 2 * (size - 1) * payload // size
 
 
-def step_bytes(plan: TensorPlan, size: int, tokens: int) -> dict[str, int]:
+def step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, int]:
     """Bytes that a rank sends for `tokens` tokens, by what they are for: forward, backward, loss, gradients.
 
-    forward, backward: activations in bf16, without activation checkpointing. loss: its sums, where logits stay cut.
+    forward, backward: activations in bf16, without activation checkpointing, and the parts of cut parameters that all
+    ranks use, gathered in both and their gradients scattered. loss: its sums, where logits stay cut.
     gradients: of parameters that ranks have whole and use in part, once a step. The last two in fp32.
     """
     found = {"forward": 0, "backward": 0}
     for each in exchanges(plan):
         for phase, halves in zip(found, each.halves, strict=True):
             found[phase] += max(len(each.layers), 1) * sent_bytes(BYTES * tokens * halves, size) // 2
+    gathered = sum(whole_elements(each) for each in plan.parameters)
+    found["forward"] += sent_bytes(BYTES * gathered, size) // 2
+    found["backward"] += sent_bytes(BYTES * gathered, size)
     loss = LOSS_NUMBERS * tokens if any(axis.output for axis in plan.axes) else 0
     partial = sum(prod(each.shape) for each in plan.parameters if each.gradient == "partial")
     return found | {"loss": sent_bytes(WIDE_BYTES * loss, size), "gradients": sent_bytes(WIDE_BYTES * partial, size)}
 
 
-def held_elements(plan: TensorPlan, size: int) -> int:
+def whole_elements(parameter: ParameterPlan) -> int:
+    """Elements of a cut parameter that every rank computes with."""
+    if not parameter.whole:
+        return 0
+    across = prod(parameter.shape) // parameter.shape[parameter.dim]
+    return across * sum(parameter.segments[number] for number in parameter.whole)
+
+
+def held_elements(plan: ShardingPlan, size: int) -> int:
     """Elements of all parameters that rank 0 of `size` holds; no rank holds more."""
     found = 0
     for each in plan.parameters:
@@ -157,13 +169,13 @@ def held_elements(plan: TensorPlan, size: int) -> int:
     return found
 
 
-def cut_share(plan: TensorPlan) -> float:
+def cut_share(plan: ShardingPlan) -> float:
     """Share of the elements of all parameters that are cut."""
     sizes = [(prod(each.shape), each.dim >= 0) for each in plan.parameters]
     return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
 
 
-def why_not(plan: TensorPlan, size: int) -> str:
+def why_not(plan: ShardingPlan, size: int) -> str:
     """Why a plan does not allow `size` ranks, or empty if it does."""
     if size in plan.legal_sizes:
         return ""
@@ -184,7 +196,7 @@ def _some(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(patterns[:most]) + (" ..." if len(patterns) > most else "")
 
 
-def held_differently(plan: TensorPlan, other: TensorPlan) -> list[str]:
+def held_differently(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
     """Parameters that two plans of one kind of model hold differently, by pattern, a line each."""
     ways: list[dict[str, list[str]]] = [{}, {}]
     for held, each_plan in zip(ways, (plan, other), strict=True):

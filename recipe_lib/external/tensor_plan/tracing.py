@@ -178,6 +178,8 @@ class _Operators(TorchDispatchMode):
         tensors = list(tensors_in((args, kwargs)))
         inputs = [self.known(tensor) for tensor in tensors]
         step = OperatorCall(function, args, kwargs, outputs, place, lambda tensor: self.known(tensor).dims)
+        if self.watch.current >= 0 and self.trace.calls[self.watch.current].function == "__getitem__":
+            step.picked = self.trace.calls[self.watch.current].numbers
         rule = operator_rules.rule_of(function)
         dims = rule(step) if rule is not None else None
         if dims is None or [[node.size for node in each] for each in dims] != [list(out.shape) for out in outputs]:
@@ -222,6 +224,19 @@ class _Operators(TorchDispatchMode):
             self.trace.calls[self.watch.current].records.append(record)
 
 
+class _Decisions(list[Decision]):
+    """Comparisons, each with the call that came next."""
+
+    def __init__(self, watch: _Watch):
+        super().__init__()
+        self.watch = watch
+
+    def append(self, decision: Decision) -> None:
+        """Adds one that was just made."""
+        module, call = self.watch.next_call
+        super().append(decision._replace(module=module, call=call))
+
+
 def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
     """Runs one forward of the model on `inputs` and returns what it did.
 
@@ -231,6 +246,7 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
     found = ForwardTrace()
     operators = _Operators(found)
     watch = operators.watch = _Watch(model, found, operators.known)
+    found.decisions = _Decisions(watch)
     frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
     for name, parameter in model.named_parameters():
         sizes = [AxisNode(size) for size in parameter.shape]

@@ -11,7 +11,7 @@ import torch
 
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.infer import infer_plan
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.transformers_config import require_transformers
 
 # The form of the attention mask: of four dimensions, because one of two makes some models read its values, which meta
@@ -94,7 +94,7 @@ def example_inputs(
     return inputs
 
 
-def plan_for_config(config: Any, size: int = 0, tokens: bool = True) -> TensorPlan:
+def plan_for_config(config: Any, size: int = 0, tokens: bool = True) -> ShardingPlan:
     """The tensor parallel plan of a transformers causal language model, from its config alone.
 
     size: takes only axes that this many ranks can share; 0 takes all. tokens: shares out tokens, too. Raises SetupError
@@ -103,7 +103,7 @@ def plan_for_config(config: Any, size: int = 0, tokens: bool = True) -> TensorPl
     return plan_and_mask(config, size, tokens)[0]
 
 
-def plan_and_mask(config: Any, size: int = 0, tokens: bool = True) -> tuple[TensorPlan, str]:
+def plan_and_mask(config: Any, size: int = 0, tokens: bool = True) -> tuple[ShardingPlan, str]:
     """The plan, and the form of the attention mask with which the forward could be traced."""
     model = transformers_model(config)
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -120,21 +120,21 @@ def plan_and_mask(config: Any, size: int = 0, tokens: bool = True) -> tuple[Tens
     raise first
 
 
-def shrink(config: Any, layers: int = 2) -> Any:
+def shrink(config: Any, layers: int = 2, keys: int = 4) -> Any:
     """A small copy of a transformers config, of the same class, with one layer of each kind but at least `layers`.
 
-    Fewer heads of keys and values than of queries stay fewer: one stays one. Token ids become small ones.
+    keys: heads of keys and values, where they are fewer than of queries; one stays one. Token ids become small ones.
     """
     small = copy.deepcopy(config)
     held = vars(small)
     count = _layer_lists(held, layers)
     for name, value in list(held.items()):
         if hasattr(value, "to_dict") and not isinstance(value, type):
-            held[name] = shrink(value, layers)
+            held[name] = shrink(value, layers, keys)
         elif name in _LAYERS and isinstance(value, int):
             held[name] = count
         elif name in _KEYS and isinstance(value, int):
-            held[name] = _keys(value, vars(config))
+            held[name] = _keys(value, vars(config), keys)
         elif name.endswith("token_id") and isinstance(value, int):
             held[name] = min(value, 2)
         elif name in _NEEDED and value is None:
@@ -151,11 +151,11 @@ def shrink(config: Any, layers: int = 2) -> Any:
     return small
 
 
-def _keys(value: int, original: dict[str, Any]) -> int:
+def _keys(value: int, original: dict[str, Any], fewer: int) -> int:
     """Heads of keys and values: one stays one, fewer than of queries stay fewer."""
     names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     heads = next((original[name] for name in names if isinstance(original.get(name), int)), value)
-    return 1 if value == 1 else 4 if value < heads else _HEADS
+    return 1 if value == 1 else fewer if value < heads else _HEADS
 
 
 def _rotary(held: dict[str, Any]) -> dict[str, Any]:

@@ -183,6 +183,12 @@ def index(step: OperatorCall) -> list[Dims]:
     tensor = step.first()
     dims = list(step.dims(tensor))
     picks = list(step.get("indices"))
+    single = _from_the_end(step, picks)
+    if single is not None:
+        at, element = single
+        start = dims[at].size + element
+        dims[at] = cut(dims[at], [start, 1, -element - 1], step.reason)[1 if start else 0]
+        return [dims]
     spent: Dims = []
     used = []  # numbers of the dimensions that are picked from
     number = 0
@@ -212,6 +218,16 @@ def index(step: OperatorCall) -> list[Dims]:
     picked = list(target.shape[front : front + count])
     spent = step.fresh(picked) if masks else broadcast(step, given, picked)
     return [[*kept[:front], *spent, *kept[front:]]]
+
+
+def _from_the_end(step: OperatorCall, picks: list[torch.Tensor | None]) -> tuple[int, int] | None:
+    """The dimension and the number of `x[..., [-1], :]`, which is a slice of one element; None for other picks."""
+    given = [number for number, pick in enumerate(picks) if pick is not None]
+    listed = [value for place, value in step.picked.items() if place.count(".") == 2 and isinstance(value, int)]
+    if "put" in step.name or len(given) != 1 or len(listed) != 1 or listed[0] >= 0:
+        return None
+    pick = picks[given[0]]
+    return (given[0], listed[0]) if pick is not None and tuple(pick.shape) == (1,) else None
 
 
 @rule("index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_")

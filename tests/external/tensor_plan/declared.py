@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from recipe_lib.external.tensor_plan.sharding_plan import TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 
 
 class Declaration(NamedTuple):
@@ -33,7 +33,7 @@ def declared_by(model: nn.Module, mesh_dim: str = "tensor") -> dict[str, Declara
     return found
 
 
-def differences(plan: TensorPlan, declared: Mapping[str, Declaration]) -> list[str]:
+def differences(plan: ShardingPlan, declared: Mapping[str, Declaration]) -> list[str]:
     """A line for each parameter that is declared otherwise than the plan has it; empty if there is none."""
     found = [f"{name}: declared, but not the model's" for name in declared if name not in _names(plan)]
     for each in plan.parameters:
@@ -54,7 +54,7 @@ def differences(plan: TensorPlan, declared: Mapping[str, Declaration]) -> list[s
     return found
 
 
-def _names(plan: TensorPlan) -> set[str]:
+def _names(plan: ShardingPlan) -> set[str]:
     return {each.name for each in plan.parameters}
 
 

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, TensorPlan
+from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, ShardingPlan
 
 
-def plan_from(held: Mapping[str, Any]) -> TensorPlan:
+def plan_from(held: Mapping[str, Any]) -> ShardingPlan:
     """The plan that `to_dict` wrote. Raises ConfigError, naming the entry, for anything else."""
     kinds = {"axes": Axis, "parameters": ParameterPlan, "boundaries": Boundary, "rewrites": Rewrite}
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(TensorPlan):
+    for field in dataclasses.fields(ShardingPlan):
         if field.name == "shared_tokens":
             found[field.name] = held.get(field.name, 0.0)
             continue
@@ -22,7 +22,7 @@ def plan_from(held: Mapping[str, Any]) -> TensorPlan:
             found[field.name] = tuple(_built(kinds[field.name], item, field.name) for item in held[field.name])
         else:
             found[field.name] = tuple(held[field.name])
-    return TensorPlan(**found)
+    return ShardingPlan(**found)
 
 
 def _built(kind: Any, item: Any, section: str) -> Any:

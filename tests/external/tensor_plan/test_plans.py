@@ -1,5 +1,7 @@
 """Plans of unlike models: transformers' own, and one that was written to be hostile."""
 
+import copy
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from torch import nn
 
 from benchmarks.tensor_plans import compared, randomize
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.external.tensor_plan import gradient_proof
 from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.gradient_proof import gradient_errors
 from recipe_lib.external.tensor_plan.infer import infer_plan
@@ -177,7 +180,7 @@ def test_fewer_heads_of_keys_than_ranks_cut_the_groups_instead():
     config = small_config("llama", num_key_value_heads=2, num_attention_heads=16)
     assert plan_for_config(config).legal_sizes == (2,)
     plan = plan_for_config(config, size=4)
-    assert plan.legal_sizes == (2, 4)
+    assert plan.legal_sizes == (2, 4, 8)
     assert plan.parameter("model.layers.0.self_attn.k_proj.weight").role == "replicated"
     assert plan.parameter("model.layers.0.self_attn.q_proj.weight").role == "column"
     model, inputs = random_model(config), example_inputs(config, device="cpu")
@@ -186,14 +189,82 @@ def test_fewer_heads_of_keys_than_ranks_cut_the_groups_instead():
     assert max(gradient_errors(model.double(), plan, 4, inputs).values()) < 1e-6
 
 
+@pytest.mark.parametrize("keys", [1, 2])
+def test_another_way_after_the_last_exchange_is_taken(keys):
+    # with one head in a group on each rank, transformers repeats no keys and makes fewer calls
+    config = small_config("llama", num_key_value_heads=keys, num_attention_heads=8)
+    size = 8 // keys
+    plan = plan_for_config(config, size=size)
+    assert size in plan.legal_sizes
+    model, inputs = random_model(config), example_inputs(config, device="cpu")
+    certificate = certify(model, plan, size, inputs)
+    assert certificate.passed, certificate.failures
+    assert max(gradient_errors(model.double(), plan, size, inputs).values()) < 1e-12
+
+
+class Branches(nn.Module):
+    """Makes a call more where it has few heads, and a product that sums over them after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+        self.heads = 4
+
+    def forward(self, x):
+        hidden = self.first(self.norm(x)).view(*x.shape[:2], self.heads, 8)
+        if self.heads == 1:
+            hidden = hidden.relu()
+        return self.norm(nn.functional.linear(hidden.softmax(-1).flatten(2), self.second.weight))
+
+
 def test_a_size_that_would_send_the_forward_another_way_is_not_legal():
-    # with one head in a group on each rank, transformers repeats no keys and makes other calls
-    config = small_config("llama", num_key_value_heads=2, num_attention_heads=8)
-    plan = plan_for_config(config, size=4)
+    inputs = {"x": torch.zeros(2, 4, 16)}
+    plan = infer_plan(Branches().to("meta"), {"x": inputs["x"].to("meta")})
     assert plan.axes and plan.legal_sizes == (2,)
     assert any(reason.startswith("4 ranks: a comparison of sizes") for reason in plan.refused)
-    certificate = certify(random_model(config), plan, 4, example_inputs(config, device="cpu"))
+    certificate = certify(Branches(), plan, 4, inputs)
     assert any("is never reached" in each or "expected" in each for each in certificate.failures)
+
+
+ONE_KEY_HEAD = {"falcon": "self_attention.query_key_value", "gpt_bigcode": "attn.c_attn"}
+
+
+@pytest.mark.parametrize("name", ONE_KEY_HEAD)
+def test_of_a_fused_matrix_the_queries_are_cut_and_the_key_head_is_whole(name):
+    config = small_config(name)
+    plan = plan_for_config(config)
+    fused = plan.parameter(f"transformer.h.0.{ONE_KEY_HEAD[name]}.weight")
+    assert (fused.role, fused.dim, fused.segments, fused.whole) == ("column", 0, (64, 8, 8), (1, 2))
+    model, inputs = random_model(config), example_inputs(config, device="cpu")
+    for size in (2, 4):
+        certificate = certify(model, plan, size, inputs)
+        assert certificate.passed, certificate.failures
+        assert max(gradient_errors(copy.deepcopy(model).double(), plan, size, inputs).values()) < 1e-12
+
+
+def test_a_key_head_of_which_a_rank_has_its_part_alone_is_caught():
+    config = small_config("gpt_bigcode")
+    held = plan_for_config(config, tokens=False).to_dict()
+    held["boundaries"] = [each for each in held["boundaries"] if each["kind"] != "assemble"]
+    for each in held["parameters"]:
+        each["whole"] = []
+    certificate = certify(random_model(config), plan_from(held), 2, example_inputs(config, device="cpu"))
+    assert any("depend on other ranks' parameters" in each for each in certificate.failures)
+
+
+def test_rows_that_all_ranks_use_and_whose_gradient_is_not_summed_are_caught(monkeypatch):
+    config = small_config("gpt_bigcode")
+    plan = plan_for_config(config, tokens=False)  # so that nothing else is scattered
+    collectives = gradient_proof._RankGroup.collectives
+
+    def without_sum(group, rank):
+        own = lambda tensor: tensor.chunk(group.size)[rank].clone()  # noqa: E731
+        return dataclasses.replace(collectives(group, rank), scatter=own)
+
+    monkeypatch.setattr(gradient_proof._RankGroup, "collectives", without_sum)
+    errors = gradient_errors(random_model(config).double(), plan, 2, example_inputs(config, device="cpu"))
+    wrong = {name.split(".", 3)[3] for name, error in errors.items() if error > 1e-3}
+    assert wrong == {"attn.c_attn.weight", "attn.c_attn.bias"}
 
 
 @pytest.mark.parametrize("size", [2, 4])
