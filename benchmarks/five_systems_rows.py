@@ -231,6 +231,8 @@ DEEPSPEED = System(
         Row("broadcast and all-reduce groups, switched off there; compatible with ZeRO's data parallel: to be done",
             "pytest tests/recipes/test_external_tensor.py -q", PASSED,
             note="; with FSDP beside it, and quantized bases, DoRA"),
+        Row("pipelines beside it: not there", "pytest tests/external/test_external_stages.py -q", PASSED,
+            note="; split at the list of layers, gradients of one process in 1F1B and ZBV, with FSDP"),
         Row("70 % of ZeRO-3's speed at the same batch", "tune plan --nproc_per_node 4 full_finetune_distributed "
             "--config llama2/7B_full --device h100 batch_size=4 --full", r"^ +tokens .*",
             note="; FSDP, which is ZeRO-3"),

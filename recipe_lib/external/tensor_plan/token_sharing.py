@@ -56,7 +56,7 @@ def share_tokens(
 def _correct(flow: TokenFlow) -> bool:
     """Makes whole what sizes come out wrong for. True if there was anything."""
     before = (len(flow.whole), len(flow.stopped))
-    sizes = _Sizes(flow)
+    sizes = _SharedSizes(flow)
     for record in flow.trace.records:
         if record.call < 0:  # of no call that could be given other tensors
             flow.whole.update(each for each in (*record.inputs, *record.outputs) if flow.is_local(each))
@@ -137,7 +137,7 @@ def _found(flow: TokenFlow) -> SharedTokens:
     return SharedTokens(flow.gathers, flow.slices, uses, share if flow.gathers or flow.slices else 0.0)
 
 
-class _Sizes(LocalSizes):
+class _SharedSizes(LocalSizes):
     """Sizes on one rank, where axes and tokens are shared out: what a call makes, and what is read of it later."""
 
     def __init__(self, flow: TokenFlow):
