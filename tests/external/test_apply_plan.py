@@ -111,7 +111,7 @@ def test_a_trainer_on_two_ranks_is_one_of_one_process(kind: str, tokens: bool, t
 def test_the_documented_script_runs(tmp_path: Path) -> None:
     """The script of docs/external_models.md, as it is there, on two ranks."""
     text = (ROOT / "docs" / "external_models.md").read_text()
-    (script,) = [found for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "apply_plan" in found]
+    (script,) = [found for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "infer_tensor_plan" in found]
     model_of("qwen3", torch.float32).save_pretrained(tmp_path / "model")
     (tmp_path / "rows.json").write_text(json.dumps([row["input_ids"].tolist() for row in rows()]))
 
