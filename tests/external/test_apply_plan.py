@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external import infer_tensor_plan, seen_as_one_process
+from recipe_lib.external.apply_plan import infer_tensor_plan, seen_as_one_process
 from tests.distributed.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
