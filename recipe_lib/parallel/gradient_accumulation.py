@@ -34,8 +34,8 @@ def once_a_step(parallel: ParallelConfig) -> tuple[str, ...]:
 class GradientAccumulation:
     """What happens to a model's gradients before and after the backward of each micro-batch of a step.
 
-    Without a pipeline `begin` comes before each micro-batch and `add` after its backward; a pipeline calls
-    `hold_all`, `add` after each action that makes gradients, and reduces its stages itself. `finish` ends both.
+    Without a pipeline `begin` comes before each micro-batch and `add` after its backward. A pipeline calls `begin`
+    once, `add` after each action that makes gradients, and reduces its stages itself. `finish` ends both.
 
     once: FSDP reduces gradients once a step. keeps_weights: they stay gathered as long. sums: in fp32, so far.
     """
@@ -45,21 +45,18 @@ class GradientAccumulation:
         sharded = isinstance(model, FSDPModule)
         self.once = sharded and reduces_once(parallel)
         self.keeps_weights = self.once and not parallel.reshard_after_forward
-        self._model = model
-        self._root: Any = model
+        self._model: Any = model
         self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once  # else FSDP sums them, in reduce_dtype
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._done = False
 
-    def hold_all(self) -> None:
-        """From here on the gradients of all units stay whole, and where weights are to be kept these do."""
-        if self.once:
-            self._set(is_last=False)
-
     def begin(self, is_last: bool) -> None:
-        """A micro-batch begins. is_last: of the step."""
+        """A micro-batch begins. Unless it is the last of the step, gradients stay whole from here on where they are
+        reduced once, and so do weights that are kept."""
         if self.once:
-            self._set(is_last)
+            self._model.set_requires_gradient_sync(is_last)
+        if self.keeps_weights:
+            self._model.set_reshard_after_backward(is_last)
 
     @torch.no_grad()
     def add(self) -> None:
@@ -69,7 +66,8 @@ class GradientAccumulation:
         for parameter in self._model.parameters():
             if parameter.grad is None:
                 continue
-            gradient, parameter.grad = _local(parameter.grad), None
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            parameter.grad = None
             if parameter in self.sums:
                 self.sums[parameter].add_(gradient)
             else:
@@ -95,20 +93,11 @@ class GradientAccumulation:
             )
         self._done = False
 
-    def _set(self, is_last: bool) -> None:
-        self._root.set_requires_gradient_sync(is_last)
-        if self.keeps_weights:
-            self._root.set_reshard_after_backward(is_last)
-
 
 def is_kept(unit: FSDPModule) -> bool:
     """Whether a unit's weights stay gathered from one micro-batch to the next."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is not None and not group.reshard_after_backward
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def sum_gradients(
     """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, on the device.
 
     summed_loss: the sum of the token losses of a micro-batch, by calling the model. Gradients are sums over ranks, so
-    every loss is divided by the trained tokens of the whole global step. In a pipeline only the last stage's rank has a
+    every loss is divided by the label tokens of the whole global step. In a pipeline only the last stage's rank has a
     part of the loss.
     """
     loss = torch.zeros((), device=device, dtype=torch.float64)

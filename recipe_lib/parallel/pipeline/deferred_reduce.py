@@ -69,7 +69,7 @@ class DeferredReduction:
         actions that do are returned: of each stage the last one."""
         if self._once is None:
             return set()
-        self._once.hold_all()
+        self._once.begin(is_last=False)
         return set({one.stage: at for at, one in enumerate(actions) if one.kind in MAKING_GRADIENTS}.values())
 
     def reduce_if_last(self, modules: Sequence[nn.Module]) -> None:
