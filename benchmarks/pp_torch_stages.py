@@ -1,7 +1,7 @@
 """Our full fine-tuning recipe through torch's own stages and schedules, for the planner. Used by pp_memory.py.
 
 The layers, the optimizer, the data and the device are ours; what runs the stages is torch's `PipelineStage` with its
-schedule classes, as `benchmarks.pp_stock` has them for real processes.
+schedule classes, as `benchmarks.pp_stock` has them for real processes. Written for the stages of torch 2.13.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from benchmarks.pp_stock import SCHEDULE_CLASSES, Part
@@ -103,7 +102,7 @@ def _shapes_are_known() -> Iterator[None]:
 
     def agreed(schedule: Any, stages: list[Any], *args: Any) -> None:
         for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = _utils.InferenceMode.STATIC
 
     with mock.patch.object(_PipelineSchedule, "_warmup_p2p", agreed):
         yield
