@@ -235,7 +235,7 @@ class _ProofForward(Calls):
                 self.fail(
                     boundary, f"gets {list(taken.shape)} on its own part, not its part {list(own.shape)} of the whole"
                 )
-            self.kept[place] = (taken, result)
+            self.kept[place] = (taken, result / self.size if boundary.mean else result)
         return coming_out.clone()
 
     def compare_output(self, whole: Any, output: Any) -> None:

@@ -118,7 +118,8 @@ class Exchanges:
         bias = dict(places_in(args, kwargs))[boundary.bias] if boundary.bias else None
         if bias is not None:
             args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
-        result = self._sum(function(*args, **kwargs), cut)
+        given = function(*args, **kwargs)
+        result = self._sum(given / self.size if boundary.mean else given, cut)
         if bias is None:
             return result
         biased = result + bias

@@ -52,7 +52,7 @@ def plan_of(
 ) -> ShardingPlan:
     """The plan that a trace leads to; shapes: of every parameter, by name."""
     courses, reasons = _courses(found, shapes, size)
-    courses.sort(key=lambda each: (each.mixed, -sum(math.prod(shapes[name]) for name in each.carriers)))
+    courses.sort(key=lambda each: (each.reduced, each.mixed, -sum(math.prod(shapes[name]) for name in each.carriers)))
     while True:
         chosen = _apart(courses)
         wanted, refused = rewrites_for(found, chosen)
@@ -302,6 +302,7 @@ def _boundaries(
                 dim=point.dim,
                 segments=point.segments,
                 whole=point.whole,
+                mean=point.mean,
                 function=call.function,
                 source=call.source,
                 width=_width(found, point),

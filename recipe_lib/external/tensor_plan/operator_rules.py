@@ -20,7 +20,8 @@ RULES: dict[str, Rule] = {}
 class OperatorCall:
     """One operator at work: its arguments by name, the dimensions of its inputs, and what it says besides its outputs.
 
-    contractions: dimensions that it sums over, of which inputs. lookup: it picks rows by token. uniform: what comes out
+    contractions: dimensions that it sums over, of which inputs. reductions: those of which it makes a sum or a mean,
+    of which input. lookup: it picks rows by token. uniform: what comes out
     is the same everywhere, whatever its size. values: it differs from place to place, and no input has those places.
     ordered: it counts or sorts. added: what a product is added to. picked: the numbers within brackets, by place.
     """
@@ -39,6 +40,7 @@ class OperatorCall:
         self.name = str(function._schema.name).removeprefix("aten::")
         self.reason = f"{self.name} in {place}"
         self.contractions: list[tuple[AxisNode, torch.Tensor, torch.Tensor]] = []
+        self.reductions: list[tuple[AxisNode, torch.Tensor]] = []
         self.lookup = self.uniform = self.values = self.ordered = False
         self.added: torch.Tensor | None = None
         self.picked: dict[str, Any] = {}
@@ -163,15 +165,19 @@ def _block_all(step: OperatorCall, tensor: torch.Tensor) -> None:
 @rule(*"mean sum amax amin any all prod var std norm linalg_vector_norm logsumexp argmax argmin max min".split())
 @rule(*"median nanmedian var_mean std_mean aminmax mode kthvalue count_nonzero nansum".split())
 def reduction(step: OperatorCall) -> list[Dims]:
-    """Dimensions that are summed up, or otherwise become one element, are blocked."""
+    """Dimensions that become one element are blocked, but for sums and means, which ranks can put together."""
     step.ordered = True
     tensor = step.first()
     dims = step.dims(tensor)
     over = step.get("dim")
     numbers = range(len(dims)) if over is None or over == [] else [over] if isinstance(over, int) else over
     gone = {number % max(len(dims), 1) for number in numbers}
+    linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
     for number in gone if dims else ():
-        block(dims[number], step.reason)
+        if linear:
+            step.reductions.append((dims[number], tensor))
+        else:
+            block(dims[number], step.reason)
     kept = len(step.shape()) == len(dims)
     found = [AxisNode(1) if number in gone else node for number, node in enumerate(dims) if kept or number not in gone]
     return [list(found) for _ in step.outputs]

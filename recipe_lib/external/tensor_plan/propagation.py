@@ -35,6 +35,7 @@ class PendingBoundary:
     dim: int = 0
     segments: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
+    mean: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,6 +46,7 @@ class Course:
     it, but uses it for its part of the axis alone, so that its gradient is a part of a sum.
 
     joins: where parameters that stay whole meet a tensor that is cut. output: what the model gives has the axis.
+    reduced: sums or means are taken over it, as by norms.
     """
 
     axis: AxisNode
@@ -52,6 +54,7 @@ class Course:
     vocabulary: bool = False
     output: bool = False
     mixed: bool = False
+    reduced: bool = False
     sharded: set[Traced] = dataclasses.field(default_factory=set)
     points: list[PendingBoundary] = dataclasses.field(default_factory=list)
     joins: list[PendingBoundary] = dataclasses.field(default_factory=list)
@@ -70,6 +73,8 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
     for record in _reached(trace, course, records):
         if any(carries(node, axis) for node, _, _ in record.contractions):
             _leave(trace, course, record)
+        elif any(carries(node, axis) for node, _ in record.reductions):
+            _reduce(trace, course, record)
         elif record.lookup and _has(record.inputs[0], axis, course) and carries(record.inputs[0].dims[0], axis):
             if not any(each.identifiers for each in record.inputs[1:]):
                 raise Refusal(f"rows are picked by number, not by token, in {_where(trace, record)}")
@@ -85,8 +90,10 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
             raise Refusal("the axis is in what the model gives")
     if not course.vocabulary and (len(carriers) < 2 or not course.rows):
         raise Refusal("no product sums over the axis" if not course.rows else "a single parameter has the axis")
-    if course.vocabulary and course.rows:
-        raise Refusal("a product sums over tokens")
+    if course.vocabulary and (course.rows or course.reduced):
+        raise Refusal("a product, a sum or a mean is over tokens")
+    if course.reduced and any(record.lookup and _carry(record.inputs[0].dims[1:], axis) for record in trace.records):
+        raise Refusal("it is one of hidden states, over which norms take a mean in each layer")
     _alike(trace, course)
     return course
 
@@ -218,6 +225,29 @@ def _leave(trace: ForwardTrace, course: Course, record: Record) -> None:
     if record.added is not None:
         _bias(trace, record, point, record.added)
     course.points.append(point)
+
+
+def _reduce(trace: ForwardTrace, course: Course, record: Record) -> None:
+    """A sum or a mean over the axis: that of each rank's part, put together; whole on each rank from there on."""
+    tensor = record.reductions[0][1]
+    if tensor not in course.sharded:
+        return
+    axis, where = course.axis, _where(trace, record)
+    if any(_carry(each.dims, axis) for each in record.outputs):
+        raise Refusal(f"the axis is summed over and comes out in {where}")
+    point = _located(trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0]))
+    for place, each, _ in _arguments(trace.calls[record.call], tensor):
+        numbers = [number for number, found in enumerate(each.dims) if carries(found, axis)]
+        segments = layout(each.dims[numbers[0]], axis) if len(numbers) == 1 else None
+        if segments is None:
+            raise Refusal(f"a part of what {where} is taken of does not have the axis")
+        point.taken, point.dim, point.segments = place, numbers[0], period(segments)
+    point.mean, course.reduced = record.operator == "mean", True
+    course.points.append(point)
+
+
+def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:
+    return any(carries(node, axis) for node in dims)
 
 
 def _located(trace: ForwardTrace, record: Record, point: PendingBoundary) -> PendingBoundary:

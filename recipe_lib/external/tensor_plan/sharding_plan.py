@@ -65,7 +65,8 @@ class Boundary:
     place: `output` or `output.1` of that call; or the argument, `0`, `1.2` or `weight` (calls.places_in names them).
     axes: numbers. parameters: those of the product, or those that the activation enters.
     activation: entering calls with one number share one tensor, which has to enter once.
-    bias: leave only: the argument that is to be added after the sum, empty for none.
+    bias: leave only: the argument that is to be added after the sum, empty for none. mean: leave only: what comes out
+    is the mean over a rank's part, and the sum over ranks is divided by their number.
     taken, dim, segments: the argument that carries the axis (leave) or is cut, the dimension, and the lengths that are
     cut evenly; they repeat as often as the dimension has room for. Of an assemble, with `whole`, the parameter's.
     function, source: the torch function, and the file and line that calls it; for people.
@@ -91,6 +92,7 @@ class Boundary:
     source: str = ""
     width: int = 0
     tokens_first: bool = False
+    mean: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _record_on_tokens(record: Record, layouts: Layouts, length: int) -> TokenWis
     made = rule(again)
     if made is None or find(tokens).kind != "leaf" or find(tokens).blocked:
         return None
-    if any(carries(node, tokens) for node, _, _ in again.contractions):
+    if any(carries(node, tokens) for node, *_ in (*again.contractions, *again.reductions)):
         return None
     outputs: Layouts = {}
     for traced, nodes in zip(record.outputs, made, strict=True):

@@ -42,7 +42,7 @@ class Traced:
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """One aten operator; contractions, lookup, uniform, values are its rule's `Step`'s, in terms of the trace.
+    """One aten operator; contractions, reductions, lookup, uniform, values are its rule's, in terms of the trace.
 
     added: what a product is added to. step, held: the operator again, and what is known of its tensors by their ids.
     """
@@ -52,6 +52,7 @@ class Record:
     inputs: list[Traced]
     outputs: list[Traced]
     contractions: list[tuple[AxisNode, Traced, Traced]]
+    reductions: list[tuple[AxisNode, Traced]]
     lookup: bool = False
     uniform: bool = False
     values: bool = False
@@ -214,6 +215,7 @@ class _Operators(TorchDispatchMode):
         contractions = [(node, self.known(left), self.known(right)) for node, left, right in step.contractions]
         record = Record(
             *(_short(function), self.watch.current, inputs, found, contractions),
+            [(node, self.known(tensor)) for node, tensor in step.reductions],
             *(step.lookup, step.uniform, step.values),
             self.known(step.added) if step.added is not None else None,
             step,

@@ -36,7 +36,7 @@ MODELS = {
     "gpt2": 0.9,
     "phi3": 1.0,
     "gemma3_text": 1.0,
-    "olmo2": 0.65,
+    "olmo2": 1.0,
     "mixtral": 0.9,
     "qwen3_moe": 0.9,
     "bloom": 1.0,
@@ -125,11 +125,88 @@ def test_a_missing_entry_point_makes_gradients_wrong():
     assert errors["model.layers.0.input_layernorm.weight"] > 0.1
 
 
-def test_a_norm_over_all_heads_keeps_them_whole_and_says_so():
+class NormOfHeads(nn.Module):
+    """A norm over all heads, as OLMo 2's, in the type that it is given; of centered values, so that there are two."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.words, self.before = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.wide, self.narrow, self.head = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 64, bias=False)
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, input_ids):
+        hidden = self.words(input_ids)
+        wide = self.wide(self.before(hidden))
+        wide = wide - wide.mean(-1, keepdim=True)
+        if self.way == "variance":
+            spread = wide.var(-1, keepdim=True)
+        elif self.way == "largest":
+            spread = wide.abs().amax(-1, keepdim=True)
+        else:
+            spread = wide.square().sum(-1, keepdim=True) / 48
+        return self.head(hidden + self.narrow(torch.tanh(self.scale * wide * torch.rsqrt(spread + 1e-6))))
+
+
+def norm_of_heads(way="sum"):
+    inputs = {"input_ids": torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))}
+    model = NormOfHeads(way)
+    randomize(model)
+    return model.double(), infer_plan(model, inputs), inputs
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_means_and_sums_over_a_cut_axis_are_put_together(size):
+    model, plan, inputs = norm_of_heads()
+    assert (plan.parameter("wide.weight").role, plan.parameter("scale").role) == ("column", "sharded")
+    reduced = [(each.kind, each.function, each.mean, each.width) for each in plan.boundaries if each.width == 1]
+    assert [each for each in reduced if each[0] == "leave"] == [("leave", "mean", True, 1), ("leave", "sum", False, 1)]
+    certificate = certify(model, plan, size, inputs)
+    assert certificate.passed, certificate.failures
+    assert max(gradient_errors(model, plan, size, inputs).values()) < 1e-12
+
+
+def left_out(plan, kind, function):
+    found = [each for each in plan.boundaries if (each.kind, each.function) != (kind, function)]
+    assert len(found) == len(plan.boundaries) - 1
+    return dataclasses.replace(plan, boundaries=tuple(found))
+
+
+@pytest.mark.parametrize("function", ["mean", "sum"])
+def test_a_mean_of_a_rank_s_part_alone_is_caught(function):
+    model, plan, inputs = norm_of_heads()
+    assert not certify(model, left_out(plan, "leave", function), 2, inputs).passed
+
+
+def test_a_mean_taken_for_a_sum_is_caught():
+    model, plan, inputs = norm_of_heads()
+    wrong = dataclasses.replace(
+        plan, boundaries=tuple(dataclasses.replace(each, mean=False) for each in plan.boundaries)
+    )
+    assert certify(model, wrong, 2, inputs, rehearse=False).passed  # whose way it does not change
+    assert any("does not add up" in each for each in certify(model, wrong, 2, inputs).failures)
+    assert max(gradient_errors(model, wrong, 2, inputs).values()) > 1e-2
+
+
+def test_a_gradient_of_a_mean_that_is_not_summed_is_caught():
+    model, plan, inputs = norm_of_heads()
+    wrong = left_out(plan, "enter", "rsqrt")
+    assert certify(model, wrong, 2, inputs).passed
+    assert max(gradient_errors(model, wrong, 2, inputs).values()) > 1e-2
+
+
+@pytest.mark.parametrize(("way", "operator"), [("variance", "var"), ("largest", "amax")])
+def test_what_is_no_sum_over_an_axis_keeps_it_whole_and_says_so(way, operator):
+    found = norm_of_heads(way)[1].parameter("wide.weight")
+    assert found.role == "replicated" and f"{operator} in the model itself" in found.reason
+
+
+def test_hidden_states_are_not_cut_though_their_norms_take_means():
     plan = plan_for_config(small_config("olmo2"))
     for name in ("q_proj", "k_proj"):
-        found = plan.parameter(f"model.layers.0.self_attn.{name}.weight")
-        assert found.role == "replicated" and "mean in model.layers.0.self_attn" in found.reason
+        assert plan.parameter(f"model.layers.0.self_attn.{name}.weight").role == "column"
+    assert plan.parameter("model.layers.0.post_attention_layernorm.weight").role == "replicated"
+    assert plan.parameter("model.embed_tokens.weight").role == "vocabulary"
 
 
 def test_fused_weights_are_cut_by_segments_and_a_contiguous_cut_is_caught():
