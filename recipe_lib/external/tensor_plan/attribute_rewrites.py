@@ -1,11 +1,18 @@
 """Integers in a forward that are right for whole tensors only, and the attributes that make them right for a rank's."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from recipe_lib.external.tensor_plan.axes import AxisNode, factors, local_size, parts
 from recipe_lib.external.tensor_plan.propagation import Course
-from recipe_lib.external.tensor_plan.sourced_integers import Attribute, Size, attributes_of, decided_alike, evaluate
+from recipe_lib.external.tensor_plan.sourced_integers import (
+    Attribute,
+    Division,
+    Size,
+    attributes_of,
+    decided_alike,
+    evaluate,
+)
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Traced
 
 _SHAPES = frozenset(
@@ -21,6 +28,14 @@ class Demand:
     value: int
     expected: int
     courses: list[Course]
+
+
+@dataclasses.dataclass(eq=False)
+class Wanted:
+    """An attribute to divide. courses: the axes that ask for it. kept: how much of it each rank has."""
+
+    courses: set[Course]
+    kept: int = 0
 
 
 class LocalSizes:
@@ -63,12 +78,12 @@ class LocalSizes:
         return found
 
 
-def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attribute, set[Course]], dict[Course, str]]:
+def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attribute, Wanted], dict[Course, str]]:
     """Attributes that have to be divided, with the axes that ask for it; and axes that cannot be, with the reason."""
     ranks = LocalSizes(courses)
     demands = [demand for call in trace.calls for demand in demands_of(call, ranks)]
-    divisors: dict[Attribute, int] = {}
-    wanted: dict[Attribute, set[Course]] = {}
+    divisions: dict[Attribute, Division] = {}
+    wanted: dict[Attribute, Wanted] = {}
     kept = {
         attribute
         for demand in demands
@@ -77,25 +92,27 @@ def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attri
         if _right(demand, ranks, {})
     }
     for demand in demands:
-        if _right(demand, ranks, divisors):
+        if _right(demand, ranks, divisions):
             for attribute in attributes_of(demand.value):
-                if attribute in divisors:
-                    wanted[attribute].update(demand.courses)
+                if attribute in divisions:
+                    wanted[attribute].courses.update(demand.courses)
             continue
         for attribute in dict.fromkeys(attributes_of(demand.value)):
             shares = {ranks.shares[course] for course in demand.courses}
-            if attribute in kept or attribute in divisors or len(shares) != 1 or int(demand.value) < 2:
+            if attribute in kept or attribute in divisions or len(shares) != 1 or int(demand.value) < 2:
                 continue
-            tried = {**divisors, attribute: shares.copy().pop()}
-            if _right(demand, ranks, tried):
-                divisors = tried
-                wanted.setdefault(attribute, set()).update(demand.courses)
+            right = (
+                each for each in _divisions(demand, *shares) if _right(demand, ranks, {**divisions, attribute: each})
+            )
+            if (found := next(right, None)) is not None:
+                divisions[attribute] = found
+                wanted[attribute] = Wanted(set(demand.courses), found.kept)
                 break
     refused: dict[Course, str] = {}
     for demand in demands:
-        if not _right(demand, ranks, divisors):
+        if not _right(demand, ranks, divisions):
             guilty = demand.courses or [
-                course for each in attributes_of(demand.value) for course in wanted.get(each, ())
+                course for each in attributes_of(demand.value) if each in wanted for course in wanted[each].courses
             ]
             for course in guilty:
                 refused[course] = (
@@ -105,8 +122,16 @@ def rewrites_for(trace: ForwardTrace, courses: list[Course]) -> tuple[dict[Attri
     return wanted, refused
 
 
+def _divisions(demand: Demand, ranks: int) -> Iterator[Division]:
+    """All of an attribute is divided, or as much of one that is the very size as is needed."""
+    yield Division(ranks)
+    kept = (ranks * demand.expected - int(demand.value)) // (ranks - 1)
+    if isinstance(getattr(demand.value, "source", None), Attribute) and 0 < kept < int(demand.value):
+        yield Division(ranks, kept)
+
+
 def goes_the_same_way(
-    trace: ForwardTrace, courses: list[Course], wanted: Iterable[Attribute], size: int, last: dict[str, int]
+    trace: ForwardTrace, courses: list[Course], wanted: dict[Attribute, Wanted], size: int, last: dict[str, int]
 ) -> bool:
     """True if the forward goes as far as its last boundaries on each of `size` ranks as it does on the whole.
 
@@ -114,16 +139,16 @@ def goes_the_same_way(
     out otherwise: `if groups == 1: return keys`.
     """
     ranks = LocalSizes([course for course in courses if not course.vocabulary], size)
-    divisors = dict.fromkeys(wanted, size)
+    divisions = {attribute: Division(size, each.kept) for attribute, each in wanted.items()}
     return all(
-        decided_alike(decision, ranks.size, divisors)
+        decided_alike(decision, ranks.size, divisions)
         for decision in trace.decisions
         if decision.call <= last.get(decision.module, -1)
     )
 
 
-def _right(demand: Demand, ranks: LocalSizes, divisors: dict[Attribute, int]) -> bool:
-    return evaluate(demand.value, ranks.size, divisors) == demand.expected
+def _right(demand: Demand, ranks: LocalSizes, divisions: dict[Attribute, Division]) -> bool:
+    return evaluate(demand.value, ranks.size, divisions) == demand.expected
 
 
 def demands_of(call: FunctionCall, ranks: LocalSizes) -> Iterator[Demand]:

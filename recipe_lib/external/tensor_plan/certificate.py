@@ -201,10 +201,10 @@ class _ProofForward(Calls):
         if self.kind == "clean":
             return whole
         if self.kind == "part":
-            return own_part(whole, boundary.dim, boundary.segments, self.rank, self.size)
+            return own_part(whole, boundary.dim, boundary.segments, self.rank, self.size, boundary.whole)
         if not whole.is_floating_point():
             return whole
-        return _others_lost(whole, boundary.dim, boundary.segments, self.rank, self.size)
+        return _others_lost(whole, boundary.dim, boundary.segments, self.rank, self.size, boundary.whole)
 
     def _leave(
         self, boundary: Boundary, place: Any, taken: Any, result: torch.Tensor, args: Any, kwargs: Any

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recipe_lib.external.tensor_plan.calls import places_in, replaced
 from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ShardingPlan, bounds
+from recipe_lib.external.tensor_plan.sourced_integers import Division
 
 Total = Callable[[Tensor], Tensor]
 Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
@@ -89,8 +90,9 @@ class Exchanges:
             total = self.collectives.total
             tensor = self._once("enter", entering, tensor, lambda: cast(Tensor, Enter.apply(tensor, total)))
         if (part := found.get("cut")) is not None:
-            whole, tensor = tensor, own_part(tensor, part.dim, part.segments, self.rank, self.size)
-            self.note(own_part, (whole, part.dim, part.segments, self.rank, self.size), {}, tensor, True)
+            settings = (part.dim, part.segments, self.rank, self.size, part.whole)
+            whole, tensor = tensor, own_part(tensor, *settings)
+            self.note(own_part, (whole, *settings), {}, tensor, True)
         return tensor
 
     def _gather(self, tensor: Tensor, where: Boundary, summed: bool) -> Tensor:
@@ -329,7 +331,7 @@ def rewritten(model: nn.Module, plan: ShardingPlan, size: int) -> Iterator[None]
         for step in path:
             held = getattr(held, step)
         changed.append((held.__dict__, name, held.__dict__[name]))
-        held.__dict__[name] = each.value // size
+        held.__dict__[name] = Division(size, each.kept).of(each.value)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.attribute_rewrites import goes_the_same_way, rewrites_for
+from recipe_lib.external.tensor_plan.attribute_rewrites import Wanted, goes_the_same_way, rewrites_for
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
 from recipe_lib.external.tensor_plan.propagation import MOVES, Course, PendingBoundary, Refusal, axes_of, follow
 from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, ShardingPlan
@@ -134,7 +134,7 @@ def _assemble(
     found: ForwardTrace,
     shapes: dict[str, tuple[int, ...]],
     chosen: list[Course],
-    wanted: dict[Attribute, set[Course]],
+    wanted: dict[Attribute, Wanted],
     reasons: dict[AxisNode, str],
     shared: SharedTokens,
 ) -> ShardingPlan:
@@ -174,10 +174,13 @@ def _assemble(
         )
     place = {course: number for number, course in enumerate(chosen)}
     rewrites = tuple(
-        Rewrite(*attribute, axes=tuple(sorted(place[each] for each in users))) for attribute, users in wanted.items()
+        Rewrite(*attribute, axes=tuple(sorted(place[course] for course in each.courses)), kept=each.kept)
+        for attribute, each in wanted.items()
     )
     gathered = [each.segments[number] for each in parameters for number in each.whole]
-    common = math.gcd(*(axis.size for axis in axes if not axis.vocabulary), *(each.value for each in rewrites))
+    common = math.gcd(
+        *(axis.size for axis in axes if not axis.vocabulary), *(each.value - each.kept for each in rewrites)
+    )
     common = math.gcd(common, *gathered)
     sizes = [size for size in range(2, common + 1) if common % size == 0]
     boundaries = (*_boundaries(found, points, shared), *_token_boundaries(found, shared))

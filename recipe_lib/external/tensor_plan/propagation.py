@@ -188,10 +188,15 @@ def _join(trace: ForwardTrace, course: Course, record: Record, tensor: Traced) -
     for place, each, gradient in _arguments(call, tensor):
         if having:
             numbers = [number for number, node in enumerate(each.dims) if carries(node, course.axis)]
-            segments = layout(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+            segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
             if segments is None:
                 raise Refusal(f"a whole tensor that is to be cut does not have the axis in {_where(trace, record)}")
-            point = PendingBoundary("cut", record.call, place, each, dim=numbers[0], segments=period(segments))
+            lengths, whole = (
+                tuple(length for length, _ in segments),
+                tuple(at for at, one in enumerate(segments) if one[1]),
+            )
+            point = PendingBoundary("cut", record.call, place, each, dim=numbers[0], whole=whole)
+            point.segments = lengths if whole else period(list(lengths))
             course.points.append(point)
         elif gradient and each not in course.sharded:
             point = PendingBoundary("enter", record.call, place, each, each.parameters)

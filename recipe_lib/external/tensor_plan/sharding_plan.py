@@ -100,12 +100,14 @@ class Rewrite:
     """An integer attribute that has to be divided by the tensor size, because the forward makes shapes of it.
 
     module: path of the module. attribute: its name; `config.num_heads` for one of an object that the module holds.
+    kept: how much of it each rank has; the rest is divided.
     """
 
     module: str
     attribute: str
     value: int
     axes: tuple[int, ...]
+    kept: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,26 +100,40 @@ class Sourced(int):
     __hash__ = int.__hash__
 
 
-def evaluate(value: int, sizes: Callable[[Size], int], divisors: dict[Attribute, int]) -> int:
+class Division(NamedTuple):
+    """An integer that counts what `ranks` share evenly, but for `kept` that each of them has."""
+
+    ranks: int = 1
+    kept: int = 0
+
+    def of(self, value: int) -> int:
+        """What the integer is on a rank."""
+        return self.kept + (int(value) - self.kept) // self.ranks
+
+
+WHOLE = Division()
+
+
+def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> int:
     """What the integer would be on a rank.
 
-    sizes: the size of a dimension there. divisors: by what an attribute is divided there.
+    sizes: the size of a dimension there. divisions: how an attribute is divided there.
     """
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
-        return int(value) // divisors.get(source, 1)
+        return divisions.get(source, WHOLE).of(value)
     if isinstance(source, Size):
         return sizes(source)
     if isinstance(source, Arithmetic):
-        left, right = (evaluate(side, sizes, divisors) for side in (source.left, source.right))
+        left, right = (evaluate(side, sizes, divisions) for side in (source.left, source.right))
         return _COMPUTE[source.operator](left, right) if right or source.operator != "//" else 0
     return int(value)
 
 
-def decided_alike(decision: Decision, sizes: Callable[[Size], int], divisors: dict[Attribute, int]) -> bool:
+def decided_alike(decision: Decision, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> bool:
     """True if a comparison comes out on a rank as it does on the whole."""
     compare = _COMPARE[decision.operator]
-    left, right = (evaluate(side, sizes, divisors) for side in (decision.left, decision.right))
+    left, right = (evaluate(side, sizes, divisions) for side in (decision.left, decision.right))
     return bool(compare(int(decision.left), int(decision.right)) == compare(left, right))
 
 

@@ -1,5 +1,6 @@
 """The tokens on their way through a forward: where a rank has its own alone, and where they are cut and gathered."""
 
+from recipe_lib.external.tensor_plan.attribute_rewrites import Wanted
 from recipe_lib.external.tensor_plan.propagation import Course
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
 from recipe_lib.external.tensor_plan.token_rules import (
@@ -25,7 +26,7 @@ class TokenFlow:
         self,
         trace: ForwardTrace,
         courses: list[Course],
-        rewrites: dict[Attribute, set[Course]],
+        rewrites: dict[Attribute, Wanted],
         unsteady: frozenset[str] = frozenset(),
     ):
         self.trace, self.courses, self.rewrites = trace, courses, rewrites

@@ -8,10 +8,17 @@ Where the sizes that a forward computes would not be right, the tensors that the
 
 import dataclasses
 
-from recipe_lib.external.tensor_plan.attribute_rewrites import LocalSizes, demands_of
+from recipe_lib.external.tensor_plan.attribute_rewrites import LocalSizes, Wanted, demands_of
 from recipe_lib.external.tensor_plan.axes import AxisNode
 from recipe_lib.external.tensor_plan.propagation import Course
-from recipe_lib.external.tensor_plan.sourced_integers import Arithmetic, Attribute, Size, decided_alike, evaluate
+from recipe_lib.external.tensor_plan.sourced_integers import (
+    Arithmetic,
+    Attribute,
+    Division,
+    Size,
+    decided_alike,
+    evaluate,
+)
 from recipe_lib.external.tensor_plan.token_flow import Place, TokenFlow
 from recipe_lib.external.tensor_plan.token_rules import TokenDim, elements
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Traced
@@ -35,12 +42,12 @@ class SharedTokens:
 def share_tokens(
     trace: ForwardTrace,
     courses: list[Course],
-    rewrites: dict[Attribute, set[Course]],
+    rewrites: dict[Attribute, Wanted],
     unsteady: frozenset[str] = frozenset(),
 ) -> SharedTokens:
     """The tokens that can be shared out in a forward; nothing where the model takes no ids, or where it would not work.
 
-    courses: the axes that are cut. rewrites: attributes that are divided, with the axes that ask for it. unsteady:
+    courses: the axes that are cut. rewrites: attributes that are divided. unsteady:
     paths of modules whose forwards make other calls for other inputs, so that none of theirs can be told by its number.
     """
     flow = TokenFlow(trace, courses, rewrites, unsteady)
@@ -72,11 +79,11 @@ def _correct(flow: TokenFlow) -> bool:
         for value in call.numbers.values():
             _check_unseen(flow, call, value)
         for demand in demands_of(call, sizes):
-            right = evaluate(demand.value, sizes.size, sizes.divisors)
+            right = evaluate(demand.value, sizes.size, sizes.divisions)
             if right != demand.expected:
                 _repair(flow, number, call, demand.value)
     for decision in flow.trace.size_decisions:
-        if not decided_alike(decision, sizes.size, sizes.divisors):
+        if not decided_alike(decision, sizes.size, sizes.divisions):
             sides = _sizes_in(decision.left) + _sizes_in(decision.right)
             flow.whole.update(each.tensor for each in sides if flow.is_seen_cut(each.tensor, each.dimension))
     _alike(flow)
@@ -143,7 +150,11 @@ class _SharedSizes(LocalSizes):
     def __init__(self, flow: TokenFlow):
         super().__init__(flow.courses)
         self.flow, self.at = flow, 0
-        self.divisors = {each: self.shares[next(iter(users))] for each, users in flow.rewrites.items() if users}
+        self.divisions = {
+            attribute: Division(self.shares[next(iter(each.courses))], each.kept)
+            for attribute, each in flow.rewrites.items()
+            if each.courses
+        }
 
     def of(self, tensor: Traced, node: AxisNode) -> int:
         """The size of a dimension of a tensor as the call `at` has it."""
