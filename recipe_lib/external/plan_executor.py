@@ -3,25 +3,29 @@
 A plan says at which call of a torch function, in which module's forward, ranks exchange what they have
 (`sharding_plan.Boundary`). While a module's forward runs, a torch function mode counts its calls as the inference did,
 gives functions this rank's part of parameters (DTensors under FSDP and before it), and exchanges where the plan says
-so. What hooks of modules do in between (FSDP gathers parameters) is not counted. A layer that is checkpointed runs
-forward again in backward, perhaps in another thread: the outermost forward of a thread enters the mode.
+so. What hooks of modules do in between (FSDP gathers parameters) is not counted. Parameters of which a rank needs some
+segments whole are assembled wherever they are used: a forward that trains may do so otherwise than the one that was
+traced. A layer that is checkpointed runs forward again in backward, perhaps in another thread: the outermost forward of
+a thread enters the mode.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from recipe_lib.external.kept_tensors import KeptTensors
 from recipe_lib.external.tensor_plan.calls import tensors_in
 from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, Total, rewritten, trained_length
-from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
+from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan
+from recipe_lib.external.tensor_plan.summary import pattern_of
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
@@ -39,6 +43,8 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.frames: list[_RunningForward | None] = []
         self.entered: Entered = {}
+        self.ran: set[str] = set()  # patterns of the paths of modules, in the forward of the model
+        self.is_partly_off = False  # an adapter
 
 
 def run_by_plan(model: Any, plan: ShardingPlan, group: Group, head: nn.Module, gathers_again: bool = True) -> None:
@@ -61,7 +67,7 @@ def framed_forward(
     gathers_again: bool = True,
 ) -> Callable[..., Any]:
     """`forward`, the model's own, as that of one rank; the modules within become so in place. See `run_by_plan`."""
-    execution = _Execution(model, plan, group, gathers_again)
+    execution = _Execution(model, plan, group, head, gathers_again)
     layers = set(layer_names(model))
     for path, module in model.named_modules():
         if path and module is not head:
@@ -74,7 +80,9 @@ def framed_forward(
 class _Execution(TorchFunctionMode):
     """The exchanges of one model."""
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, group: Group, gathers_again: bool) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ShardingPlan, group: Group, head: nn.Module, gathers_again: bool
+    ) -> None:
         super().__init__()
         self.gathers_again = gathers_again
         self.model, self.plan, self.group = model, plan, group
@@ -88,8 +96,14 @@ class _Execution(TorchFunctionMode):
             note=self._note,
         )
         self.kept = KeptTensors()
-        self.boundaries = plan.boundaries_by_call()
+        numbered = tuple(each for each in plan.boundaries if each.kind != "assemble")
+        self.boundaries = replace(plan, boundaries=numbered).boundaries_by_call()
         self.expected = Counter(module for module, _ in self.boundaries)
+        self.patterns = {
+            path: pattern_of(path) for path, module in model.named_modules() if path and module is not head
+        }
+        self.assembled = [each for each in plan.parameters if each.whole]
+        self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
 
     def framed(
         self, forward: Callable[..., Any], path: str, *, ends_sharing: bool, module: nn.Module | None = None
@@ -104,6 +118,7 @@ class _Execution(TorchFunctionMode):
             outermost = not running.frames
             if not path:
                 self.length = trained_length(next(tensors_in((args, kwargs)), None), self.plan, self.group.size)
+                running.ran, running.is_partly_off = set(), False
             running.frames.append(frame)
             try:
                 with ExitStack() as stack:
@@ -115,8 +130,7 @@ class _Execution(TorchFunctionMode):
                     if ends_sharing:
                         stack.enter_context(self.kept.layer())
                     result = forward(*args, **kwargs)
-                if frame.reached != self.expected[path] and not getattr(module, "is_off", False):
-                    raise _other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
+                self._check(frame, getattr(module, "is_off", False))
                 return result
             finally:
                 running.frames.pop()
@@ -124,6 +138,19 @@ class _Execution(TorchFunctionMode):
                     running.entered.clear()
 
         return run
+
+    def _check(self, frame: _RunningForward, is_off: bool) -> None:
+        """At the end of a forward. What a kernel does in the place of a module has none of the module's exchanges."""
+        running, path = self.running, frame.path
+        running.is_partly_off |= is_off
+        if frame.reached != self.expected[path] and not is_off:
+            raise _other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
+        if path:
+            running.ran.add(self.patterns[path])
+            return
+        for each in self.expected:
+            if not running.is_partly_off and self.patterns.get(each, "") and self.patterns[each] not in running.ran:
+                raise _other_way(each, "it was not run at all")
 
     def _note(self, *call: Any) -> None:
         if self.kept.recording:
@@ -155,12 +182,17 @@ class _Execution(TorchFunctionMode):
         frame = self.running.frames[-1] if self.running.frames else None
         if frame is None:
             return function(*args, **kwargs)
-        held = [value.to_local() for value in tensors_in((args, kwargs)) if isinstance(value, DTensor)]
-        if held:
-            args, kwargs = _local(args), _local(kwargs)
-            self.kept.note_parameters(held)
         name = getattr(function, "__name__", str(function))
-        if name in ("__get__", "size"):
+        reads = name in ("__get__", "size")
+        held = [value for value in tensors_in((args, kwargs)) if isinstance(value, DTensor)]
+        if held:
+            self.kept.note_parameters([value.to_local() for value in held])
+            whole = {id(value): parts for value in held if (parts := self._parts_of(value, frame.path)) is not None}
+            given = args, kwargs
+            args, kwargs = self._local(given, {} if reads else whole)
+            if reads and whole and isinstance(function(*args, **kwargs), Tensor):  # `weight.T`
+                args, kwargs = self._local(given, whole)
+        if reads:
             return function(*args, **kwargs)
         here = self.boundaries.get((frame.path, frame.calls))
         if here is None:
@@ -175,6 +207,30 @@ class _Execution(TorchFunctionMode):
             frame.calls += 1
         return result
 
+    def _parts_of(self, parameter: DTensor, path: str) -> ParameterPlan | None:
+        """How to assemble a parameter that the forward of the module at `path` uses, if it is one to be assembled."""
+        if not self.assembled:
+            return None
+        if path not in self.assembled_within:
+            found = [each for each in self.assembled if not path or each.name.startswith(f"{path}.")]
+            names = [(each.name.rpartition("."), each) for each in found]
+            self.assembled_within[path] = [
+                (self.model.get_submodule(owner), name, each) for (owner, _, name), each in names
+            ]
+        held = self.assembled_within[path]
+        return next((parts for owner, name, parts in held if owner._parameters.get(name) is parameter), None)
+
+    def _local(self, value: Any, whole: dict[int, ParameterPlan]) -> Any:
+        """Arguments with this rank's part of parameters. whole: how to assemble those that are to be, by id."""
+        if isinstance(value, DTensor):
+            local, parts = value.to_local(), whole.get(id(value))
+            return local if parts is None else self.exchanges.assemble(local, parts)
+        if isinstance(value, (tuple, list)) and any(isinstance(each, DTensor) for each in tensors_in(value)):
+            return type(value)(self._local(each, whole) for each in value)
+        if isinstance(value, dict):
+            return {key: self._local(each, whole) for key, each in value.items()}
+        return value
+
 
 def collectives_of(group: Group) -> Collectives:
     """What a group's ranks do together."""
@@ -188,17 +244,6 @@ def collectives_of(group: Group) -> Collectives:
 def total_over(group: Group) -> Total:
     """The sum of a tensor over a group's ranks."""
     return partial(all_reduce, operation="sum", group=group)
-
-
-def _local(value: Any) -> Any:
-    """Arguments with this rank's part of parameters."""
-    if isinstance(value, DTensor):
-        return value.to_local()
-    if isinstance(value, (tuple, list)) and any(isinstance(each, DTensor) for each in tensors_in(value)):
-        return type(value)(_local(each) for each in value)
-    if isinstance(value, dict):
-        return {key: _local(each) for key, each in value.items()}
-    return value
 
 
 def _other_way(path: str, found: str) -> RuntimeError:

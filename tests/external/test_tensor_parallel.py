@@ -34,6 +34,8 @@ pytest.importorskip("transformers")
 ROWS, LENGTH, VOCABULARY = 2, 12, 100
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
+         "mamba_chunk_size": 8}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 101, "embd_pdrop": 0.0,
              "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
@@ -55,6 +57,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama, two key heads": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0},
     "llama, one key head": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 1, "pad_token_id": 0},
     "mixtral": SMALL | {"num_key_value_heads": 4, "num_local_experts": 4},
+    # Mamba-2: a gated norm over all heads, one group that all of them use; a buffer of the projection's segments.
+    "bamba": SMALL | MAMBA | {"attn_layer_indices": [1], "num_key_value_heads": 4, "pad_token_id": 0},
+    "falcon_h1": SMALL | MAMBA | {"mamba_d_ssm": 64, "num_key_value_heads": 4, "pad_token_id": 0},
     # A bias of the output projection, layers whose attention and MLP stand side by side.
     "phi": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0},
     "cohere": SMALL | {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 0},
@@ -137,7 +142,7 @@ def backward(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, pa
 # Grouped products take no float64.
 DTYPES = {"mixtral": torch.float32}
 # Those of these compute norms in float32, whatever their weights are.
-TOLERANCE = {"olmo2": 1e-6, "gemma2": 1e-7, "cohere": 1e-7, "mixtral": 1e-5}
+TOLERANCE = {"olmo2": 1e-6, "bamba": 1e-6, "falcon_h1": 1e-6, "gemma2": 1e-7, "cohere": 1e-7, "mixtral": 1e-5}
 
 
 def differences(

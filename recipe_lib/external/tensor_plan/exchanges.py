@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.external.tensor_plan.calls import places_in, replaced
-from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ShardingPlan, bounds
+from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, ShardingPlan, bounds
 from recipe_lib.external.tensor_plan.sourced_integers import Division
 
 Total = Callable[[Tensor], Tensor]
@@ -74,9 +74,7 @@ class Exchanges:
         """A tensor through the boundaries of one place."""
         found = {boundary.kind: boundary for boundary in here}
         if (parts := found.get("assemble")) is not None:
-            whole = cast(Tensor, _Assemble.apply(tensor, parts, self))
-            self.note(_assembled, (tensor, parts, self), {}, whole, True)
-            return whole
+            return self.assemble(tensor, parts)
         if not self.length():
             found = {kind: each for kind, each in found.items() if kind not in ("gather", "slice")}
         if (cut := found.get("slice")) is not None:
@@ -94,6 +92,12 @@ class Exchanges:
             whole, tensor = tensor, own_part(tensor, *settings)
             self.note(own_part, (whole, *settings), {}, tensor, True)
         return tensor
+
+    def assemble(self, tensor: Tensor, parts: Boundary | ParameterPlan) -> Tensor:
+        """A rank's part of a parameter, with all of its `whole` segments."""
+        whole = cast(Tensor, _Assemble.apply(tensor, parts, self))
+        self.note(_assembled, (tensor, parts, self), {}, whole, True)
+        return whole
 
     def _gather(self, tensor: Tensor, where: Boundary, summed: bool) -> Tensor:
         result = gather_tokens(tensor, where, self, summed)
@@ -182,7 +186,7 @@ class _Assemble(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, parts: Boundary, ranks: Exchanges) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Exchanges) -> Tensor:
         ctx.settings = (parts, ranks)
         return _assembled(tensor, parts, ranks)
 
@@ -198,7 +202,7 @@ class _Assemble(torch.autograd.Function):
         return torch.cat(pieces, dim), None, None
 
 
-def _lengths(parts: Boundary, size: int, whole: tuple[int, ...] = ()) -> list[int]:
+def _lengths(parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()) -> list[int]:
     return [stop - start for start, stop in bounds(parts.segments, 0, size, whole)]
 
 
@@ -207,7 +211,7 @@ def _by_rank(tensor: Tensor, dim: int, size: int) -> Tensor:
     return tensor.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 
-def _assembled(tensor: Tensor, parts: Boundary, ranks: Exchanges) -> Tensor:
+def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Exchanges) -> Tensor:
     pieces = list(tensor.split(_lengths(parts, ranks.size), parts.dim))
     own = torch.cat([pieces[at] for at in parts.whole], parts.dim)
     gathered = ranks.collectives.gather(own.unsqueeze(0).contiguous())
