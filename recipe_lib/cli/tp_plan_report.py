@@ -213,9 +213,12 @@ def _boundaries(console: Console, plan: ShardingPlan) -> None:
 
 def _rewrites(console: Console, plan: ShardingPlan) -> None:
     counts = Counter(
-        (pattern_of(each.module) or "the model itself", each.attribute, each.value) for each in plan.rewrites
+        (pattern_of(each.module) or "the model itself", each.attribute, each.value, each.kept) for each in plan.rewrites
     )
-    rows = [[module, name, f"{value} / t", str(count)] for (module, name, value), count in counts.items()]
+    rows = [
+        [module, name, f"{kept} + {value - kept} / t" if kept else f"{value} / t", str(count)]
+        for (module, name, value, kept), count in counts.items()
+    ]
     _table(console, "rewritten attributes", ["module", "attribute", "value", "count"], rows)
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
+from recipe_lib.external.forward_inputs import external_inputs
 from recipe_lib.external.run_stages import keep_parts, only, run_alone
 from recipe_lib.logs import get_logger
 from recipe_lib.models.external_spec import ExternalSpec, StageParts
@@ -56,11 +57,13 @@ class ExternalModel(LanguageModel):
     """Mixed into the class of a model of another library, which then has our call signature (`Decoder.forward`).
 
     class_forward: the forward of its class, or what tensor parallel makes of it. elsewhere: modules that other ranks of
-    a pipeline have, by name.
+    a pipeline have, by name. ranks, local_outputs: see `run_class_forward_by`.
     """
 
     class_forward: Callable[..., Any]
     elsewhere: Mapping[str, nn.Module] = MappingProxyType({})
+    ranks: int = 1
+    local_outputs: frozenset[str] = frozenset()
     _division: _Division
 
     @classmethod
@@ -112,8 +115,8 @@ class ExternalModel(LanguageModel):
         """See `LanguageModel.run_stage`."""
         inputs = self.inputs_of(tokens, positions, attention)
         run = partial(run_alone, self, self.stage_parts(), hidden, inputs, list(layers))
-        self._try_packing_once(attention, run)
-        output, dtype = run(), _dtype(self)
+        # With gradients if they are wanted: without, hidden states are of another shape where ranks share tokens.
+        output, dtype = self._run_packed(attention, run), _dtype(self)
         if output.dtype != dtype:
             raise ConfigError(
                 f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of {output.dtype} where its "
@@ -125,8 +128,23 @@ class ExternalModel(LanguageModel):
         self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
         """See `LanguageModel.run_head`."""
-        with only(self, self.stage_parts(), hidden, None):
+        with only(self, self.stage_parts(), hidden, tokens, None):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
+
+    def output_head(self) -> nn.Module | None:
+        """The output projection; None where another rank of a pipeline has it."""
+        division = self._division
+        return division.head if division.owner._modules.get(division.name) is division.head else None
+
+    def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+        """See `LanguageModel.hidden_shape`."""
+        parts = self.stage_parts()
+        return self.output_shape(parts.layers[0], tokens, parts.width)
+
+    def output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
+        """The shape of what a module at `name`, a layer or outside of them, gives on this rank of tokens `[b, s]`."""
+        shared = torch.is_grad_enabled() and name in self.local_outputs
+        return tokens[0], tokens[1] // (self.ranks if shared else 1), width
 
     def inputs_of(
         self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
@@ -135,14 +153,19 @@ class ExternalModel(LanguageModel):
         division = self._division
         return external_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(self))
 
-    def _try_packing_once(self, attention: AttentionInfo | None, run: Callable[[], Any]) -> None:
-        if attention is not None and not self._division.packs:
-            _try_packing(self.spec.family, run)
-            self._division.packs = True
+    def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
+        if attention is None or self._division.packs:
+            return run()
+        output = _try_packing(self.spec.family, run)
+        self._division.packs = True
+        return output
 
-    def run_class_forward_by(self, forward: Callable[..., Any]) -> None:
-        """Replaces the forward of its class, with the same inputs and outputs."""
-        self.class_forward = forward
+    def run_class_forward_by(self, forward: Callable[..., Any], ranks: int, local_outputs: frozenset[str]) -> None:
+        """Replaces the forward of its class, with the same inputs and outputs, by that of one of `ranks`.
+
+        local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers and outside.
+        """
+        self.class_forward, self.ranks, self.local_outputs = forward, ranks, local_outputs
 
     def token_reader(self) -> Callable[[Tensor], Tensor]:
         """A function of tokens `[1, s]` that follow one another, to the logits `[1, v]` after the last of them.
@@ -184,7 +207,9 @@ class ExternalModel(LanguageModel):
                 f"{self.spec.family}: found a cache, expected none: only our own families generate with one"
             )
         inputs = self.inputs_of(tokens, positions, attention)
-        self._try_packing_once(attention, partial(self.class_forward, **inputs))
+        if attention is not None and not division.packs:
+            with torch.no_grad():
+                self._run_packed(attention, partial(self.class_forward, **inputs))
         if labels is None:
             return logits_of(self.class_forward(**inputs))
         if not division.whole:
@@ -213,11 +238,10 @@ def _has_windows(config: dict[str, Any]) -> bool:
     )
 
 
-@torch.no_grad()
-def _try_packing(family: str, run: Callable[[], Any]) -> None:
+def _try_packing(family: str, run: Callable[[], Tensor]) -> Tensor:
     """Raises SetupError for a model whose forward fails where documents share a row: it takes no mask for them."""
     try:
-        run()
+        return run()
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -231,38 +255,6 @@ def _dtype(model: ExternalModel) -> torch.dtype:
     return model._division.dtype or next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
-
-
-def external_inputs(
-    accepted: frozenset[str],
-    windows: bool,
-    tokens: Tensor,
-    positions: Tensor | None,
-    attention: AttentionInfo | None,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """What a class' forward is called with; accepted: the names of its parameters.
-
-    Rows are padded on the right, so that causality alone hides the padding. Documents are kept apart by a mask
-    `[b, 1, s, s]` of `dtype`; in a model with windows by the positions alone, of which transformers makes masks that
-    keep the windows. What does not come of it is noticed by `check_packing_isolation`.
-    """
-    inputs: dict[str, Any] = {"input_ids": tokens}
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
-    if attention is None or attention.documents is None:
-        if positions is not None and "position_ids" in accepted:
-            inputs["position_ids"] = positions
-        return inputs
-    if "position_ids" in accepted:
-        inputs["position_ids"] = positions
-    if "attention_mask" in accepted and not windows:
-        documents, length = attention.documents, tokens.shape[1]
-        order = torch.arange(length, device=tokens.device)
-        seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
-        inputs["attention_mask"] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
-    return inputs
 
 
 def logits_of(output: Any) -> Tensor:

@@ -7,6 +7,9 @@ so. What hooks of modules do in between (FSDP gathers parameters) is not counted
 segments whole are assembled wherever they are used: a forward that trains may do so otherwise than the one that was
 traced. A layer that is checkpointed runs forward again in backward, perhaps in another thread: the outermost forward of
 a thread enters the mode.
+
+In a pipeline a rank runs a model of which other ranks have modules (`run_stages`): what those would do is not done, and
+calls outside of layers are counted as ever.
 """
 
 import threading
@@ -17,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -43,31 +47,34 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.frames: list[_RunningForward | None] = []
         self.entered: Entered = {}
-        self.ran: set[str] = set()  # patterns of the paths of modules, in the forward of the model
+        self.ran: set[str] = set()  # patterns of the paths of modules, in the forward of a layer
         self.is_partly_off = False  # an adapter
 
 
-def run_by_plan(model: Any, plan: ShardingPlan, group: Group, head: nn.Module, gathers_again: bool = True) -> None:
+def run_by_plan(
+    model: Any, plan: ShardingPlan, group: Group, head: nn.Module | None, gathers_again: bool = True
+) -> None:
     """Makes the forward of an external model's class that of one rank, in place; its parameters are DTensors by then.
 
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
-    is. gathers_again: of what backward needs only that is kept which the rest cannot be made of (`kept_tensors`), in
-    layers that are not checkpointed. A forward that goes another way than the one that the plan was made of raises
-    RuntimeError.
+    is; None: another rank of a pipeline has it. gathers_again: of what backward needs only that is kept which the rest
+    cannot be made of (`kept_tensors`), in layers that are not checkpointed. A forward that goes another way than the
+    one that the plan was made of raises RuntimeError.
     """
-    model.run_class_forward_by(framed_forward(model, plan, group, head, model.class_forward, gathers_again))
+    forward = framed_forward(model, plan, group, head, model.class_forward, gathers_again)
+    model.run_class_forward_by(forward, group.size, frozenset(plan.local_outputs))
 
 
 def framed_forward(
     model: nn.Module,
     plan: ShardingPlan,
     group: Group,
-    head: nn.Module,
+    head: nn.Module | None,
     forward: Callable[..., Any],
     gathers_again: bool = True,
 ) -> Callable[..., Any]:
     """`forward`, the model's own, as that of one rank; the modules within become so in place. See `run_by_plan`."""
-    execution = _Execution(model, plan, group, head, gathers_again)
+    execution = _Execution(model, plan, group, gathers_again)
     layers = set(layer_names(model))
     for path, module in model.named_modules():
         if path and module is not head:
@@ -80,15 +87,15 @@ def framed_forward(
 class _Execution(TorchFunctionMode):
     """The exchanges of one model."""
 
-    def __init__(
-        self, model: nn.Module, plan: ShardingPlan, group: Group, head: nn.Module, gathers_again: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, group: Group, gathers_again: bool) -> None:
         super().__init__()
         self.gathers_again = gathers_again
         self.model, self.plan, self.group = model, plan, group
         self.running = _Running()
         self.hooked = False
-        self.length = 0  # of the rows of the model's latest forward
+        self.length = 0  # of the rows of the forward that runs
+        # By layer and the shape of what it reads: it may run again when the model has read other rows since.
+        self.lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self.exchanges = Exchanges(
             *(plan, group.rank, group.size, collectives_of(group)),
             entered=lambda: self.running.entered,
@@ -99,8 +106,9 @@ class _Execution(TorchFunctionMode):
         numbered = tuple(each for each in plan.boundaries if each.kind != "assemble")
         self.boundaries = replace(plan, boundaries=numbered).boundaries_by_call()
         self.expected = Counter(module for module, _ in self.boundaries)
-        self.patterns = {
-            path: pattern_of(path) for path, module in model.named_modules() if path and module is not head
+        layers = layer_names(model)
+        self.must_run = {
+            layer: {pattern_of(path) for path in self.expected if path.startswith(f"{layer}.")} for layer in layers
         }
         self.assembled = [each for each in plan.parameters if each.whole]
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
@@ -116,8 +124,8 @@ class _Execution(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             running, frame = self.running, _RunningForward(path)
             outermost = not running.frames
-            if not path:
-                self.length = trained_length(next(tensors_in((args, kwargs)), None), self.plan, self.group.size)
+            self._note_length(path, next(tensors_in((args, kwargs)), None), outermost, ends_sharing)
+            if ends_sharing:
                 running.ran, running.is_partly_off = set(), False
             running.frames.append(frame)
             try:
@@ -139,18 +147,26 @@ class _Execution(TorchFunctionMode):
 
         return run
 
+    def _note_length(self, path: str, first: Any, outermost: bool, is_layer: bool) -> None:
+        """Before a forward, whose first tensor is `first`: the length of the rows that it is of."""
+        if not path:
+            self.length = trained_length(first, self.plan, self.group.size)
+        elif is_layer and first is not None and torch.is_grad_enabled():
+            key = (path, tuple(first.shape))
+            if outermost:
+                self.length = self.lengths.get(key, self.length)
+            else:
+                self.lengths[key] = self.length
+
     def _check(self, frame: _RunningForward, is_off: bool) -> None:
         """At the end of a forward. What a kernel does in the place of a module has none of the module's exchanges."""
         running, path = self.running, frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
             raise _other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
-        if path:
-            running.ran.add(self.patterns[path])
-            return
-        for each in self.expected:
-            if not running.is_partly_off and self.patterns.get(each, "") and self.patterns[each] not in running.ran:
-                raise _other_way(each, "it was not run at all")
+        running.ran.add(pattern_of(path))
+        if missing := set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran:
+            raise _other_way(min(missing), f"it was not run within {path}")
 
     def _note(self, *call: Any) -> None:
         if self.kept.recording:

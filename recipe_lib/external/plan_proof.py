@@ -67,7 +67,7 @@ def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
 def _on_meta(model: Any) -> Any:
     """The same model anew, with all that it holds on the meta device, and its class' own forward."""
     # In float32, as the small one, whatever its weights are: some of what converts types does nothing then.
-    made = _made_anew(model, model.spec, torch.float32)
+    made = _made_anew(model, model.spec, torch.float32)  # whole, whatever stages of it the model has
     for module in made.modules():
         held = vars(module) | module._buffers
         for name, value in held.items():
@@ -178,15 +178,26 @@ def _check(small: Any, plan: ShardingPlan, ranks: int, family: str) -> int:
 def _small_model(model: Any, keys: int) -> Any:
     """A model of the same class, without memory yet; of the same shape if that is small. keys: as in `shrink`."""
     of_transformers = model.spec.source.implementation == TRANSFORMERS
-    large = sum(parameter.numel() for parameter in model.parameters()) > _SMALL
+    held = {
+        id(parameter): parameter.numel() for module in all_modules(model).values() for parameter in module.parameters()
+    }
+    large = sum(held.values()) > _SMALL
     return _made_anew(model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec, torch.float32)
 
 
-def _made_anew(model: nn.Module, spec: ExternalSpec, dtype: torch.dtype) -> Any:
+def all_modules(model: Any) -> dict[str, nn.Module]:
+    """The modules of an external model by name, with those that other ranks of a pipeline have."""
+    found = dict(model.named_modules())
+    for path, module in model.elsewhere.items():
+        found |= {f"{path}.{name}" if name else path: each for name, each in module.named_modules()}
+    return found
+
+
+def _made_anew(model: Any, spec: ExternalSpec, dtype: torch.dtype) -> Any:
     """A model of the spec with adapters on the linears that have one in `model`, parameters on meta."""
     made = build_meta(spec, dtype)
-    layers = layer_names(model)
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)}
+    layers = [*layer_names(model), *model.elsewhere]
+    adapted = {name: module for name, module in all_modules(model).items() if isinstance(module, AdaptedModule)}
     if adapted:
         ends = {name.removeprefix(f"{layer}.") for layer in layers for name in adapted if name.startswith(f"{layer}.")}
         rank = next(iter(adapted.values())).settings.rank if spec == model.spec else _RANK
@@ -219,7 +230,7 @@ def _exchanges(plan: ShardingPlan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for each in plan.boundaries:
         call = f"{each.kind} {each.call} {each.place} {each.function} {each.bias}"
-        said = f"{call} {each.taken} {each.dim} {each.tokens_first}"
+        said = f"{call} {each.taken} {each.dim} {each.tokens_first} {each.mean} {each.whole}"
         found.setdefault(pattern_of(each.module), set()).add(said)
     return found
 

@@ -43,7 +43,10 @@ class _OfOtherStage(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             found = getattr(vars(self)["held"][0], name)
-            return torch.empty_like(found, device="meta") if isinstance(found, Tensor) else found
+            if not isinstance(found, Tensor):
+                return found
+            with torch._C.DisableTorchFunction():  # it is no call of the forward's
+                return torch.empty(found.shape, dtype=found.dtype, device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What it was given to return."""
@@ -63,7 +66,7 @@ def run_alone(
     model: Any, parts: StageParts, hidden: Tensor | None, inputs: dict[str, Any], layers: Iterable[int]
 ) -> Tensor:
     """Hidden states behind layers of these numbers; see `LanguageModel.run_stage`. inputs: of the class' forward."""
-    with only(model, parts, hidden, list(layers)):
+    with only(model, parts, hidden, inputs["input_ids"], list(layers)):
         try:
             model.class_forward(**inputs)
         except _EndOfStage as reached:
@@ -72,8 +75,10 @@ def run_alone(
 
 
 @contextmanager
-def only(model: Any, parts: StageParts, hidden: Tensor | None, layers: list[int] | None) -> Iterator[None]:
-    """Inside, the class' forward runs these layers alone, and ends; None: what is behind the layers.
+def only(
+    model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
+) -> Iterator[None]:
+    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what is behind them.
 
     hidden: what is there instead of those before, None for the first stage.
     """
@@ -84,8 +89,10 @@ def only(model: Any, parts: StageParts, hidden: Tensor | None, layers: list[int]
             output = (hidden, *[None] * (parts.returned - 1)) if parts.returned else hidden
             swaps[name] = _OfOtherStage(_held(model, name), output)
     if hidden is not None:
-        blank = hidden.new_zeros(()).expand(hidden.shape)
-        swaps |= {name: _OfOtherStage(_held(model, name), blank) for name in parts.first}
+        zero = hidden.new_zeros(())
+        for name in parts.first:
+            blank = zero.expand(model.output_shape(name, tokens.shape, hidden.shape[-1]))
+            swaps[name] = _OfOtherStage(_held(model, name), blank)
     if running:
         last = parts.layers[running[-1]]
         swaps[last] = _Last(model.get_submodule(last))

@@ -160,7 +160,7 @@ def _prove(model: Any, parts: StageParts) -> None:
     for hook in hooks:
         hook.remove()
     _whole(model, _tokens(model, 1))
-    with only(model, parts, given[-1], None):
+    with only(model, parts, given[-1], tokens, None):
         if not torch.equal(_whole(model, tokens), whole):
             raise refusal(family, "what is behind its layers takes more from them than hidden states")
     for number in reversed(range(len(parts.layers))):

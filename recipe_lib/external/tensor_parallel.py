@@ -19,9 +19,8 @@ from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.dora_lengths import runs_of_lengths, share_lengths
-from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.plan_executor import run_by_plan, total_over
-from recipe_lib.external.plan_proof import plan_of_model, prove
+from recipe_lib.external.plan_proof import all_modules, plan_of_model, prove
 from recipe_lib.external.tensor_plan.exchanges import Enter
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
 from recipe_lib.logs import get_logger
@@ -41,21 +40,33 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     """
     group = world.tensor
     assert group is not None
-    plan = proven_plan(model, parallel, world)
-    found = embedding_and_head(model)
-    assert found is not None  # or it would not have been built
-    head = found[1]
-    names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in head.parameters())}
-    plan, columns = with_loss_of_parts(plan, names)
+    plan = _of_this_rank(model, proven_plan(model, parallel, world))
+    head, columns = model.output_head(), 0
+    if head is not None:
+        of_head = list(head.parameters())
+        names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in of_head)}
+        plan, columns = with_loss_of_parts(plan, names)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     _place_parameters(model, plan, world.mesh["tensor"], stored)
     runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
     model.note_runs(runs | runs_of_lengths(runs, stored))
-    head.forward = partial(project, head, group, columns)
+    if head is not None:
+        head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, group, head, parallel.tensor_regather_in_backward != "false")
     own = {name for name, _ in model.named_parameters()}
     gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
     return gradients | {name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()}
+
+
+def _of_this_rank(model: Any, plan: ShardingPlan) -> ShardingPlan:
+    """The plan without parameters and attributes of modules that other ranks of a pipeline have.
+
+    Exchanges stay: those in other ranks' modules are not come to.
+    """
+    elsewhere = model.modules_elsewhere
+    parameters = tuple(each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere)
+    rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
+    return replace(plan, parameters=parameters, rewrites=rewrites)
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:
@@ -93,8 +104,11 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingP
 
     Raises as `shard_module` does.
     """
-    lengths = [module for module in model.modules() if getattr(module, "lora_magnitude_vector", None) is not None]
+    held = all_modules(model).values()
+    lengths = [module for module in held if getattr(module, "lora_magnitude_vector", None) is not None]
     plan = plan_of_model(model, parallel.tensor, tokens=not lengths)  # which DoRA's calls are none of
+    if world.pipeline is not None and not _alike_between_stages(model, plan):
+        plan = plan_of_model(model, parallel.tensor, tokens=False)
     check_plan(model, plan, parallel)
     if not holds_values(world.device):
         return plan
@@ -109,6 +123,12 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingP
         said = prove(model, plan, world)
     log.info("tensor plan of %s: %s", model.spec.family, said)
     return plan
+
+
+def _alike_between_stages(model: Any, plan: ShardingPlan) -> bool:
+    """Whether what layers give is a rank's tokens behind each of them, or behind none; the last gives to the head."""
+    *before, _ = model.stage_parts().layers
+    return len({name in plan.local_outputs for name in before}) < 2
 
 
 def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:

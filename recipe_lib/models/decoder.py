@@ -256,6 +256,10 @@ class Decoder(LanguageModel):
         hidden = self.model.embed_tokens(tokens) if hidden is None else hidden
         return self.model.run_layers(hidden, tokens.shape, positions, attention, layers=layers)
 
+    def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+        """See `LanguageModel.hidden_shape`: `[b, s, d]`, or of ranks that share tokens `[n, d]`."""
+        return (*tokens, self.spec.width) if ranks == 1 else (tokens.numel() // ranks, self.spec.width)
+
     def run_head(
         self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from recipe_lib.models.external_spec import ExternalSpec, StageParts
@@ -62,6 +63,11 @@ class LanguageModel(nn.Module):
 
         tokens, positions, attention: see `Decoder.forward`.
         """
+
+    @abstractmethod
+    def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+        """The shape of this rank's hidden states between layers, of tokens `[b, s]`; ranks: of its tensor parallel
+        group. It may depend on whether gradients are wanted."""
 
     @abstractmethod
     def run_head(

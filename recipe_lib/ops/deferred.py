@@ -16,11 +16,12 @@ So autograd runs once, whatever is frozen, checkpointed or sharded, and a checkp
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 # Of the process, not of a thread: on a GPU backward runs in threads of autograd's own.
 _splittable = False
@@ -101,6 +102,8 @@ def note(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be deferred where that is asked for."""
+    if not torch.compiler.is_compiling() and has_torch_function((hidden, weight)):  # to a mode it is a call of a linear
+        return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight, bias))
     if is_splittable() and weight.requires_grad and torch.is_grad_enabled():
         return _Linear.apply(hidden, weight, bias)
     return F.linear(hidden, weight, bias)

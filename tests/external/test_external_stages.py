@@ -1,6 +1,7 @@
 """Classes of transformers divided among the ranks of a pipeline, against the plain classes in float64; and classes that
 cannot be divided."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -18,9 +19,9 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
+from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.external_spec import StageParts
 from recipe_lib.ops.attention import document_positions, make_attention_info
-from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import (
     Parallel,
@@ -32,6 +33,7 @@ from recipe_lib.parallel import (
     start_world,
 )
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
+from recipe_lib.parallel.tensor import shard_tensors
 from tests.distributed.ranks import run_ranks
 
 COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "hidden_size": 16,
@@ -132,23 +134,27 @@ def by_document(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 
 def build(case: Case, world: World) -> tuple[nn.Module, Parallel]:
-    parallel = {"pipeline": 2, "pipeline_schedule": case.schedule, **case.parallel}
+    tensor = 1 if world.tensor is None else world.tensor.size
+    parallel = {"pipeline": 2, "pipeline_schedule": case.schedule, "tensor": tensor, **case.parallel}
     cfg = FullFinetuneConfig(parallel=ParallelConfig(**parallel), memory=MemoryConfig())
     model: Any = build_meta(read_spec(config_of(case.kind), case.kind), precision(case.kind)[0])
     pipeline = split_pipeline(model, cfg, world)
+    gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
     apply_activation_checkpointing(model, case.checkpointing)
     shard_model(model, cfg.parallel, cfg.memory, world)
-    divided = Parallel(pipeline, accumulation=GradientAccumulation(model, cfg.parallel))
+    divided = Parallel(pipeline, gradients, accumulation=GradientAccumulation(model, cfg.parallel))
     materialize(model, cfg.memory, world.device)
     values = dict(plain(case.kind).named_parameters())
     for name, parameter in model.named_parameters():
-        local_part(parameter)[0].data.copy_(own_part(parameter, values[name].detach()))
+        for part, there in with_part(model, name, parameter.detach(), values[name].detach()):
+            part.copy_(there)
     return model, divided
 
 
-def own_part(parameter: Tensor, of: Tensor) -> Tensor:
-    local, offset = local_part(parameter)
-    return of[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))]
+def with_part(model: nn.Module, name: str, parameter: Tensor, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What this rank has of a parameter, or of its gradient, with the same of the whole."""
+    for part, offset in own_parts(model, name, parameter):
+        yield part, of[tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))]
 
 
 def differences(case: Case, world: World) -> list[str]:
@@ -178,18 +184,18 @@ def differences(case: Case, world: World) -> list[str]:
         if parameter.grad is None:
             faults.append(f"{name} has no gradient")
             continue
-        part, right = local_part(parameter.grad)[0], own_part(parameter, gradients[name])
-        off = float((part - right).abs().max() / gradients[name].abs().max()) if part.numel() else 0.0
-        faults += [f"{name} is off by {off:.1e}"] if part.shape != right.shape or not off < tolerance else []
+        for part, right in with_part(model, name, parameter.grad, gradients[name]):
+            off = float((part - right).abs().max() / gradients[name].abs().max()) if part.numel() else 0.0
+            faults += [f"{name} is off by {off:.1e}"] if part.shape != right.shape or not off < tolerance else []
     everywhere = {name for part in world.gather_json(names) for name in part}
     faults += [f"no rank has {name}" for name in gradients.keys() - everywhere]
     half = len(names) < len(gradients) or case.schedule == "zbv"
     return faults if half else [*faults, "a rank has all parameters"]
 
 
-def compare(cases: list[Case]) -> list[str]:
+def compare(cases: list[Case], tensor: int = 1) -> list[str]:
     faults = []
-    with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2))) as world:
+    with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(pipeline=2, tensor=tensor))) as world:
         for case in cases:
             faults += [f"{case}: {fault}" for fault in differences(case, world)]
     return faults
@@ -217,6 +223,17 @@ def test_stages_that_are_sharded_on_four_ranks() -> None:
     step = {"reduce_gradients": "step", "reshard_after_forward": False}
     cases += [Case(kind, "zbv", parallel=step) for kind in ("gpt2", "mixtral")]
     for faults in run_ranks(compare, 4, cases):
+        assert not faults
+
+
+def test_stages_of_shared_matrices_give_the_gradients_of_the_plain_class() -> None:
+    cases = [
+        Case("llama", "1f1b", "full"),
+        Case("llama", "zbv"),
+        Case("gpt2", "1f1b"),
+        Case("qwen3", "zbv", packed=True),
+    ]
+    for faults in run_ranks(compare, 4, cases, 2):
         assert not faults
 
 

@@ -201,6 +201,24 @@ def test_a_few_models_on_two_ranks() -> None:
         assert not faults, "\n".join(faults)
 
 
+def without_modules() -> str:
+    """What is said where something computes an MLP without its modules, as a kernel does."""
+    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))
+    with start_world(cfg) as world:
+        model, _ = build("llama", {"tensor": 2}, MemoryConfig(), world)
+        fill(model)
+        model.model.layers[1].mlp.forward = lambda hidden: hidden * 2
+        with pytest.raises(RuntimeError) as raised, torch.no_grad():  # where every rank has all tokens
+            model(torch.ones(2, LENGTH, dtype=torch.int64))
+    return str(raised.value)
+
+
+def test_modules_that_are_not_run_are_told() -> None:
+    for said in run_ranks(without_modules, 2):
+        assert "model.layers.*.mlp.down_proj: its forward went another way" in said
+        assert "not run within model.layers.1" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int) -> None:
@@ -289,7 +307,7 @@ def test_a_plan_with_shared_tokens_that_is_not_proven_gives_way_to_one_without(m
 
     monkeypatch.setattr(tensor_parallel, "prove", prove)
     model: Any = build_meta(read_spec(config_of("llama"), "llama"), torch.float32)
-    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    world: Any = SimpleNamespace(device=torch.device("cpu"), pipeline=None)
     plan = tensor_parallel.proven_plan(model, ParallelConfig(tensor=2), world)
     assert not plan.shared_tokens and asked[0] > 0.9 and asked[1:] == [0]
     assert not any(each.kind in ("gather", "slice") for each in plan.boundaries)

@@ -115,18 +115,20 @@ def _within(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: str, value: Any) -> tuple[Any, dict[str, Any]]:
     """Arguments with the one at a place (`places_in`) replaced."""
-
-    def put(held: Any, path: list[str]) -> Any:
-        if not path:
-            return value
-        items = list(held)
-        items[int(path[0])] = put(items[int(path[0])], path[1:])
-        return type(held)(items)
-
     first, *rest = place.split(".")
     if first.isdigit():
-        return tuple(put(item, rest) if number == int(first) else item for number, item in enumerate(args)), kwargs
-    return args, {**kwargs, first: put(kwargs[first], rest)}
+        changed = (_put(item, rest, value) if number == int(first) else item for number, item in enumerate(args))
+        return tuple(changed), kwargs
+    return args, {**kwargs, first: _put(kwargs[first], rest, value)}
+
+
+def _put(held: Any, path: list[str], value: Any) -> Any:
+    """No function within `replaced`: one that calls itself is a cycle, and would keep the value for a while."""
+    if not path:
+        return value
+    items = list(held)
+    items[int(path[0])] = _put(items[int(path[0])], path[1:], value)
+    return type(held)(items)
 
 
 def output_values(output: Any) -> Any:

@@ -192,7 +192,8 @@ def _assemble(
     other = [size for size in sizes if size not in legal]
     refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in other]
     refused += dict.fromkeys(_refusals(found, reasons, whole))
-    return ShardingPlan(axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal, round(shared.share, 4))
+    tokens = (round(shared.share, 4), shared.local)
+    return ShardingPlan(axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal, *tokens)
 
 
 def _names(tensors: Iterable[Any]) -> set[str]:

@@ -93,7 +93,7 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
     if course.vocabulary and (course.rows or course.reduced):
         raise Refusal("a product, a sum or a mean is over tokens")
     if course.reduced and any(record.lookup and _carry(record.inputs[0].dims[1:], axis) for record in trace.records):
-        raise Refusal("it is one of hidden states, over which norms take a mean in each layer")
+        raise Refusal("hidden states have it, and norms take means over it")
     _alike(trace, course)
     return course
 

@@ -116,6 +116,7 @@ class ShardingPlan:
 
     shared_tokens: of the elements of activations that no axis cuts, the share of those of which a rank has its own
     tokens alone; 0: every rank has all tokens, and a plan with more takes rows that the ranks divide.
+    local_outputs: of layers and of modules outside of them, those that give a rank's tokens alone.
     """
 
     axes: tuple[Axis, ...]
@@ -125,6 +126,7 @@ class ShardingPlan:
     refused: tuple[str, ...]
     legal_sizes: tuple[int, ...]
     shared_tokens: float = 0.0
+    local_outputs: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> ParameterPlan:
         """The plan of one parameter. Raises ConfigError for a name that the plan does not have."""
@@ -148,7 +150,7 @@ class ShardingPlan:
     def hash(self) -> str:
         """16 hexadecimal digits that are the same for equal plans, on any machine; texts for people do not count."""
         held = self.to_dict()
-        del held["refused"], held["shared_tokens"]
+        del held["refused"], held["shared_tokens"], held["local_outputs"]  # these follow from the rest
         for item in held["parameters"]:
             del item["reason"]
         for item in held["boundaries"]:

@@ -186,8 +186,10 @@ def why_not(plan: ShardingPlan, size: int) -> str:
         if not axis.vocabulary and axis.size % size:
             return f"{size} ranks do not divide the {axis.size} units of {_some(axis.parameters)}"
     for each in plan.rewrites:
-        if each.value % size:
-            return f"{size} does not divide {each.value}, {each.attribute} of {each.module or 'the model'}"
+        if (each.value - each.kept) % size:
+            return (
+                f"{size} does not divide {each.value - each.kept}, of {each.attribute} of {each.module or 'the model'}"
+            )
     return "; ".join(plan.refused[:1]) or "no axis but that of the vocabulary can be cut"
 
 

@@ -31,12 +31,13 @@ _RANKS = 2  # of which sizes are computed
 class SharedTokens:
     """Where tokens are cut (`slices`) and put together again (`gathers`), by place; uses: arguments that whole
     parameters are, where a rank's tokens meet them. share: of the elements that no axis cuts, those of which a rank has
-    its tokens alone."""
+    its tokens alone. local: paths of the modules that give a rank's tokens alone (`ForwardTrace.given`)."""
 
     gathers: dict[Place, tuple[Traced, TokenDim]] = dataclasses.field(default_factory=dict)
     slices: dict[Place, tuple[Traced, TokenDim]] = dataclasses.field(default_factory=dict)
     uses: set[Place] = dataclasses.field(default_factory=set)
     share: float = 0.0
+    local: tuple[str, ...] = ()
 
 
 def share_tokens(
@@ -141,7 +142,8 @@ def _found(flow: TokenFlow) -> SharedTokens:
     plain = [each for each in outputs if each not in flow.sharded]
     shared = sum(elements(each) for each in plain if each in flow.made)
     share = shared / max(sum(map(elements, plain)), 1)
-    return SharedTokens(flow.gathers, flow.slices, uses, share if flow.gathers or flow.slices else 0.0)
+    local = tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor))
+    return SharedTokens(flow.gathers, flow.slices, uses, share if flow.gathers or flow.slices else 0.0, local)
 
 
 class _SharedSizes(LocalSizes):

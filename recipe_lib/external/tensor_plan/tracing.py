@@ -15,6 +15,7 @@ from recipe_lib.external.tensor_plan.axes import AxisNode, block
 from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, places_in, tensors_in
 from recipe_lib.external.tensor_plan.operator_rules import OperatorCall
 from recipe_lib.external.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
+from recipe_lib.models.find_layers import layer_names
 
 RULE_FILES = (operator_rules, view_rules)  # importing them registers their rules
 
@@ -79,7 +80,8 @@ class ForwardTrace:
     """What one forward did. unknown: operators without a rule, with the module. assumed: values that were made up.
 
     decisions: comparisons of attributes that the forward made; size_decisions: of sizes of tensors. tokens: how many
-    ids it got, 0 for none. ids: what is known of them.
+    ids it got, 0 for none. ids: what is known of them. given: by path, the first tensor that a module gave; of layers,
+    and of what is outside of them.
     """
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)
@@ -92,6 +94,7 @@ class ForwardTrace:
     size_decisions: list[Decision] = dataclasses.field(default_factory=list)
     tokens: int = 0
     ids: Traced | None = None
+    given: dict[str, Traced] = dataclasses.field(default_factory=dict)
 
     def differences(self, other: "ForwardTrace") -> frozenset[str]:
         """Paths of the modules whose forwards make other calls in another trace."""
@@ -113,6 +116,14 @@ class _Watch(Calls):
         self.trace = trace
         self.known = known
         self.current = -1
+        self.inside = tuple(f"{name}." for name in layer_names(model))
+
+    def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        first = next(tensors_in(output), None)
+        if first is not None and not self.module.startswith(self.inside):
+            with torch._C.DisableTorchFunction():  # it reads a shape, which is none of the model's reads
+                self.trace.given[self.module] = self.known(first)
+        super()._closed(module, args, output)
 
     def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = FunctionCall(key, getattr(function, "__name__", str(function)), _source())

@@ -386,11 +386,9 @@ class _Step:
         return any(self._pipeline._trains[:stage])
 
     def _shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type of hidden states between stages: `[b, s, d]`, or a tensor-parallel rank's `[n, d]`."""
-        pipeline = self._pipeline
-        ranks, width = token_ranks(pipeline._parallel), pipeline._parts.width
-        shape = self._batches[number].tokens.shape
-        return ((*shape, width) if ranks == 1 else (shape.numel() // ranks, width)), pipeline._dtype
+        """Shape and type of hidden states between stages."""
+        pipeline, tokens = self._pipeline, self._batches[number].tokens
+        return pipeline._model.hidden_shape(tokens.shape, token_ranks(pipeline._parallel)), pipeline._dtype
 
     def _tag(self, what: str, stage: int, number: int) -> int:
         """By the stage that receives."""
