@@ -44,9 +44,13 @@ TOLERANCE = {
 }
 
 
+def write_config(folder: Path, kind: str) -> None:
+    """Before there are ranks, one of which would read what another one is about to write."""
+    (folder / f"{kind}.json").write_text(json.dumps(COMMON | MODELS[kind] | {"model_type": kind}))
+
+
 def words(folder: Path, kind: str, lever: str, ranks: int, tensor: int) -> list[str]:
     config = folder / f"{kind}.json"
-    config.write_text(json.dumps(COMMON | MODELS[kind] | {"model_type": kind}))
     targets = [word for word in LEVERS[lever] if "target_modules" not in word]
     if "int8" in lever and kind == "qwen3":
         targets.append("lora.target_modules=[o_proj, gate_proj]")
@@ -67,6 +71,7 @@ def train(folder: Path, kind: str, lever: str, ranks: int, tensor: int) -> None:
 def test_losses_are_those_of_one_process(case: tuple[str, str], tmp_path: Path) -> None:
     kind, lever = case
     ranks = 4 if "sharded" in lever else 2
+    write_config(tmp_path, kind)
     run_ranks(train, 1, tmp_path, kind, lever, 1, 1)
     run_ranks(train, ranks, tmp_path, kind, lever, ranks, 2, timeout=300)
     one, several = (steps(tmp_path / f"{kind}-{lever}-{size}") for size in ("1-1", f"{ranks}-2"))
@@ -81,6 +86,7 @@ def refused(folder: Path, kind: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_fused_matrix_in_blocks_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "phi3")
     said = run_ranks(refused, 2, tmp_path, "phi3")[0][-1]
     assert "lora.quantize_base=nf4 keeps model.layers.0." in said and "holds several matrices; set" in said
 
