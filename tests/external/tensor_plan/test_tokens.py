@@ -1,6 +1,8 @@
 """Tokens that ranks share out by inferred plans: what may not be, mistakes that proofs find, and what is kept."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from benchmarks.inferred_tp_memory import kept
 from benchmarks.tp_memory import OURS, formula, layers_of
 from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
 from recipe_lib.external.tensor_plan import token_rules
+from recipe_lib.external.tensor_plan.calls import replaced
 from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
 from recipe_lib.external.tensor_plan.infer import infer_plan
@@ -215,3 +218,15 @@ def test_what_is_made_again_is_the_same_bit_for_bit_and_nothing_is_where_somethi
         out.float().square().sum().backward()
         found.append([each.grad for each in (stream, *weights)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_argument_that_is_replaced_is_let_go_at_once():
+    """And not when Python's collector runs, steps later."""
+    gc.disable()
+    try:
+        args, kwargs = replaced(([torch.zeros(3)], 2), {}, "0.0", torch.ones(3))
+        given = weakref.ref(args[0][0])
+        del args, kwargs
+        assert given() is None
+    finally:
+        gc.enable()
