@@ -78,7 +78,7 @@ def run_alone(
 def only(
     model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
 ) -> Iterator[None]:
-    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what is behind them.
+    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what is after them.
 
     hidden: what is there instead of those before, None for the first stage.
     """

@@ -126,7 +126,7 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingP
 
 
 def _alike_between_stages(model: Any, plan: ShardingPlan) -> bool:
-    """Whether what layers give is a rank's tokens behind each of them, or behind none; the last gives to the head."""
+    """Whether what layers give is a rank's tokens after each of them, or after none; the last gives to the head."""
     *before, _ = model.stage_parts().layers
     return len({name in plan.local_outputs for name in before}) < 2
 

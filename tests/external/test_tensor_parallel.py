@@ -213,7 +213,7 @@ def without_modules() -> str:
     return str(raised.value)
 
 
-def test_modules_that_are_not_run_are_told() -> None:
+def test_modules_that_are_not_run_are_reported() -> None:
     for said in run_ranks(without_modules, 2):
         assert "model.layers.*.mlp.down_proj: its forward went another way" in said
         assert "not run within model.layers.1" in said

@@ -21,9 +21,9 @@ class OperatorCall:
     """One operator at work: its arguments by name, the dimensions of its inputs, and what it says besides its outputs.
 
     contractions: dimensions that it sums over, of which inputs. reductions: those of which it makes a sum or a mean,
-    of which input. lookup: it picks rows by token. uniform: what comes out
-    is the same everywhere, whatever its size. values: it differs from place to place, and no input has those places.
-    ordered: it counts or sorts. added: what a product is added to. picked: the numbers within brackets, by place.
+    of which input. lookup: it picks rows by token. uniform: what comes out is the same everywhere, whatever its size.
+    values: it differs from place to place, and no input has those places. ordered: it counts or sorts. added: what a
+    product is added to. picked: the numbers within brackets, by place.
     """
 
     def __init__(

@@ -191,12 +191,10 @@ def _join(trace: ForwardTrace, course: Course, record: Record, tensor: Traced) -
             segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
             if segments is None:
                 raise Refusal(f"a whole tensor that is to be cut does not have the axis in {_where(trace, record)}")
-            lengths, whole = (
-                tuple(length for length, _ in segments),
-                tuple(at for at, one in enumerate(segments) if one[1]),
-            )
-            point = PendingBoundary("cut", record.call, place, each, dim=numbers[0], whole=whole)
-            point.segments = lengths if whole else period(list(lengths))
+            lengths = [length for length, _ in segments]
+            point = PendingBoundary("cut", record.call, place, each, dim=numbers[0])
+            point.whole = tuple(number for number, (_, every) in enumerate(segments) if every)
+            point.segments = tuple(lengths) if point.whole else period(lengths)
             course.points.append(point)
         elif gradient and each not in course.sharded:
             point = PendingBoundary("enter", record.call, place, each, each.parameters)
@@ -220,13 +218,7 @@ def _leave(trace: ForwardTrace, course: Course, record: Record) -> None:
     point = _located(
         trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0], weight.parameters)
     )
-    call = trace.calls[record.call]
-    for place, each, _ in _arguments(call, other):
-        numbers = [number for number, found in enumerate(each.dims) if carries(found, axis)]
-        segments = layout(each.dims[numbers[0]], axis) if len(numbers) == 1 else None
-        if segments is None:
-            raise Refusal(f"the axis cannot be separated in what goes into {where}")
-        point.taken, point.dim, point.segments = place, numbers[0], period(segments)
+    _take(trace, course, record, point, other)
     if record.added is not None:
         _bias(trace, record, point, record.added)
     course.points.append(point)
@@ -241,14 +233,19 @@ def _reduce(trace: ForwardTrace, course: Course, record: Record) -> None:
     if any(_carry(each.dims, axis) for each in record.outputs):
         raise Refusal(f"the axis is summed over and comes out in {where}")
     point = _located(trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0]))
-    for place, each, _ in _arguments(trace.calls[record.call], tensor):
-        numbers = [number for number, found in enumerate(each.dims) if carries(found, axis)]
-        segments = layout(each.dims[numbers[0]], axis) if len(numbers) == 1 else None
-        if segments is None:
-            raise Refusal(f"a part of what {where} is taken of does not have the axis")
-        point.taken, point.dim, point.segments = place, numbers[0], period(segments)
+    _take(trace, course, record, point, tensor)
     point.mean, course.reduced = record.operator == "mean", True
     course.points.append(point)
+
+
+def _take(trace: ForwardTrace, course: Course, record: Record, point: PendingBoundary, tensor: Traced) -> None:
+    """Notes which argument of its call a product, a sum or a mean over the axis takes, and where that has the axis."""
+    for place, each, _ in _arguments(trace.calls[record.call], tensor):
+        numbers = [number for number, found in enumerate(each.dims) if carries(found, course.axis)]
+        segments = layout(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+        if segments is None:
+            raise Refusal(f"the axis cannot be separated in what goes into {_where(trace, record)}")
+        point.taken, point.dim, point.segments = place, numbers[0], period(segments)
 
 
 def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:

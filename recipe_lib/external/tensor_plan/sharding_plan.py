@@ -68,7 +68,8 @@ class Boundary:
     bias: leave only: the argument that is to be added after the sum, empty for none. mean: leave only: what comes out
     is the mean over a rank's part, and the sum over ranks is divided by their number.
     taken, dim, segments: the argument that carries the axis (leave) or is cut, the dimension, and the lengths that are
-    cut evenly; they repeat as often as the dimension has room for. Of an assemble, with `whole`, the parameter's.
+    cut evenly; they repeat as often as the dimension has room for. Of an assemble the parameter's. whole: of an
+    assemble or a cut, as a ParameterPlan's.
     function, source: the torch function, and the file and line that calls it; for people.
     width: numbers a token of what ranks sum there: leave and lookup in the forward, enter and cut in the backward;
     0 where they sum nothing, or where the traced forward took no token ids.

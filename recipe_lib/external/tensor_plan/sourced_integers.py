@@ -111,7 +111,7 @@ class Division(NamedTuple):
         return self.kept + (int(value) - self.kept) // self.ranks
 
 
-WHOLE = Division()
+_WHOLE = Division()
 
 
 def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> int:
@@ -121,7 +121,7 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
     """
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
-        return divisions.get(source, WHOLE).of(value)
+        return divisions.get(source, _WHOLE).of(value)
     if isinstance(source, Size):
         return sizes(source)
     if isinstance(source, Arithmetic):
