@@ -101,7 +101,7 @@ class AdaptedMatrix(AdaptedModule):
         for start in range(0, second.shape[0], rows):
             scaled = second[start : start + rows]
             frozen = frozen_rows(start, start + scaled.shape[0]).to(wide)
-            adapted = torch.add(frozen, scaled @ first, alpha=self.settings.scaling)
+            adapted = add_scaled(frozen, scaled @ first, self.settings.scaling)
             lengths.append(torch.linalg.vector_norm(adapted, dim=1))
         return torch.cat(lengths).to(second.dtype)
 
@@ -126,14 +126,14 @@ class AdaptedMatrix(AdaptedModule):
         scaling, rate = self.settings.scaling, self.settings.dropout
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
-        dropped = F.dropout(hidden, rate) if rate and self.training else hidden
+        dropped = _dropped(hidden, rate) if rate and self.training else hidden
         narrow = cast_linear(dropped, first)
         update = F.linear(narrow, second)
         if lengths is None:
-            return torch.add(plain, update, alpha=scaling).to(plain.dtype)
+            return add_scaled(plain, update, scaling).to(plain.dtype)
         if dropped is hidden:
             product = plain if self.bias is None else plain - self.bias
-            turned = lengths * torch.add(product, update, alpha=scaling)
+            turned = lengths * add_scaled(product, update, scaling)
             return (turned if self.bias is None else turned + self.bias).to(plain.dtype)
         # With dropout the frozen part sees all of the input at its old lengths, their change what is left of it.
         product = frozen(dropped)
@@ -141,11 +141,28 @@ class AdaptedMatrix(AdaptedModule):
         return (plain + (lengths - 1) * product + lengths * update * scaling).to(plain.dtype)
 
 
+def _dropped(hidden: Tensor, rate: float) -> Tensor:
+    """`F.dropout`, no call to what watches them: a forward that trains makes those of one that does not."""
+    if torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,)):
+        return F.dropout(hidden, rate)
+    with torch._C.DisableTorchFunction():
+        return F.dropout(hidden, rate)
+
+
+def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
+    """`tensor + scaling * update`, without the product in memory.
+
+    Not `torch.add(..., alpha=scaling)`, the same to the bit: where `update` is a product of two matrices, inductor of
+    torch 2.11 to 2.13 makes an `addmm` of it, and leaves alpha out (docs/upstream/add_alpha.md).
+    """
+    return torch.sub(tensor, update, alpha=-scaling)
+
+
 def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came."""
     if hidden.dtype == weight.dtype:
         return F.linear(hidden, weight)
-    if not torch.compiler.is_compiling() and has_torch_function((hidden, weight)):  # to a mode it is a call of a linear
+    if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):  # to a mode it is one call
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight))
     return linear(hidden, weight)
 
@@ -270,7 +287,7 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         squares = torch.zeros(self.embedding_dim, dtype=wide, device=second.device)
         for part, scaled in zip(self.weight.split(rows), first.split(rows, dim=1), strict=True):
             update = scaled.t() @ second.t()
-            squares += torch.add(part.to(wide), update, alpha=self.settings.scaling).square_().sum(dim=0)
+            squares += add_scaled(part.to(wide), update, self.settings.scaling).square_().sum(dim=0)
         return squares.sqrt_().to(second.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -222,6 +222,12 @@ RULES: tuple[Rule, ...] = (
          lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.compile,
          "an inferred plan intercepts each call of the model's forward, which compiled layers do not make",
          "set compile=false, or parallel.tensor=1", (_EXTERNAL, "parallel.tensor=2", "compile=true")),
+    Rule(("lora.dora", "lora.dropout", "parallel.tensor"),
+         lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dora and cfg.lora.dropout > 0,
+         "DoRA with dropout multiplies by the frozen matrix twice, and an inferred plan is one of a single product",
+         "set lora.dropout=0, lora.dora=false (LoRA), or parallel.tensor=1",
+         (_EXTERNAL, "parallel.tensor=2", "lora.dora=true", "lora.dropout=0.1"), recipe=_LORA,
+         reads=("model.implementation",)),
     Rule(("data.source", "data.sources"), lambda cfg: not resolved_sources(cfg.data), "neither is set",
          "set data.source to a file or folder of samples (JSON, JSON lines, CSV, Parquet, text; also .gz and .zst) or "
          "to hub:OWNER/NAME, or data.sources to several",

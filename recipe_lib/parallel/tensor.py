@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
-from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
+from recipe_lib.adapters.layers import AdaptedMatrix, add_scaled, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.models.decoder import (
@@ -294,7 +294,7 @@ def _widened(
 ) -> Tensor:
     """What the frozen part gave, and what the adapter's B makes of `narrow` next to it."""
     update = F.linear(narrow, rows(linear.lora_B.weight))
-    return torch.add(plain, update, alpha=linear.settings.scaling).to(plain.dtype)
+    return add_scaled(plain, update, linear.settings.scaling).to(plain.dtype)
 
 
 def _embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:
