@@ -142,7 +142,7 @@ class AdaptedMatrix(AdaptedModule):
 
 
 def _dropped(hidden: Tensor, rate: float) -> Tensor:
-    """`F.dropout`, no call to what watches them: a forward that trains makes those of one that does not."""
+    """`F.dropout`, which an inferred plan does not count: its calls are those of a forward without dropout."""
     if torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,)):
         return F.dropout(hidden, rate)
     with torch._C.DisableTorchFunction():
