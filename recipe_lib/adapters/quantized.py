@@ -88,7 +88,8 @@ class QuantizedLinear(nn.Module):
 
     def product(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Hidden `[..., c]` to `[..., r]` by the r rows and c columns that this process computes with."""
-        if not torch.compiler.is_compiling() and has_torch_function((hidden,)):  # to a mode it is one call of a linear
+        # To a mode it is one call of a linear.
+        if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden,)):
             return cast(Tensor, handle_torch_function(self.linear, (hidden,), hidden, self.weight_codes, bias))
         return self.linear(hidden, self.weight_codes, bias)
 

@@ -8,14 +8,16 @@ segments whole are assembled wherever they are used: a forward that trains may d
 traced. A layer that is checkpointed runs forward again in backward, perhaps in another thread: the outermost forward of
 a thread enters the mode.
 
+A layer that is compiled is traced alone (`compiled_layers`): its forward is run here once, of tensors without values.
+
 In a pipeline a rank runs a model of which other ranks have modules (`run_stages`): what those would do is not done, and
 calls outside of layers are counted as ever.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,15 +25,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
+from recipe_lib.errors import SetupError
+from recipe_lib.external.compiled_layers import CompiledLayers
 from recipe_lib.external.kept_tensors import KeptTensors
 from recipe_lib.external.tensor_plan.calls import tensors_in
-from recipe_lib.external.tensor_plan.exchanges import Collectives, Entered, Exchanges, Total, rewritten, trained_length
+from recipe_lib.external.tensor_plan.exchanges import (
+    Collectives,
+    Entered,
+    Exchanges,
+    Rank,
+    Total,
+    rewritten,
+    trained_length,
+)
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan
 from recipe_lib.external.tensor_plan.summary import pattern_of
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
+
+# What a class calls in the place of another function where it is compiled, with the same arguments.
+_SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}
 
 
 class _RunningForward:
@@ -42,11 +57,15 @@ class _RunningForward:
 
 
 class _Running(threading.local):
-    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see `Exchanges`."""
+    """Of one thread. frames: the forwards that run, None for what happens around one. entered: see `Exchanges`.
+
+    alone: rank and length of rows of a layer that is traced by itself.
+    """
 
     def __init__(self) -> None:
         self.frames: list[_RunningForward | None] = []
         self.entered: Entered = {}
+        self.alone: tuple[Rank, int] | None = None
         self.ran: set[str] = set()  # patterns of the paths of modules, in the forward of a layer
         self.is_partly_off = False  # an adapter
 
@@ -59,10 +78,12 @@ def run_by_plan(
     Called before layers are checkpointed and sharded by FSDP. head: the output projection, whose forward stays as it
     is; None: another rank of a pipeline has it. gathers_again: of what backward needs only that is kept which the rest
     cannot be made of (`kept_tensors`), in layers that are not checkpointed. A forward that goes another way than the
-    one that the plan was made of raises RuntimeError.
+    one that the plan was made of raises SetupError.
     """
-    forward = framed_forward(model, plan, group, head, model.class_forward, gathers_again)
+    execution = _Execution(model, plan, group, gathers_again)
+    forward = _framed(execution, head, model.class_forward)
     model.run_class_forward_by(forward, group.size, frozenset(plan.local_outputs))
+    model.compile_layer = execution.compiled.compile
 
 
 def framed_forward(
@@ -74,11 +95,16 @@ def framed_forward(
     gathers_again: bool = True,
 ) -> Callable[..., Any]:
     """`forward`, the model's own, as that of one rank; the modules within become so in place. See `run_by_plan`."""
-    execution = _Execution(model, plan, group, gathers_again)
+    return _framed(_Execution(model, plan, group, gathers_again), head, forward)
+
+
+def _framed(execution: "_Execution", head: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+    model = execution.model
     layers = set(layer_names(model))
     for path, module in model.named_modules():
         if path and module is not head:
-            module.forward = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)
+            framed = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)
+            module.forward = execution.compiled.traceable(framed, path) if path in layers else framed
     # At the first forward, so that they go around FSDP's.
     model.register_forward_pre_hook(execution.add_hooks, prepend=True)
     return execution.framed(forward, "", ends_sharing=False)
@@ -97,12 +123,13 @@ class _Execution(TorchFunctionMode):
         # By layer and the shape of what it reads: it may run again when the model has read other rows since.
         self.lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self.exchanges = Exchanges(
-            *(plan, group.rank, group.size, collectives_of(group)),
+            *(plan, lambda: (self.running.alone or (group.rank,))[0], group.size, collectives_of(group)),
             entered=lambda: self.running.entered,
-            length=lambda: self.length,
+            length=lambda: self.length if self.running.alone is None else self.running.alone[1],
             note=self._note,
         )
         self.kept = KeptTensors()
+        self.compiled = CompiledLayers(model, group, lambda: self.length, self.alone, self.outside, gathers_again)
         numbered = tuple(each for each in plan.boundaries if each.kind != "assemble")
         self.boundaries = replace(plan, boundaries=numbered).boundaries_by_call()
         self.expected = Counter(module for module, _ in self.boundaries)
@@ -135,7 +162,7 @@ class _Execution(TorchFunctionMode):
                         stack.enter_context(self)
                     if not path and self.gathers_again:
                         stack.enter_context(self.kept.around())
-                    if ends_sharing:
+                    if ends_sharing and running.alone is None:
                         stack.enter_context(self.kept.layer())
                     result = forward(*args, **kwargs)
                 self._check(frame, getattr(module, "is_off", False))
@@ -149,6 +176,8 @@ class _Execution(TorchFunctionMode):
 
     def _note_length(self, path: str, first: Any, outermost: bool, is_layer: bool) -> None:
         """Before a forward, whose first tensor is `first`: the length of the rows that it is of."""
+        if self.running.alone is not None:
+            return
         if not path:
             self.length = trained_length(first, self.plan, self.group.size)
         elif is_layer and first is not None and torch.is_grad_enabled():
@@ -163,14 +192,36 @@ class _Execution(TorchFunctionMode):
         running, path = self.running, frame.path
         running.is_partly_off |= is_off
         if frame.reached != self.expected[path] and not is_off:
-            raise _other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
+            raise self._other_way(path, f"{frame.reached} of {self.expected[path]} exchanges were reached")
         running.ran.add(pattern_of(path))
         if missing := set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran:
-            raise _other_way(min(missing), f"it was not run within {path}")
+            raise self._other_way(min(missing), f"it was not run within {path}")
 
     def _note(self, *call: Any) -> None:
         if self.kept.recording:
             self.kept.note(*call)
+
+    @contextmanager
+    def alone(self, rank: Tensor, length: int) -> Iterator[None]:
+        """Around the forward of one layer of rows of a length, as that of a rank: nothing comes from before it."""
+        running = self.running
+        before = vars(running).copy()
+        vars(running).update(frames=[], entered={}, ran=set(), alone=(rank, length))
+        try:
+            yield
+        finally:
+            vars(running).update(before)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Around a layer that does its own exchanges: no call is noted, and no later one enters its tensors."""
+        try:
+            with ExitStack() as stack:
+                for _ in range(torch._C._len_torch_function_stack()):
+                    stack.enter_context(_pop_mode_temporarily())
+                yield
+        finally:
+            self.running.entered.clear()
 
     def add_hooks(self, model: nn.Module, args: Any) -> None:
         """Puts `suspend` and `resume` around every other hook of every module within."""
@@ -199,10 +250,12 @@ class _Execution(TorchFunctionMode):
         if frame is None:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", str(function))
+        name = _SAME_CALL.get(name, name)
         reads = name in ("__get__", "size")
-        held = [value for value in tensors_in((args, kwargs)) if isinstance(value, DTensor)]
+        held = [value for value in tensors_in((args, kwargs)) if self._may_be_a_parameter(value)]
         if held:
-            self.kept.note_parameters([value.to_local() for value in held])
+            if self.running.alone is None:
+                self.kept.note_parameters([_local(value) for value in held])
             whole = {id(value): parts for value in held if (parts := self._parts_of(value, frame.path)) is not None}
             given = args, kwargs
             args, kwargs = self._local(given, {} if reads else whole)
@@ -211,19 +264,30 @@ class _Execution(TorchFunctionMode):
         if reads:
             return function(*args, **kwargs)
         here = self.boundaries.get((frame.path, frame.calls))
-        if here is None:
+        if here is None or name.startswith("_set_"):  # of autograd's state, as tracing sets
             result = function(*args, **kwargs)
             self._note(function, args, kwargs, result)
         else:
             if name != here[0].function:
-                raise _other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")
+                raise self._other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")
             frame.reached += 1
             result = self.exchanges.call(here, function, args, kwargs)
         if next(tensors_in(result), None) is not None:
             frame.calls += 1
         return result
 
-    def _parts_of(self, parameter: DTensor, path: str) -> ParameterPlan | None:
+    def _may_be_a_parameter(self, value: Tensor) -> bool:
+        """Whether it is a parameter, or may be one to assemble: what compiled code reads are plain tensors."""
+        return isinstance(value, DTensor) or (self.running.alone is not None and bool(self.assembled))
+
+    def _other_way(self, path: str, found: str) -> SetupError:
+        compiled = "compile=false or " if self.running.alone is not None else ""
+        return SetupError(
+            f"{path or 'the model'}: its forward went another way than the one that its tensor-parallel plan was made "
+            f"of ({found}); set {compiled}parallel.tensor=1"
+        )
+
+    def _parts_of(self, parameter: Tensor, path: str) -> ParameterPlan | None:
         """How to assemble a parameter that the forward of the module at `path` uses, if it is one to be assembled."""
         if not self.assembled:
             return None
@@ -238,14 +302,18 @@ class _Execution(TorchFunctionMode):
 
     def _local(self, value: Any, whole: dict[int, ParameterPlan]) -> Any:
         """Arguments with this rank's part of parameters. whole: how to assemble those that are to be, by id."""
-        if isinstance(value, DTensor):
-            local, parts = value.to_local(), whole.get(id(value))
+        if isinstance(value, Tensor):
+            local, parts = _local(value), whole.get(id(value))
             return local if parts is None else self.exchanges.assemble(local, parts)
-        if isinstance(value, (tuple, list)) and any(isinstance(each, DTensor) for each in tensors_in(value)):
+        if isinstance(value, (tuple, list)) and any(self._may_be_a_parameter(each) for each in tensors_in(value)):
             return type(value)(self._local(each, whole) for each in value)
         if isinstance(value, dict):
             return {key: self._local(each, whole) for key, each in value.items()}
         return value
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def collectives_of(group: Group) -> Collectives:
@@ -260,10 +328,3 @@ def collectives_of(group: Group) -> Collectives:
 def total_over(group: Group) -> Total:
     """The sum of a tensor over a group's ranks."""
     return partial(all_reduce, operation="sum", group=group)
-
-
-def _other_way(path: str, found: str) -> RuntimeError:
-    return RuntimeError(
-        f"{path or 'the model'}: its forward went another way than the one that its tensor-parallel plan was made of "
-        f"({found}); set parallel.tensor=1"
-    )

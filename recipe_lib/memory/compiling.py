@@ -8,11 +8,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import LanguageModel
 
 _COMPILATIONS = 64  # of one layer: kinds of layers, row lengths, with and without gradients
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+def compile_layers(model: nn.Module, backend: Any = "inductor") -> None:
     """torch.compile on each layer's forward: alike layers share one compilation, FSDP's hooks stay outside of it.
 
     The first row length is compiled for itself, the second for every length from then on; rows one at a time, and
@@ -21,7 +22,11 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     modules = dict(model.named_modules())
+    compile_layer = model.compile_layer if isinstance(model, LanguageModel) else None
     for name in layer_names(model):
+        if compile_layer is not None:
+            compile_layer(name, backend)
+            continue
         layer = modules[name]
         compiled = torch.compile(layer.forward, backend=backend)
         shared = any(isinstance(parameter, DTensor) for parameter in layer.parameters())

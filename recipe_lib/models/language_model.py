@@ -1,7 +1,7 @@
 """What the library knows of a model's tensors besides their values, whoever wrote its forward."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ class LanguageModel(nn.Module):
     modules of a multimodal model that text does not run through. computed_buffers: name -> values on the host, of
     buffers that were computed as they were made. loaded_extras: extra tensors that were read from files. runs: of
     parameters whose parts on the ranks are not in the file's order. unwritten: the marks of tensors at the moment at
-    which they were given memory.
+    which they were given memory. compile_layer: compiles the layer of a name by a backend, where torch.compile of its
+    forward would not do.
     """
 
     spec: Any
@@ -40,6 +41,7 @@ class LanguageModel(nn.Module):
     loaded_extras: frozenset[str] = frozenset()
     runs: Mapping[str, Runs] = MappingProxyType({})
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
+    compile_layer: Callable[[str, Any], None] | None = None
 
     @abstractmethod
     def stage_parts(self) -> StageParts:

@@ -102,7 +102,8 @@ def note(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`hidden [.., i] @ weight.T [i, o] + bias`, whose weight gradient can be deferred where that is asked for."""
-    if not torch.compiler.is_compiling() and has_torch_function((hidden, weight)):  # to a mode it is a call of a linear
+    # To a mode it is a call of a linear.
+    if not torch.compiler.is_dynamo_compiling() and has_torch_function((hidden, weight)):
         return cast(Tensor, handle_torch_function(linear, (hidden, weight), hidden, weight, bias))
     if is_splittable() and weight.requires_grad and torch.is_grad_enabled():
         return _Linear.apply(hidden, weight, bias)

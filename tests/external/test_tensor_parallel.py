@@ -208,7 +208,7 @@ def without_modules() -> str:
         model, _ = build("llama", {"tensor": 2}, MemoryConfig(), world)
         fill(model)
         model.model.layers[1].mlp.forward = lambda hidden: hidden * 2
-        with pytest.raises(RuntimeError) as raised, torch.no_grad():  # where every rank has all tokens
+        with pytest.raises(SetupError) as raised, torch.no_grad():  # where every rank has all tokens
             model(torch.ones(2, LENGTH, dtype=torch.int64))
     return str(raised.value)
 

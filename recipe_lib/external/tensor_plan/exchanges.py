@@ -3,16 +3,18 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.calls import places_in, replaced
 from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, ShardingPlan, bounds
 from recipe_lib.external.tensor_plan.sourced_integers import Division
 
 Total = Callable[[Tensor], Tensor]
+Rank: TypeAlias = int | Tensor
 Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
 
 
@@ -30,13 +32,14 @@ class Collectives:
 class Exchanges:
     """Which rank of how many, and how they exchange.
 
-    entered: what has entered, been gathered or been cut so far, by how, activation and id; one tensor does so once for
-    all calls that share it. length: tokens in each row of the forward that runs; 0: no tokens are shared out. note:
-    gets every call that is made here, and whether what it gives costs little to make again.
+    rank: in code that is compiled a tensor `[]`, so that the code is the same on all ranks. entered: what has entered,
+    been gathered or been cut so far, by how, activation and id; one tensor does so once for all calls that share it.
+    length: tokens in each row of the forward that runs; 0: no tokens are shared out. note: gets every call that is made
+    here, and whether what it gives costs little to make again.
     """
 
     plan: ShardingPlan
-    rank: int
+    rank: Callable[[], Rank]
     size: int
     collectives: Collectives
     entered: Callable[[], Entered]
@@ -88,7 +91,7 @@ class Exchanges:
             total = self.collectives.total
             tensor = self._once("enter", entering, tensor, lambda: cast(Tensor, Enter.apply(tensor, total)))
         if (part := found.get("cut")) is not None:
-            settings = (part.dim, part.segments, self.rank, self.size, part.whole)
+            settings = (part.dim, part.segments, self.rank(), self.size, part.whole)
             whole, tensor = tensor, own_part(tensor, *settings)
             self.note(own_part, (whole, *settings), {}, tensor, True)
         return tensor
@@ -106,7 +109,7 @@ class Exchanges:
 
     def _slice(self, tensor: Tensor, where: Boundary) -> Tensor:
         result = take_tokens(tensor, where, self, summed=False)
-        self.note(_own_tokens, (tensor, where, self.length(), self, False), {}, result, True)
+        self.note(_own_tokens, (tensor, where, self.length(), self.rank(), self, False), {}, result, True)
         return result
 
     def _once(self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -142,7 +145,13 @@ class Exchanges:
     ) -> Tensor:
         """Rows of this rank's own tokens, zeros for others, summed over ranks."""
         segments = self.plan.parameter(boundary.parameters[0]).segments
-        ((start, stop),) = bounds(segments, self.rank, self.size)
+        rank = self.rank()
+        if not isinstance(rank, int):
+            raise SetupError(
+                f"compile: {boundary.module} embeds tokens within a layer, which is not compiled where ranks share the "
+                "vocabulary; set compile=false"
+            )
+        ((start, stop),) = bounds(segments, rank, self.size)
         held = list(places_in(args, kwargs))
         place, tokens = next((at, each) for at, each in held if torch.is_tensor(each) and not each.is_floating_point())
         own = (tokens >= start) & (tokens < stop)
@@ -234,7 +243,7 @@ def take_tokens(tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool)
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
-        ctx.settings = (where, ranks.length(), ranks, summed)
+        ctx.settings = (where, ranks.length(), ranks.rank(), ranks, summed)
         return _all_tokens(tensor, where, ranks.length(), ranks)
 
     @staticmethod
@@ -246,7 +255,7 @@ class _TakeTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
         ctx.settings = (where, ranks.length(), ranks)
-        return _own_tokens(tensor, where, ranks.length(), ranks, summed)
+        return _own_tokens(tensor, where, ranks.length(), ranks.rank(), ranks, summed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -259,9 +268,9 @@ def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Exchanges) 
     return whole.contiguous()  # a view of a contiguous one is no copy
 
 
-def _own_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Exchanges, summed: bool) -> Tensor:
+def _own_tokens(tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Exchanges, summed: bool) -> Tensor:
     if not summed:
-        return part_of_tokens(tensor, where, length, ranks.rank, ranks.size).contiguous()
+        return part_of_tokens(tensor, where, length, rank, ranks.size).contiguous()
     moved, place = _tokens_in_front(tensor, where, length)
     own = ranks.collectives.scatter(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
     return own.contiguous()
@@ -274,11 +283,15 @@ def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tens
     return wide.movedim(place, 0), place
 
 
-def part_of_tokens(tensor: Tensor, where: Boundary, length: int, rank: int, size: int) -> Tensor:
+def part_of_tokens(tensor: Tensor, where: Boundary, length: int, rank: Rank, size: int) -> Tensor:
     """A rank's tokens of a tensor that has whole rows of `length`."""
     moved, place = _tokens_in_front(tensor, where, length)
     part = length // size
-    return moved.narrow(0, rank * part, part).movedim(0, place).flatten(where.dim, where.dim + 1)
+    if isinstance(rank, int):
+        own = moved.narrow(0, rank * part, part)
+    else:
+        own = moved.index_select(0, rank * part + torch.arange(part, device=moved.device))
+    return own.movedim(0, place).flatten(where.dim, where.dim + 1)
 
 
 def others_lost(tensor: Tensor, where: Boundary, length: int, rank: int, size: int) -> Tensor:
@@ -314,15 +327,33 @@ def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
 
 
 def own_part(
-    tensor: Tensor, dim: int, segments: tuple[int, ...], rank: int, size: int, whole: tuple[int, ...] = ()
+    tensor: Tensor, dim: int, segments: tuple[int, ...], rank: Rank, size: int, whole: tuple[int, ...] = ()
 ) -> Tensor:
     """A rank's part of a tensor: of each segment along dim, which repeat as often as there is room, or all of it.
 
     whole: numbers of the segments to take all of.
     """
     repeated = segments * (tensor.shape[dim] // sum(segments))
+    if not isinstance(rank, int):
+        return tensor.index_select(dim, _numbers(repeated, rank, size, whole))
     pieces = [tensor.narrow(dim, start, stop - start) for start, stop in bounds(repeated, rank, size, whole)]
     return torch.cat(pieces, dim)
+
+
+def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[int, ...]) -> Tensor:
+    """Which rows a rank has; equally many on all ranks."""
+    of_ranks = [bounds(segments, each, size, whole) for each in range(size)]
+    if len({tuple(stop - start for start, stop in found) for found in of_ranks}) > 1:
+        raise SetupError(
+            f"compile: a layer divides {sum(segments)} numbers among {size} ranks unevenly, which is not compiled; set "
+            "compile=false"
+        )
+    first, second = of_ranks[:2]
+    pieces = [
+        torch.arange(start, stop, device=rank.device) + rank * (later - start)
+        for (start, stop), (later, _) in zip(first, second, strict=True)
+    ]
+    return torch.cat(pieces)
 
 
 @contextlib.contextmanager

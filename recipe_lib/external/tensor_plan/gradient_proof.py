@@ -78,7 +78,7 @@ class _Rank(Calls):
         entered: Entered = {}
         self.boundaries = plan.boundaries_by_call()
         collectives = group.collectives(rank)
-        self.exchanges = Exchanges(plan, rank, group.size, collectives, lambda: entered, lambda: length)
+        self.exchanges = Exchanges(plan, lambda: rank, group.size, collectives, lambda: entered, lambda: length)
 
     def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call, with its boundaries."""

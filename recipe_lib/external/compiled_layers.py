@@ -1,0 +1,196 @@
+"""torch.compile for layers that exchange by an inferred plan.
+
+The plan's exchanges are at calls that a torch function mode counts, which dynamo cannot read. So to dynamo a layer is
+one call, into which AOTAutograd traces (`torch._dynamo.nonstrict_trace`): the plan runs the layer's forward once, of
+tensors without values, and its collectives are in the graph, forward and backward. Whatever is not the same at every
+call goes in as an argument: parameters and buffers, which FSDP exchanges, and the number of the rank. As a tensor, so
+that all ranks have the same graph: inductor orders collectives, and ranks that do so in different ways wait for each
+other forever. Activation checkpointing is around that call, and compiled with it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipe_lib.errors import SetupError, UserError
+from recipe_lib.ops.gathered import Group
+
+_Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
+_Place = tuple[dict[str, Any], str]
+_TENSOR = object()
+
+
+@dataclass
+class _Call:
+    """One way in which a layer is called. leaves: its arguments, put together by spec, with `_TENSOR` for each tensor.
+
+    length, times: of rows, and how many times those that the layer reads; 0: length alone is known. outputs: what it
+    gives, which is known when it has been traced.
+    """
+
+    path: str
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    length: int
+    times: int
+    outputs: list[Any] = field(default_factory=list)
+    outputs_spec: pytree.TreeSpec | None = None
+
+
+class CompiledLayers:
+    """Of one model. length: of the rows of the forward that runs. alone, outside: contexts of a layer that is traced,
+    and of one that is called. gathers_again: gathered tokens are not kept for backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        length: Callable[[], int],
+        alone: _Alone,
+        outside: Callable[[], AbstractContextManager[None]],
+        gathers_again: bool,
+    ) -> None:
+        self.model, self.group, self.gathers_again = model, group, gathers_again
+        self.length, self.alone, self.outside = length, alone, outside
+        self.forwards: dict[str, Callable[..., Any]] = {}
+        self.places: dict[str, list[_Place]] = {}
+        self.keys: dict[Any, str] = {}
+        self.calls: dict[str, _Call] = {}
+        self.ranks: dict[torch.device, Tensor] = {}
+        self.traced: Callable[..., Any] = self._trace
+
+    def traceable(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+        """A layer's forward, which also takes what `compile` calls it with: a text, the rank's number, and tensors."""
+        self.forwards[path] = forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.traced(*args) if args and isinstance(args[0], str) else forward(*args, **kwargs)
+
+        return run
+
+    def compile(self, path: str, backend: Any) -> None:
+        """Compiles a layer's forward, checkpointing included if it is there. backend: of torch.compile."""
+        from recipe_lib.external.gathers_again import GathersAgain
+
+        if self.traced == self._trace:
+            self.traced = torch._dynamo.nonstrict_trace(self._trace)
+        layer: Any = self.model.get_submodule(path)
+        options = {"custom_partitioner_fn": GathersAgain()} if backend == "inductor" and self.gathers_again else None
+        own = _with_own_code(layer.forward, path)
+        compiled = torch.compile(own, backend=backend, options=options, fullgraph=True)
+        held = [tensors for module in layer.modules() for tensors in (module._parameters, module._buffers)]
+        self.places[path] = [(tensors, name) for tensors in held for name in tensors if tensors[name] is not None]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.outside():
+                return self._call(path, layer, compiled, args, kwargs)
+
+        layer.forward = run
+
+    def _call(self, path: str, layer: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = [each for each in leaves if isinstance(each, Tensor)]
+        key = self._key_of(path, layer, leaves, spec, given[0])
+        held = [_local(tensors[name]) for tensors, name in self.places[path]]
+        with _faults(path):
+            found = iter(compiled(key, self._rank_on(given[0].device), *held, *given))
+        call = self.calls[key]
+        assert call.outputs_spec is not None
+        made = [next(found) if each is _TENSOR else each for each in call.outputs]
+        return pytree.tree_unflatten(made, call.outputs_spec)
+
+    def _key_of(self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor) -> str:
+        """Of a call with other arguments, rows of another kind or adapters switched off, which is another graph."""
+        length = self.length()
+        # Rows are as long as those that the layer reads, or have all ranks' tokens.
+        times = length // first.shape[1] if first.dim() == 3 and length % first.shape[1] == 0 else 0
+        others = [_TENSOR if isinstance(each, Tensor) else each for each in leaves]
+        said = (path, str(spec), times or -length, torch.is_grad_enabled(), *_state_of(layer), *map(_hashable, others))
+        key = self.keys.setdefault(said, f"{path} {len(self.keys)}")
+        if key not in self.calls:
+            self.calls[key] = _Call(path, others, spec, length, times)
+        return key
+
+    def _trace(self, key: str, rank: Tensor, *tensors: Tensor) -> list[Tensor]:
+        """The forward of a layer. tensors: what it holds, and what it is called with."""
+        call = self.calls[key]
+        places = self.places[call.path]
+        held, given = tensors[: len(places)], iter(tensors[len(places) :])
+        leaves = [next(given) if each is _TENSOR else each for each in call.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        length = call.times * tensors[len(places)].shape[1] if call.times else call.length
+        with _holding(places, held), self.alone(rank, length):
+            found, call.outputs_spec = pytree.tree_flatten(self.forwards[call.path](*args, **kwargs))
+        call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
+        return [each for each in found if isinstance(each, Tensor)]
+
+    def _rank_on(self, device: torch.device) -> Tensor:
+        if device not in self.ranks:
+            self.ranks[device] = torch.tensor(self.group.rank, device=device)
+        return self.ranks[device]
+
+
+@contextlib.contextmanager
+def _faults(path: str) -> Iterator[None]:
+    """Raises SetupError for a layer that cannot be traced, with what is wrong with it."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        chain: list[BaseException] = [error]
+        while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(before)
+        if (own := next((each for each in chain if isinstance(each, UserError)), None)) is not None:
+            raise own from None
+        said = f"{type(chain[-1]).__name__}: {' '.join(str(chain[-1]).split())[:200]}"
+        raise SetupError(
+            f"compile: {path} cannot be traced as its tensor-parallel plan runs it ({said}); set compile=false or "
+            "parallel.tensor=1"
+        ) from error
+
+
+def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+    """A function that is not compiled together with others: torch counts compilations, and shapes, by code and name."""
+
+    def run(*args: Any) -> Any:
+        return forward(*args)
+
+    code = run.__code__.replace(co_name=path.replace(".", "_"))
+    return FunctionType(code, globals(), code.co_name, closure=run.__closure__)
+
+
+def _state_of(layer: nn.Module) -> list[tuple[bool, bool]]:
+    """What changes in modules between calls."""
+    return [(module.training, getattr(module, "is_off", False)) for module in layer.modules()]
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def _holding(places: list[_Place], tensors: tuple[Tensor, ...]) -> Iterator[None]:
+    """While it is entered, modules have these tensors for parameters and buffers."""
+    before = [held[name] for held, name in places]
+    try:
+        for (held, name), tensor in zip(places, tensors, strict=True):
+            held[name] = tensor
+        yield
+    finally:
+        for (held, name), tensor in zip(places, before, strict=True):
+            held[name] = tensor

@@ -1,0 +1,207 @@
+"""Compiled layers of external models by inferred plans: gradients, collectives, and what is kept for backward."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.errors import SetupError
+from recipe_lib.external import tensor_parallel
+from recipe_lib.external.gathers_again import partition
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
+from recipe_lib.memory import apply_activation_checkpointing
+from recipe_lib.memory.compiling import compile_layers
+from recipe_lib.models import build_meta
+from recipe_lib.ops import gathered
+from recipe_lib.parallel import materialize, shard_model, start_world
+from recipe_lib.parallel.tensor import shard_tensors
+from tests.distributed.ranks import import_compiler, run_ranks
+from tests.external import test_tensor_parallel as eager
+
+pytest.importorskip("transformers")
+FUNCTIONAL = "_c10d_functional"
+WIDTH = eager.SMALL["hidden_size"]
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are, and remembers them and what forward keeps."""
+
+    def __init__(self, divide: Any = partition) -> None:
+        self.code: list[str] = []
+        self.count: Counter[str] = Counter()  # of what ranks did together
+        self.kept: list[list[int]] = []  # shapes; of parameters, whole or transposed, none
+        self.divide = divide
+        self.backend = aot_autograd(fw_compiler=self.note, bw_compiler=self.note, partition_fn=self.note_kept)
+
+    def note(self, graph: Any, inputs: Any) -> Any:
+        self.code.append(graph.code)
+        targets = [node.target for node in graph.graph.nodes if getattr(node.target, "namespace", "") == FUNCTIONAL]
+        names = Counter(target.__name__.partition(".")[0] for target in targets)
+        del names["wait_tensor"]
+
+        def run(*values: Any) -> Any:
+            self.count.update(names)
+            return graph.forward(*values)
+
+        return make_boxed_func(run)
+
+    def note_kept(self, joint: Any, inputs: Any, **settings: Any) -> Any:
+        forward, backward = self.divide(joint, inputs, **settings)
+        given = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
+        held = forward.graph.output_node().args[0][settings["num_fwd_outputs"] :]
+        made = [each for each in held if each.name not in given and each.target is not torch.ops.aten.t.default]
+        self.kept += [list(each.meta["val"].shape) for each in made if "val" in each.meta]
+        return forward, backward
+
+
+class Counted:
+    """In the place of the operators of ranks: counts those that run, and none that is traced."""
+
+    def __init__(self, count: Counter[str]) -> None:
+        self.count = count
+
+    def __getattr__(self, name: str) -> Any:
+        def call(tensor: Any, *settings: Any) -> Any:
+            self.count[name] += type(tensor) is torch.Tensor and name != "wait_tensor"
+            return getattr(torch.ops._c10d_functional, name)(tensor, *settings)
+
+        return call
+
+
+def build_compiled(backend: Any, kind: str, parallel: dict[str, Any], memory: MemoryConfig, world: Any) -> Any:
+    """As `eager.build`, whose layers are compiled."""
+    if world is None:
+        return eager_build(kind, parallel, memory, world)
+    settings = ParallelConfig(**parallel)
+    model: Any = build_meta(spec_of(kind), eager.DTYPES.get(kind, torch.float64))
+    divided = eager.Parallel(tensor_gradients=shard_tensors(model, settings, memory, world))
+    apply_activation_checkpointing(model, memory.activation_checkpointing)
+    compile_layers(model, backend)
+    shard_model(model, settings, memory, world)
+    materialize(model, memory, torch.device("cpu"))
+    return model, divided
+
+
+eager_build = eager.build
+
+
+def spec_of(kind: str) -> Any:
+    return eager.read_spec(eager.config_of(kind), kind, "own" if kind == "own" else "transformers")
+
+
+def differences(kind: str, parallel: dict[str, Any], mode: str, world: Any) -> tuple[list[str], Graphs]:
+    """Between ranks and one process, and between the collectives of compiled layers and of others."""
+    memory, packed = MemoryConfig(activation_checkpointing=mode.removeprefix("packed ")), mode.startswith("packed")
+    graphs, counts = Graphs(), []
+    eager_build(kind, {}, memory, None)  # makes a user's class known
+    for build in (eager_build, partial(build_compiled, graphs.backend)):
+        eager.build = build
+        counts.append(Counter())
+        gathered._FUNCTIONAL = Counted(counts[-1])
+        faults = eager.differences(kind, parallel, memory, world, packed)
+    eager.build, gathered._FUNCTIONAL = eager_build, torch.ops._c10d_functional
+    torch._dynamo.reset()
+    # Compiled code gathers a gradient once that two operators need, and computes no more again than it has to.
+    without, compiled = counts[0], counts[1] + graphs.count
+    more = {name: (compiled[name], without[name]) for name in compiled if compiled[name] > without[name]}
+    fewer = {name: (compiled[name], without[name]) for name in without if compiled[name] < without[name]}
+    if more or (mode == "none" and set(fewer) - {"all_gather_into_tensor"}):
+        faults.append(f"collectives {more} {fewer}")
+    if not graphs.code or not without:
+        faults.append("nothing is compiled")
+    return faults, graphs
+
+
+def compare(cases: list[tuple[str, dict[str, Any], str]]) -> tuple[list[str], list[str]]:
+    """What differs, and the code of all graphs."""
+    faults, code = [], []
+    cfg = FullFinetuneConfig(device="cpu", parallel=ParallelConfig(**cases[0][1]))
+    with start_world(cfg) as world:
+        for kind, parallel, mode in cases:
+            found, graphs = differences(kind, parallel, mode, world)
+            faults += [f"{kind} {parallel} {mode}: {each}" for each in found]
+            code += graphs.code
+    return faults, code
+
+
+def check(ranks: int, cases: list[tuple[str, dict[str, Any], str]]) -> None:
+    import_compiler()
+    outcomes = run_ranks(compare, ranks, cases, timeout=400)
+    for faults, _ in outcomes:
+        assert not faults, "\n".join(faults)
+    codes = [code for _, code in outcomes]
+    assert len(codes[0]) >= 4 * len(cases)
+    for rank, code in enumerate(codes):  # or else inductor could order collectives in other ways on each rank
+        assert code == codes[rank - rank % cases[0][1]["tensor"]], f"rank {rank}"
+
+
+def test_a_few_models_on_two_ranks() -> None:
+    check(2, [("llama", {"tensor": 2}, "none"), ("phi3", {"tensor": 2}, "packed full"), ("own", {"tensor": 2}, "none")])
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_one_process() -> None:
+    modes = ("none", "selective", "packed full")
+    kinds = ["gpt2", "cohere", "gemma2", "falcon", "gpt_bigcode", "olmo2", "falcon_h1", "mixtral"]
+    check(2, [(kind, {"tensor": 2}, modes[at % 3]) for at, kind in enumerate(kinds)])
+
+
+@pytest.mark.slow
+def test_gradients_on_four_ranks_are_those_of_one_process() -> None:
+    check(4, [("llama, one key head", {"tensor": 4}, "packed selective")])
+    check(4, [("bamba", {"tensor": 2, "fsdp_wrap_policy": "memory_efficient"}, "none")])
+
+
+def run_llama(backend: Any, world: Any) -> None:
+    model, _ = build_compiled(backend, "llama", {"tensor": 2}, MemoryConfig(), world)
+    eager.fill(model)
+    tokens = torch.arange(eager.ROWS * eager.LENGTH).view(eager.ROWS, eager.LENGTH) % eager.VOCABULARY
+    eager.backward(model, tokens, tokens, torch.tensor(1), False)
+    torch._dynamo.reset()
+
+
+def kept() -> tuple[list[list[list[int]]], list[str]]:
+    """Shapes of what compiled layers of a Llama keep: divided as ours are, and by torch alone; what is refused."""
+    graphs = [Graphs(), Graphs(partial(min_cut_rematerialization_partition, compiler="inductor"))]
+    with start_world(FullFinetuneConfig(device="cpu", parallel=ParallelConfig(tensor=2))) as world:
+        for each in graphs:
+            run_llama(each.backend, world)
+        said = []
+        proven = tensor_parallel.proven_plan
+        for backend, plan in ((without_kernel, proven), ("aot_eager", another_plan)):
+            tensor_parallel.proven_plan = plan
+            with pytest.raises(SetupError) as raised:
+                run_llama(backend, world)
+            said.append(str(raised.value))
+    return [each.kept for each in graphs], said
+
+
+def without_kernel(graph: Any, inputs: Any) -> Any:
+    raise NotImplementedError("there is no kernel")
+
+
+def another_plan(*asked: Any, proven: Any = tensor_parallel.proven_plan) -> ShardingPlan:
+    plan = proven(*asked)
+    changed = [replace(each, function="another") if "layers.1." in each.module else each for each in plan.boundaries]
+    return replace(plan, boundaries=tuple(changed))
+
+
+def test_gathered_tokens_are_not_kept_and_what_cannot_be_traced_is_an_error() -> None:
+    """Of the width of the stream nothing is kept of more than a rank's tokens, as torch's partitioner alone would."""
+    import_compiler()
+    (ours, alone), said = run_ranks(kept, 2)[0]
+    wide = [[shape for shape in shapes if shape[-1] == WIDTH] for shapes in (ours, alone)]
+    of_all_ranks = [[shape for shape in shapes if prod(shape) == eager.ROWS * eager.LENGTH * WIDTH] for shapes in wide]
+    assert wide[0] and not of_all_ranks[0] and of_all_ranks[1], wide
+    assert (
+        "compile: model.layers.0 cannot be traced" in said[0] and "NotImplementedError: there is no kernel" in said[0]
+    )
+    assert "model.layers.1." in said[1] and "expected another); set compile=false or parallel.tensor=1" in said[1]
