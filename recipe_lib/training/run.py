@@ -12,9 +12,9 @@ from recipe_lib.parallel import World, start_world
 from recipe_lib.parallel.seeds import set_seeds
 from recipe_lib.report.phases import phase
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
-from recipe_lib.training.same_on_all_ranks import check_same_config
+from recipe_lib.training.same_on_all_ranks import check_same_config, settings_of
 from recipe_lib.training.slow_dtype import warn_of_slow_dtype
-from recipe_lib.training.training_data import prepare
+from recipe_lib.training.training_data import prepare, prepared_or_raised
 
 
 class Recipe(Protocol):
@@ -53,8 +53,9 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     what one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with what its
     memory held before. Raises UserError and StoppedAndSaved.
     """
+    given = settings_of(cfg)
     with phase("reading the data"):
-        prepared = prepare(cfg)
+        tokenized = prepare(cfg)
     with start_world(cfg) as world:
 
         @contextmanager
@@ -65,7 +66,9 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
 
         set_seeds(cfg.seed, world, alike=cfg.model.implementation != "native")
         with part("setting up"):
-            check_same_config(cfg, world)
+            check_same_config(given, world)
+            prepared = world.agree(prepared_or_raised, tokenized)
+            check_same_config(settings_of(cfg), world)  # formats that each found in its data
             warn_of_slow_dtype(cfg, world)
             recipe: Recipe = world.agree(recipe_class, cfg, world)
         with part("reading data"):

@@ -1,7 +1,6 @@
 """All ranks of a run have the same settings, and those that share a model the same batches: the checks."""
 
 import hashlib
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,13 @@ if TYPE_CHECKING:
 _ABSENT = "no such key"
 
 
-def check_same_config(cfg: FullFinetuneConfig, world: "World") -> None:
-    """Compares the settings of all ranks, paths apart, which machines may have in different places. A collective.
+def check_same_config(settings: dict[str, str], world: "World") -> None:
+    """Compares the settings of all ranks (`settings_of`). A collective.
 
     Where each machine has a config of its own, or has decided `parallel.strategy: auto` by its own GPUs, ranks that
     train differently would wait for each other. Raises ConfigError on every rank, with each key that differs.
     """
-    found = [dict(pairs) for pairs in world.gather_json(list(_settings(cfg)))]
+    found = world.gather_json(settings)
     faults = []
     for name in dict.fromkeys(key for settings in found for key in settings):
         values = [settings.get(name, _ABSENT) for settings in found]
@@ -36,12 +35,15 @@ def check_same_config(cfg: FullFinetuneConfig, world: "World") -> None:
         raise ConfigError(*faults)
 
 
-def _settings(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
-    """(key, value as text); of paths and trackers, which may be a machine's own, nothing."""
+def settings_of(cfg: FullFinetuneConfig) -> dict[str, str]:
+    """Values as text by key; none of paths and trackers, which may be a machine's own."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
-    for name, key in read_schema(config_class).keys.items():
-        if key.section_class is None and not key.limits.get("path") and name != "log.trackers":
-            yield name, str(attrgetter(name)(cfg))
+    keys = read_schema(config_class).keys.items()
+    return {
+        name: str(attrgetter(name)(cfg))
+        for name, key in keys
+        if key.section_class is None and not key.limits.get("path") and name != "log.trackers"
+    }
 
 
 def check_same_batches(batches: StepBatches, world: "World") -> None:

@@ -126,11 +126,11 @@ class TrainingData:
         return found
 
 
-def prepare(cfg: FullFinetuneConfig) -> PreparedData | None:
+def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
     """Tokenizes into the cache, in parallel: called before ranks wait for each other in a process group.
 
-    None with several ranks, where what is wrong with config, model or data is found again, and reported once, when they
-    agree on it.
+    With several ranks what is wrong with config, model or data is returned, to be raised on all of them; alone it is
+    raised.
     """
     try:
         check_output(cfg)
@@ -141,10 +141,17 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | None:
         for line in found:
             get_logger().info(line)
         return prepared
-    except UserError:
+    except UserError as error:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
-        return None
+        return error
+
+
+def prepared_or_raised(prepared: PreparedData | UserError) -> PreparedData:
+    """What `prepare` has made, or raises what it has returned."""
+    if isinstance(prepared, UserError):
+        raise prepared
+    return prepared
 
 
 def load_tokenizer_of(cfg: FullFinetuneConfig, source: ResolvedModel | None) -> Tokenizer:

@@ -23,3 +23,19 @@ def test_settings_that_differ_are_named_and_paths_may(tmp_path: Path) -> None:
         f"error: parallel.strategy: found fsdp on rank 0 and ddp on rank 1, {remedy}",
         f"error: seed: found 0 on rank 0 and 1 on rank 1, {remedy}",
     }
+
+
+def train_in_own_folder(folder: Path) -> tuple[int, list[str]]:
+    rank = int(os.environ["RANK"])
+    own = [f"data.cache_dir={folder / f'cache{rank}'}", "data.format=auto", "max_steps=1"]
+    run = run_here([*arguments(folder / f"of rank {rank}"), *own])
+    return run.code, run.said
+
+
+def test_what_one_rank_alone_finds_wrong_is_what_is_said(tmp_path: Path) -> None:
+    """And not that the others have found the format of their data by then."""
+    (tmp_path / "of rank 1").touch()
+    found = run_ranks(train_in_own_folder, 2, tmp_path, process_group=False, timeout=60)
+    assert [code for code, _ in found] == [2, 2]
+    errors = [line for _, said in found for line in said if line.startswith("error: ")]
+    assert len(errors) == 1 and "of rank 1" in errors[0] and "output_dir" in errors[0], errors
