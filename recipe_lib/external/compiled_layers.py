@@ -6,11 +6,14 @@ tensors without values, and its collectives are in the graph, forward and backwa
 call goes in as an argument: parameters and buffers, which FSDP exchanges, and the number of the rank. As a tensor, so
 that all ranks have the same graph: inductor orders collectives, and ranks that do so in different ways wait for each
 other forever. Activation checkpointing is around that call, and compiled with it.
+
+Layers that are alike (`alike_layers`) are traced as the first of them, with their own tensors, unless its forward reads
+which layer it is.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -21,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import SetupError, UserError
+from recipe_lib.external.alike_layers import NUMBERS, alike_layers
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.ops.gathered import Group
 
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
@@ -52,15 +57,19 @@ class CompiledLayers:
     def __init__(
         self,
         model: nn.Module,
+        plan: ShardingPlan,
         group: Group,
         length: Callable[[], int],
         alone: _Alone,
         outside: Callable[[], AbstractContextManager[None]],
         gathers_again: bool,
     ) -> None:
-        self.model, self.group, self.gathers_again = model, group, gathers_again
+        self.model, self.plan, self.group, self.gathers_again = model, plan, group, gathers_again
         self.length, self.alone, self.outside = length, alone, outside
         self.forwards: dict[str, Callable[..., Any]] = {}
+        self.originals: dict[str, Callable[..., Any]] = {}  # of all modules, before the plan ran them
+        self.compiled: dict[str, Callable[..., Any]] = {}
+        self.like: dict[str, str] = {}
         self.places: dict[str, list[_Place]] = {}
         self.keys: dict[Any, str] = {}
         self.calls: dict[str, _Call] = {}
@@ -85,27 +94,43 @@ class CompiledLayers:
         layer: Any = self.model.get_submodule(path)
         options = {"custom_partitioner_fn": GathersAgain()} if backend == "inductor" and self.gathers_again else None
         own = _with_own_code(layer.forward, path)
-        compiled = torch.compile(own, backend=backend, options=options, fullgraph=True)
+        self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
         held = [tensors for module in layer.modules() for tensors in (module._parameters, module._buffers)]
         self.places[path] = [(tensors, name) for tensors in held for name in tensors if tensors[name] is not None]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.outside():
-                return self._call(path, layer, compiled, args, kwargs)
+                return self._call(path, layer, args, kwargs)
 
         layer.forward = run
 
-    def _call(self, path: str, layer: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, path: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.like:
+            self.like = alike_layers(self.model, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
-        key = self._key_of(path, layer, leaves, spec, given[0])
         held = [_local(tensors[name]) for tensors, name in self.places[path]]
-        with _faults(path):
-            found = iter(compiled(key, self._rank_on(given[0].device), *held, *given))
-        call = self.calls[key]
+        try:
+            key = self._key_of(self._traced_as(path, layer), layer, leaves, spec, given[0])
+            found = self._run(key, given, held)
+        except _LayerNumberIsReadError:
+            self.like = {name: name for name in self.like}
+            key = self._key_of(path, layer, leaves, spec, given[0])
+            found = self._run(key, given, held)
+        call, tensors = self.calls[key], iter(found)
         assert call.outputs_spec is not None
-        made = [next(found) if each is _TENSOR else each for each in call.outputs]
+        made = [next(tensors) if each is _TENSOR else each for each in call.outputs]
         return pytree.tree_unflatten(made, call.outputs_spec)
+
+    def _traced_as(self, path: str, layer: nn.Module) -> str:
+        like = self.like[path]
+        return like if like == path or _state_of(self.model.get_submodule(like)) == _state_of(layer) else path
+
+    def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+        path = self.calls[key].path
+        with _faults(path):
+            found: list[Tensor] = self.compiled[path](key, self._rank_on(given[0].device), *held, *given)
+        return found
 
     def _key_of(self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor) -> str:
         """Of a call with other arguments, rows of another kind or adapters switched off, which is another graph."""
@@ -127,7 +152,9 @@ class CompiledLayers:
         leaves = [next(given) if each is _TENSOR else each for each in call.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length
-        with _holding(places, held), self.alone(rank, length):
+        stands_for_others = list(self.like.values()).count(call.path) > 1
+        numbers = _without_numbers(self.model.get_submodule(call.path)) if stands_for_others else nullcontext()
+        with _holding(places, held), numbers, self.alone(rank, length):
             found, call.outputs_spec = pytree.tree_flatten(self.forwards[call.path](*args, **kwargs))
         call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
         return [each for each in found if isinstance(each, Tensor)]
@@ -136,6 +163,35 @@ class CompiledLayers:
         if device not in self.ranks:
             self.ranks[device] = torch.tensor(self.group.rank, device=device)
         return self.ranks[device]
+
+
+class _LayerNumberIsReadError(UserError):
+    """The forward of a layer depends on which one it is."""
+
+
+class _NoNumber:
+    """In the place of a layer's number: whoever does anything with it would do something else in another layer."""
+
+    def _read(self, *asked: Any) -> Any:
+        raise _LayerNumberIsReadError("a layer's number is read")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _read
+    __truediv__ = __rtruediv__ = __neg__ = __str__ = __repr__ = __format__ = __hash__ = __getattr__ = _read
+
+
+@contextlib.contextmanager
+def _without_numbers(layer: nn.Module) -> Iterator[None]:
+    """While it is entered, no module of a layer knows its number."""
+    found = [(vars(module), name) for module in layer.modules() for name in NUMBERS if name in vars(module)]
+    before = [held[name] for held, name in found]
+    try:
+        for held, name in found:
+            held[name] = _NoNumber()
+        yield
+    finally:
+        for (held, name), number in zip(found, before, strict=True):
+            held[name] = number
 
 
 @contextlib.contextmanager

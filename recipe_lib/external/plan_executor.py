@@ -102,6 +102,7 @@ def _framed(execution: "_Execution", head: nn.Module | None, forward: Callable[.
     model = execution.model
     layers = set(layer_names(model))
     for path, module in model.named_modules():
+        execution.compiled.originals[path] = module.forward
         if path and module is not head:
             framed = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)
             module.forward = execution.compiled.traceable(framed, path) if path in layers else framed
@@ -129,7 +130,7 @@ class _Execution(TorchFunctionMode):
             note=self._note,
         )
         self.kept = KeptTensors()
-        self.compiled = CompiledLayers(model, group, lambda: self.length, self.alone, self.outside, gathers_again)
+        self.compiled = CompiledLayers(model, plan, group, lambda: self.length, self.alone, self.outside, gathers_again)
         numbered = tuple(each for each in plan.boundaries if each.kind != "assemble")
         self.boundaries = replace(plan, boundaries=numbered).boundaries_by_call()
         self.expected = Counter(module for module, _ in self.boundaries)
