@@ -11,19 +11,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.models.find_layers import layer_names
 
 # Attributes that number layers; whoever runs one in the place of another one sees to it that they are not read.
 NUMBERS = ("layer_idx", "layer_id", "layer_number")
 _OF_ALL = frozenset(vars(nn.Module())) | {"forward", *NUMBERS}
 
 
-def alike_layers(model: nn.Module, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+def alike_layers(
+    layers: Mapping[str, nn.Module], plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
+) -> dict[str, str]:
     """For each layer the first one that it is like, by name. forwards: of modules by name, before a plan ran them."""
     found: dict[str, str] = {}
     first: list[tuple[Any, str]] = []
-    for name in layer_names(model):
-        described = _described(model.get_submodule(name), name, plan, forwards)
+    for name, layer in layers.items():
+        described = _described(layer, name, plan, forwards)
         like = next((other for each, other in first if each == described), None)
         if like is None:
             first.append((described, name))

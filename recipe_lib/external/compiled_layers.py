@@ -68,6 +68,7 @@ class CompiledLayers:
         self.length, self.alone, self.outside = length, alone, outside
         self.forwards: dict[str, Callable[..., Any]] = {}
         self.originals: dict[str, Callable[..., Any]] = {}  # of all modules, before the plan ran them
+        self.layers: dict[str, nn.Module] = {}  # those that are compiled; the stages of a pipeline swap modules
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.like: dict[str, str] = {}
         self.places: dict[str, list[_Place]] = {}
@@ -92,6 +93,7 @@ class CompiledLayers:
         if self.traced == self._trace:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
         layer: Any = self.model.get_submodule(path)
+        self.layers[path] = layer
         options = {"custom_partitioner_fn": GathersAgain()} if backend == "inductor" and self.gathers_again else None
         own = _with_own_code(layer.forward, path)
         self.compiled[path] = torch.compile(own, backend=backend, options=options, fullgraph=True)
@@ -106,7 +108,7 @@ class CompiledLayers:
 
     def _call(self, path: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.like:
-            self.like = alike_layers(self.model, self.plan, self.originals)
+            self.like = alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
         held = [_local(tensors[name]) for tensors, name in self.places[path]]
@@ -124,7 +126,7 @@ class CompiledLayers:
 
     def _traced_as(self, path: str, layer: nn.Module) -> str:
         like = self.like[path]
-        return like if like == path or _state_of(self.model.get_submodule(like)) == _state_of(layer) else path
+        return like if like == path or _state_of(self.layers[like]) == _state_of(layer) else path
 
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
         path = self.calls[key].path
@@ -153,7 +155,7 @@ class CompiledLayers:
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length
         stands_for_others = list(self.like.values()).count(call.path) > 1
-        numbers = _without_numbers(self.model.get_submodule(call.path)) if stands_for_others else nullcontext()
+        numbers = _without_numbers(self.layers[call.path]) if stands_for_others else nullcontext()
         with _holding(places, held), numbers, self.alone(rank, length):
             found, call.outputs_spec = pytree.tree_flatten(self.forwards[call.path](*args, **kwargs))
         call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
