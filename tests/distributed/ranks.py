@@ -93,6 +93,7 @@ def _run_rank(
             MASTER_PORT=str(port),
         )
         torch.set_num_threads(1)
+        _forget_compile_threads()
         _tell_meshes_apart()
         if process_group:
             store = dist.FileStore(str(folder / "store"), world_size)
@@ -110,6 +111,13 @@ def _run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _forget_compile_threads() -> None:
+    """inductor of a test process that has compiled would wait in its ranks for threads that no fork has."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:
+        compiler.AsyncCompile.pool.cache_clear()
 
 
 def _tell_meshes_apart() -> None:
