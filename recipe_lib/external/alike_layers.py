@@ -33,7 +33,7 @@ def alike_layers(
 
 
 def _described(layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]) -> Any:
-    """All that a layer's forward depends on besides its tensors."""
+    """All that a layer's forward depends on apart from its tensors."""
     modules = []
     for name, module in layer.named_modules():
         forward = forwards.get(f"{path}.{name}" if name else path)

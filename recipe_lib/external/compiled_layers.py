@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.external.alike_layers import NUMBERS, alike_layers
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.ops.gathered import Group
+from recipe_lib.parallel.tensor import local
 
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
 _Place = tuple[dict[str, Any], str]
@@ -111,7 +111,7 @@ class CompiledLayers:
             self.like = alike_layers(self.layers, self.plan, self.originals)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
-        held = [_local(tensors[name]) for tensors, name in self.places[path]]
+        held = [local(tensors[name]) for tensors, name in self.places[path]]
         try:
             key = self._key_of(self._traced_as(path, layer), layer, leaves, spec, given[0])
             found = self._run(key, given, held)
@@ -235,10 +235,6 @@ def _hashable(value: Any) -> Any:
     except TypeError:
         return id(value)
     return type(value), value
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager

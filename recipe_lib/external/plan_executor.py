@@ -44,6 +44,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, Shardin
 from recipe_lib.external.tensor_plan.summary import pattern_of
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
+from recipe_lib.parallel.tensor import local
 
 # What a class calls in the place of another function where it is compiled, with the same arguments.
 _SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}
@@ -256,7 +257,7 @@ class _Execution(TorchFunctionMode):
         held = [value for value in tensors_in((args, kwargs)) if self._may_be_a_parameter(value)]
         if held:
             if self.running.alone is None:
-                self.kept.note_parameters([_local(value) for value in held])
+                self.kept.note_parameters([local(value) for value in held])
             whole = {id(value): parts for value in held if (parts := self._parts_of(value, frame.path)) is not None}
             given = args, kwargs
             args, kwargs = self._local(given, {} if reads else whole)
@@ -304,17 +305,13 @@ class _Execution(TorchFunctionMode):
     def _local(self, value: Any, whole: dict[int, ParameterPlan]) -> Any:
         """Arguments with this rank's part of parameters. whole: how to assemble those that are to be, by id."""
         if isinstance(value, Tensor):
-            local, parts = _local(value), whole.get(id(value))
-            return local if parts is None else self.exchanges.assemble(local, parts)
+            own, parts = local(value), whole.get(id(value))
+            return own if parts is None else self.exchanges.assemble(own, parts)
         if isinstance(value, (tuple, list)) and any(self._may_be_a_parameter(each) for each in tensors_in(value)):
             return type(value)(self._local(each, whole) for each in value)
         if isinstance(value, dict):
             return {key: self._local(each, whole) for key, each in value.items()}
         return value
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def collectives_of(group: Group) -> Collectives:
